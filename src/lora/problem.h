@@ -140,23 +140,24 @@ struct WorkspaceQuery {
   DType activation = DType::kFloat32, weight = DType::kFloat32;
 };
 
-// Every backend has these six; arguments are checked, M and K may be 0.
-#define MORTAR_LORA_BACKEND                                                                     \
-  void plan(const std::int32_t* token_adapter, std::int64_t num_tokens,                         \
-            std::int64_t num_adapters, std::int32_t* plan, Stream stream);                      \
-  void read_plan_header(const std::int32_t* plan, std::int32_t* header, Stream stream);         \
-  void shrink(const ShrinkProblem& p, Stream stream);                                           \
-  void expand(const ExpandProblem& p, Stream stream);                                           \
-  void apply(const ApplyProblem& p, Stream stream);                                             \
-  std::int64_t shrink_workspace(const WorkspaceQuery& q);                                       \
-  std::int64_t apply_workspace(const WorkspaceQuery& q);
+/// What every backend does. Arguments are checked; M and K may be 0.
+struct Backend {
+  void (*plan)(const std::int32_t* token_adapter, std::int64_t num_tokens,
+               std::int64_t num_adapters, std::int32_t* plan, Stream stream);
+  /// Copies kPlanHeaderWords words to the host and waits for them.
+  void (*read_plan_header)(const std::int32_t* plan, std::int32_t* header, Stream stream);
+  void (*shrink)(const ShrinkProblem& p, Stream stream);
+  void (*expand)(const ExpandProblem& p, Stream stream);
+  void (*apply)(const ApplyProblem& p, Stream stream);
+  std::int64_t (*shrink_workspace)(const WorkspaceQuery& q);
+  std::int64_t (*apply_workspace)(const WorkspaceQuery& q);
+};
 
 namespace cpu {
-MORTAR_LORA_BACKEND
+extern const Backend kBackend;
 }
 namespace cuda {
-MORTAR_LORA_BACKEND
+extern const Backend kBackend;  ///< only in builds with MORTAR_HAS_CUDA
 }
-#undef MORTAR_LORA_BACKEND
 
 }  // namespace mortar::lora
