@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+// Between TVM-FFI and Mortar: tensors, streams, devices and errors. No logic of any op.
+#pragma once
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "core/check.h"
+#include "mortar/error.h"
+#include "mortar/stream.h"
+#include "mortar/tensor.h"
+
+#if defined(MORTAR_HAS_CUDA)
+#include <cuda_runtime_api.h>
+#endif
+
+namespace mortar::ffi {
+
+using tvm::ffi::AnyView;
+using tvm::ffi::PackedArgs;
+using tvm::ffi::TensorView;
+
+/// The view behind a DLPack tensor. `what` ("lora_apply: x") opens the message of an error.
+inline Tensor to_tensor(const DLTensor& t, const char* what = "Tensor") {
+  Tensor out;
+  switch (t.device.device_type) {
+    case kDLCPU:
+    case kDLCUDAHost: out.device = {DeviceType::kCPU, 0}; break;
+    case kDLCUDA:
+    case kDLCUDAManaged: out.device = {DeviceType::kCUDA, t.device.device_id}; break;
+    default: check_type(false, what, " must be on cpu or cuda, got another kind of device");
+  }
+  const int kind = t.dtype.lanes == 1 ? t.dtype.code * 256 + t.dtype.bits : -1;
+  switch (kind) {
+    case kDLFloat * 256 + 32: out.dtype = DType::kFloat32; break;
+    case kDLFloat * 256 + 16: out.dtype = DType::kFloat16; break;
+    case kDLBfloat * 256 + 16: out.dtype = DType::kBFloat16; break;
+    case kDLFloat * 256 + 64: out.dtype = DType::kFloat64; break;
+    case kDLInt * 256 + 32: out.dtype = DType::kInt32; break;
+    case kDLInt * 256 + 64: out.dtype = DType::kInt64; break;
+    case kDLUInt * 256 + 8: out.dtype = DType::kUInt8; break;
+    default:
+      check_type(false, what, " must have dtype float32, float16, bfloat16, float64, int32, int64 ",
+                 "or uint8, got ", std::string(tvm::ffi::DLDataTypeToString(t.dtype)));
+  }
+  check(t.ndim <= Tensor::kMaxDims, what, " must have at most ", Tensor::kMaxDims,
+        " dimensions, got ", t.ndim);
+  out.ndim = t.ndim;
+  std::int64_t dense = 1;
+  for (int d = t.ndim - 1; d >= 0; --d) {
+    out.shape[d] = t.shape[d];
+    out.strides[d] = t.strides != nullptr ? t.strides[d] : dense;
+    dense *= t.shape[d];
+  }
+  out.data = static_cast<char*>(t.data) + t.byte_offset;
+  return out;
+}
+
+inline Tensor to_tensor(const TensorView& t, const char* what = "Tensor") {
+  DLTensor view{};
+  view.data = t.data_ptr();
+  view.device = t.device();
+  view.ndim = t.ndim();
+  view.dtype = t.dtype();
+  view.shape = const_cast<std::int64_t*>(t.shape().data());
+  view.strides = t.ndim() > 0 ? const_cast<std::int64_t*>(t.strides().data()) : nullptr;
+  view.byte_offset = t.byte_offset();
+  return to_tensor(view, what);
+}
+
+/// An optional tensor: None gives an undefined one.
+inline Tensor to_tensor(const std::optional<TensorView>& t, const char* what = "Tensor") {
+  return t.has_value() ? to_tensor(*t, what) : Tensor{};
+}
+
+/// An argument of a packed call: a tensor, or None for an undefined one.
+inline Tensor to_tensor(AnyView arg, const char* what = "Tensor") {
+  if (arg == nullptr) return {};
+  const std::optional<DLTensor*> t = arg.try_cast<DLTensor*>();
+  check_type(t.has_value(), what, " must be a tensor or None, got ", arg.GetTypeKey());
+  return to_tensor(**t, what);
+}
+
+/// The caller's current stream of a device: TVM-FFI takes it from the framework that owns the
+/// tensors of the call (torch.cuda.current_stream()).
+inline Stream current_stream(Device device) {
+  if (device.type == DeviceType::kCPU) return {};
+  return {TVMFFIEnvGetStream(kDLCUDA, device.index)};
+}
+
+/// Makes `device` the current one for its lifetime; free of charge where it already is.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard([[maybe_unused]] Device device) {
+#if defined(MORTAR_HAS_CUDA)
+    if (device.type != DeviceType::kCUDA) return;
+    int current = 0;
+    throw_on_error(cudaGetDevice(&current));
+    if (current == device.index) return;
+    throw_on_error(cudaSetDevice(device.index));
+    previous_ = current;
+#else
+    check_type(device.type == DeviceType::kCPU,
+               "mortar: tensors must be on cpu in a build without CUDA, got ",
+               device_string(device));
+#endif
+  }
+  ~DeviceGuard() {
+#if defined(MORTAR_HAS_CUDA)
+    if (previous_ >= 0) (void)cudaSetDevice(previous_);
+#endif
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+#if defined(MORTAR_HAS_CUDA)
+ private:
+  static void throw_on_error(cudaError_t error) {
+    if (error != cudaSuccess) {
+      fail(ErrorKind::kRuntime, concat("mortar: CUDA failed: ", cudaGetErrorString(error)));
+    }
+  }
+  int previous_ = -1;
+#endif
+};
+
+/// Runs `body` and turns mortar::Error into the TVM-FFI error of the same kind, which Python sees
+/// as ValueError, TypeError or RuntimeError. No backtrace is taken: the message says it all.
+template <class Body>
+decltype(auto) translate_errors(Body&& body) {
+  try {
+    return std::forward<Body>(body)();
+  } catch (const Error& e) {
+    const char* kind = e.kind() == ErrorKind::kValue  ? "ValueError"
+                       : e.kind() == ErrorKind::kType ? "TypeError"
+                                                      : "RuntimeError";
+    throw tvm::ffi::Error(kind, e.what(), "");
+  }
+}
+
+template <auto F>
+struct Wrapped;
+template <class R, class... Args, R (*F)(Args...)>
+struct Wrapped<F> {
+  static R call(Args... args) {
+    return translate_errors([&]() -> R { return F(std::forward<Args>(args)...); });
+  }
+};
+
+/// `function` with its errors translated: TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, wrapped<function>).
+template <auto F>
+inline constexpr auto wrapped = &Wrapped<F>::call;
+
+}  // namespace mortar::ffi
+
+/// Exports `void function(PackedArgs args, Any* result)` for calls with any number of arguments:
+/// lists of tensors are passed flat, which costs less than converting them to a container.
+#define MORTAR_EXPORT_PACKED(name, function)                                                     \
+  extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* args,               \
+                                                     int32_t num_args, TVMFFIAny* result) {      \
+    TVM_FFI_SAFE_CALL_BEGIN();                                                                   \
+    ::mortar::ffi::translate_errors([&] {                                                        \
+      function(::tvm::ffi::PackedArgs(reinterpret_cast<const ::tvm::ffi::AnyView*>(args),        \
+                                      num_args),                                                 \
+               reinterpret_cast<::tvm::ffi::Any*>(result));                                      \
+    });                                                                                          \
+    TVM_FFI_SAFE_CALL_END();                                                                     \
+  }                                                                                              \
+  static_assert(true, "")

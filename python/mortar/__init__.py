@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mortar: the memory-bound operations between the matrix multiplications of an LLM.
+
+With PyTorch installed, ``import mortar`` registers ``torch.ops.mortar.*``; the friendly layers
+above them are ``mortar.lora`` and ``mortar.dynamic_conv``. Without it, the adapter store and
+everything else that needs no tensors of PyTorch still work.
+"""
+
+import importlib
+import importlib.util
+
+from . import _ffi
+
+__version__ = "0.1.0"
+
+_SUBMODULES = ("adapter_store", "compat", "dynamic_conv", "lora", "nn", "reference")
+_OP_FAMILIES = {"lora": "lora_plan", "dynamic_conv": "dynamic_conv_forward"}  # and a function of each
+
+
+def __getattr__(name: str):
+    if name == "AdapterStore":
+        return importlib.import_module(".adapter_store", __name__).AdapterStore
+    if name in _SUBMODULES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*globals(), "AdapterStore", *_SUBMODULES])
+
+
+def _register_ops() -> None:
+    """Imports the families that this build of the library holds (MORTAR_FAMILIES)."""
+    for family, function in _OP_FAMILIES.items():
+        built = _ffi.lib.implements_function(function)
+        if built and importlib.util.find_spec(f"{__name__}.{family}"):
+            importlib.import_module(f".{family}", __name__)
+
+
+if _ffi.torch is not None:
+    _register_ops()

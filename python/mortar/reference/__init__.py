@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain PyTorch references in float64, to test against. Slow and obvious on purpose."""
