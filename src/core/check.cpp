@@ -21,6 +21,17 @@ std::pair<std::uintptr_t, std::uintptr_t> byte_span(const Tensor& t) {
   return {base + low * size, base + (high + 1) * size};
 }
 
+/// True for two matrices of one row stride whose rows lie side by side within that stride.
+bool rows_interleave(const Tensor& a, const Tensor& b) {
+  if (a.ndim != 2 || b.ndim != 2 || a.strides[1] != 1 || b.strides[1] != 1) return false;
+  const std::int64_t pitch = a.strides[0] * dtype_size(a.dtype);
+  if (pitch <= 0 || pitch != b.strides[0] * dtype_size(b.dtype)) return false;
+  const std::int64_t distance = static_cast<char*>(b.data) - static_cast<char*>(a.data);
+  const std::int64_t shift = ((distance % pitch) + pitch) % pitch;
+  return shift >= a.shape[1] * dtype_size(a.dtype) &&
+         shift + b.shape[1] * dtype_size(b.dtype) <= pitch;
+}
+
 }  // namespace
 
 std::string shape_string(const Tensor& t) {
@@ -35,62 +46,62 @@ std::string device_string(Device device) {
 
 void fail(ErrorKind kind, std::string message) { throw Error(kind, message); }
 
-void ArgCheck::defined(const Tensor& t, const char* name) const {
-  check(t.defined(), op_, ": ", name, " is required, got nothing");
+void ArgCheck::bad_defined(const char* name) const {
+  fail_with(ErrorKind::kValue, op_, ": ", name, " is required, got nothing");
 }
 
-void ArgCheck::ndim(const Tensor& t, const char* name, int expected) const {
+void ArgCheck::bad_ndim(const Tensor& t, const char* name, int expected) const {
   defined(t, name);
-  check(t.ndim == expected, op_, ": ", name, " must have ", expected, " dimensions, got shape ",
-        shape_string(t));
+  fail_with(ErrorKind::kValue, op_, ": ", name, " must have ", expected, " dimension",
+            expected == 1 ? "" : "s", ", got shape ", shape_string(t));
 }
 
-void ArgCheck::shape(const Tensor& t, const char* name,
-                     std::initializer_list<std::int64_t> expected) const {
+void ArgCheck::bad_shape(const Tensor& t, const char* name,
+                         std::initializer_list<std::int64_t> expected) const {
   defined(t, name);
-  bool same = t.ndim == static_cast<int>(expected.size());
-  std::string want = "(";
-  int d = 0;
+  std::string want;
   for (std::int64_t extent : expected) {
-    if (same && extent >= 0 && t.shape[d] != extent) same = false;
-    want += concat(d ? ", " : "", extent < 0 ? std::string("any") : std::to_string(extent));
-    ++d;
+    if (!want.empty()) want += ", ";
+    want += extent < 0 ? std::string("any") : std::to_string(extent);
   }
-  check(same, op_, ": ", name, " must have shape ", want, "), got ", shape_string(t));
+  fail_with(ErrorKind::kValue, op_, ": ", name, " must have shape (", want, "), got ",
+            shape_string(t));
 }
 
-void ArgCheck::dtype(const Tensor& t, const char* name,
-                     std::initializer_list<DType> allowed) const {
+void ArgCheck::bad_dtype(const Tensor& t, const char* name,
+                         std::initializer_list<DType> allowed) const {
   defined(t, name);
-  if (std::find(allowed.begin(), allowed.end(), t.dtype) != allowed.end()) return;
   std::string want;
   for (DType d : allowed) want += concat(want.empty() ? "" : " or ", dtype_name(d));
-  fail(ErrorKind::kType,
-       concat(op_, ": ", name, " must have dtype ", want, ", got ", dtype_name(t.dtype)));
+  fail_with(ErrorKind::kType, op_, ": ", name, " must have dtype ", want, ", got ",
+            dtype_name(t.dtype));
 }
 
-void ArgCheck::device(const Tensor& t, const char* name, Device expected) const {
+void ArgCheck::bad_device(const Tensor& t, const char* name, Device expected) const {
   defined(t, name);
-  check_type(t.device == expected, op_, ": ", name, " must be on ", device_string(expected),
-             ", got ", device_string(t.device));
+  fail_with(ErrorKind::kType, op_, ": ", name, " must be on ", device_string(expected), ", got ",
+            device_string(t.device));
 }
 
-void ArgCheck::contiguous(const Tensor& t, const char* name) const {
+void ArgCheck::bad_contiguous(const Tensor& t, const char* name) const {
   defined(t, name);
-  check(t.is_contiguous(), op_, ": ", name, " must be contiguous, got strides that are not (call ",
-        "contiguous() first)");
+  std::string strides;
+  for (int d = 0; d < t.ndim; ++d) strides += concat(d ? ", " : "", t.strides[d]);
+  fail_with(ErrorKind::kValue, op_, ": ", name, " must be contiguous, got strides (", strides,
+            ") for shape ", shape_string(t));
 }
 
-void ArgCheck::last_dim_dense(const Tensor& t, const char* name) const {
+void ArgCheck::bad_last_dim(const Tensor& t, const char* name) const {
   defined(t, name);
-  check(t.ndim > 0 && (t.size(-1) <= 1 || t.stride(-1) == 1), op_, ": ", name,
-        " must have stride 1 in its last dimension, got ", t.ndim > 0 ? t.stride(-1) : 0);
+  check(t.ndim > 0, op_, ": ", name, " must have at least 1 dimension, got shape ()");
+  fail_with(ErrorKind::kValue, op_, ": ", name,
+            " must have stride 1 in its last dimension, got stride ", t.stride(-1));
 }
 
-void ArgCheck::aligned(const Tensor& t, const char* name, std::int64_t bytes) const {
+void ArgCheck::bad_alignment(const Tensor& t, const char* name, std::int64_t bytes) const {
   defined(t, name);
-  check(reinterpret_cast<std::uintptr_t>(t.data) % bytes == 0, op_, ": ", name,
-        " must be aligned to ", bytes, " bytes, got address ", t.data);
+  fail_with(ErrorKind::kValue, op_, ": ", name, " must be aligned to ", bytes,
+            " bytes, got address ", t.data);
 }
 
 void ArgCheck::disjoint(const Tensor& a, const char* a_name, const Tensor& b,
@@ -99,8 +110,9 @@ void ArgCheck::disjoint(const Tensor& a, const char* a_name, const Tensor& b,
   const auto [a_first, a_last] = byte_span(a);
   const auto [b_first, b_last] = byte_span(b);
   const bool empty = a_first == a_last || b_first == b_last;
-  check(empty || a_last <= b_first || b_last <= a_first, op_, ": ", a_name, " and ", b_name,
-        " must not overlap in memory, got views that do");
+  if (empty || a_last <= b_first || b_last <= a_first || rows_interleave(a, b)) return;
+  fail_with(ErrorKind::kValue, op_, ": ", a_name, " and ", b_name,
+            " must not overlap in memory, got views that do");
 }
 
 void ArgCheck::no_self_overlap(const Tensor& t, const char* name) const {

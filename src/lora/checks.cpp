@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lora/checks.h"
+
+#include <limits>
+
+namespace mortar::lora {
+namespace {
+
+RowsView rows_view(const Tensor& t) {
+  RowsView v;
+  v.data = t.data;
+  v.dtype = t.dtype;
+  v.row_stride = t.stride(-2);
+  v.slice_stride = t.ndim == 3 ? t.stride(0) : 0;
+  v.width = t.size(-1);
+  return v;
+}
+
+void check_float(const ArgCheck& arg, const Tensor& t, const char* name) {
+  arg.dtype(t, name, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+}
+
+/// A dense int32 vector.
+const std::int32_t* check_ints(const ArgCheck& arg, const Tensor& t, const char* name,
+                               Device device) {
+  arg.ndim(t, name, 1);
+  arg.dtype(t, name, {DType::kInt32});
+  arg.device(t, name, device);
+  arg.contiguous(t, name);
+  return t.ptr<const std::int32_t>();
+}
+
+}  // namespace
+
+RowsView check_x(const ArgCheck& arg, const Tensor& x) {
+  arg.ndim(x, "x", 2);
+  check_float(arg, x, "x");
+  arg.last_dim_dense(x, "x");
+  check(x.shape[0] <= std::numeric_limits<std::int32_t>::max(), arg.op(),
+        ": x must have fewer than 2^31 rows, got ", x.shape[0]);
+  return rows_view(x);
+}
+
+RowsView check_h(const ArgCheck& arg, const Tensor& h, const LoraWeights& weights,
+                 std::int64_t num_tokens, Device device) {
+  arg.shape(h, "h", {weights.num_slices, num_tokens, -1});
+  check_float(arg, h, "h");
+  arg.device(h, "h", device);
+  arg.last_dim_dense(h, "h");
+  check(h.shape[2] >= weights.max_rank, arg.op(), ": h must have at least ", weights.max_rank,
+        " columns (the largest rank), got ", h.shape[2]);
+  return rows_view(h);
+}
+
+RowsView check_y(const ArgCheck& arg, const Tensor& y, const LoraWeights& weights,
+                 std::int64_t offset, std::int64_t num_tokens, Device device) {
+  arg.shape(y, "y", {num_tokens, -1});
+  check_float(arg, y, "y");
+  arg.device(y, "y", device);
+  arg.last_dim_dense(y, "y");
+  arg.no_self_overlap(y, "y");
+  check(offset >= 0, arg.op(), ": offset must be at least 0, got ", offset);
+  std::int64_t width = 0;
+  for (int s = 0; s < weights.num_slices; ++s) width += weights.widths[s];
+  check(offset <= y.shape[1] - width, arg.op(), ": y must have at least offset + sum of widths = ",
+        offset, " + ", width, " columns, got ", y.shape[1]);
+  return rows_view(y);
+}
+
+WeightsView check_weights(const ArgCheck& arg, const LoraWeights& weights, Needs needs,
+                          Device device) {
+  check(weights.num_slices >= 1 && weights.num_slices <= kLoraMaxSlices, arg.op(),
+        ": weights must be made by LoraWeights::stacked or LoraWeights::from_table, got ",
+        weights.num_slices, " slices");
+  WeightsView v;
+  v.num_adapters = weights.num_adapters;
+  v.hidden = weights.hidden;
+  v.num_slices = weights.num_slices;
+  v.max_rank = weights.max_rank;
+  v.dtype = weights.dtype;
+  for (int s = 0; s < weights.num_slices; ++s) v.widths[s] = weights.widths[s];
+  if (weights.table.defined()) {
+    arg.device(weights.table, "table", device);
+    v.table = weights.table.ptr<const LoraTableEntry>();
+    return v;
+  }
+  const bool has_a = weights.a[0].defined(), has_b = weights.b[0].defined();
+  check(has_a || needs == Needs::kB, arg.op(), ": weights must hold a, got b alone");
+  check(has_b || needs == Needs::kA, arg.op(), ": weights must hold b, got a alone");
+  arg.device(has_a ? weights.a[0] : weights.b[0], has_a ? kANames[0] : kBNames[0], device);
+  if (weights.ranks.defined()) v.ranks = weights.ranks.ptr<const std::int32_t>();
+  if (weights.scales.defined()) v.scales = weights.scales.ptr<const float>();
+  for (int s = 0; s < weights.num_slices; ++s) {
+    StackedSlice& slice = v.slices[s];
+    if (has_a) {
+      const Tensor& a = weights.a[s];
+      slice.a = a.data;
+      slice.a_adapter_stride = a.strides[0];
+      slice.a_row_stride = a.strides[1];
+      slice.rank = static_cast<int>(a.shape[1]);
+    }
+    if (has_b) {
+      const Tensor& b = weights.b[s];
+      slice.b = b.data;
+      slice.b_adapter_stride = b.strides[0];
+      slice.b_row_stride = b.strides[1];
+      slice.rank = static_cast<int>(b.shape[2]);
+    }
+  }
+  return v;
+}
+
+GroupsView check_groups(const ArgCheck& arg, const LoraGroups& groups, std::int64_t num_tokens,
+                        std::int64_t num_adapters, Device device) {
+  GroupsView v;
+  if (groups.plan.defined()) {
+    v.plan = check_ints(arg, groups.plan, "plan", device);
+    arg.aligned(groups.plan, "plan", 16);
+    const std::int64_t size = PlanLayout::make(num_tokens, num_adapters).size;
+    check(groups.plan.shape[0] >= size, arg.op(), ": plan must have at least ", size,
+          " elements for ", num_tokens, " tokens and ", num_adapters, " adapters, got ",
+          groups.plan.shape[0]);
+    if (device.type == DeviceType::kCPU) {
+      check(v.plan[kPlanNumTokens] == num_tokens && v.plan[kPlanNumAdapters] == num_adapters,
+            arg.op(), ": plan must be made for ", num_tokens, " tokens and ", num_adapters,
+            " adapters, got one for ", v.plan[kPlanNumTokens], " and ", v.plan[kPlanNumAdapters]);
+    }
+    return v;
+  }
+  check(groups.ids.defined(), arg.op(), ": groups must hold a plan or segments, got neither");
+  v.sorted = check_ints(arg, groups.sorted_tokens, "sorted_tokens", device);
+  v.ids = check_ints(arg, groups.ids, "ids", device);
+  v.counts = check_ints(arg, groups.counts, "counts", device);
+  v.starts = check_ints(arg, groups.starts, "starts", device);
+  v.num_sorted = groups.sorted_tokens.shape[0];
+  v.num_segments = groups.ids.shape[0];
+  arg.shape(groups.counts, "counts", {v.num_segments});
+  check(groups.starts.shape[0] >= v.num_segments, arg.op(), ": starts must have at least ",
+        v.num_segments, " elements as ids has, got ", groups.starts.shape[0]);
+  return v;
+}
+
+void* check_workspace(const ArgCheck& arg, const Tensor& workspace, std::int64_t bytes,
+                      Device device) {
+  if (bytes == 0 && !workspace.defined()) return nullptr;
+  arg.ndim(workspace, "workspace", 1);
+  arg.dtype(workspace, "workspace", {DType::kUInt8});
+  arg.device(workspace, "workspace", device);
+  arg.contiguous(workspace, "workspace");
+  check(workspace.shape[0] >= bytes, arg.op(), ": workspace must have at least ", bytes,
+        " bytes, got ", workspace.shape[0]);
+  if (bytes > 0) arg.aligned(workspace, "workspace", 16);
+  return workspace.data;
+}
+
+void check_apart_from_weights(const ArgCheck& arg, const Tensor& out, const char* name,
+                              const LoraWeights& weights) {
+  if (weights.table.defined()) {
+    arg.disjoint(out, name, weights.table, "table");
+    return;
+  }
+  for (int s = 0; s < weights.num_slices; ++s) {
+    arg.disjoint(out, name, weights.a[s], kANames[s]);
+    arg.disjoint(out, name, weights.b[s], kBNames[s]);
+  }
+}
+
+}  // namespace mortar::lora

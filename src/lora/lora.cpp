@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+// The LoRA ops: check every argument, build the problem, hand it to the device's backend.
+#include "mortar/lora.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "lora/checks.h"
+#include "lora/problem.h"
+
+namespace mortar {
+namespace {
+
+using lora::Backend;
+using lora::Needs;
+
+const Backend& backend(const ArgCheck& arg, Device device) {
+  if (device.type == DeviceType::kCPU) return lora::cpu::kBackend;
+#if MORTAR_HAS_CUDA
+  return lora::cuda::kBackend;
+#else
+  fail_with(ErrorKind::kRuntime, arg.op(), ": tensors must be on cpu, as this build of Mortar has",
+            " no CUDA backend, got ", device_string(device));
+#endif
+}
+
+lora::WorkspaceQuery workspace_query(const Tensor& x, const LoraWeights& weights) {
+  lora::WorkspaceQuery q;
+  q.num_tokens = x.shape[0];
+  q.hidden = x.shape[1];
+  q.num_adapters = weights.num_adapters;
+  q.num_slices = weights.num_slices;
+  q.max_rank = weights.max_rank;
+  q.activation = x.dtype;
+  q.weight = weights.dtype;
+  return q;
+}
+
+void check_hidden(const ArgCheck& arg, const Tensor& x, const LoraWeights& weights) {
+  check(x.shape[1] == weights.hidden, arg.op(), ": x must have K = ", weights.hidden,
+        " columns as a has, got ", x.shape[1]);
+}
+
+void check_plan_range(const ArgCheck& arg, std::int64_t num_tokens, std::int64_t num_adapters) {
+  check(num_tokens >= 0 && num_tokens <= kLoraMaxTokens, arg.op(),
+        ": number of tokens must be 0 to ", kLoraMaxTokens, ", got ", num_tokens);
+  check(num_adapters >= 1 && num_adapters <= kLoraMaxAdapters, arg.op(),
+        ": num_adapters must be 1 to ", kLoraMaxAdapters, ", got ", num_adapters);
+}
+
+/// The checks that lora_plan_report and lora_plan share.
+void check_plan_tensor(const ArgCheck& arg, const Tensor& plan) {
+  arg.ndim(plan, "plan", 1);
+  arg.dtype(plan, "plan", {DType::kInt32});
+  arg.contiguous(plan, "plan");
+  arg.aligned(plan, "plan", 16);
+}
+
+}  // namespace
+
+std::int64_t lora_plan_size(std::int64_t num_tokens, std::int64_t num_adapters) {
+  check_plan_range(ArgCheck("lora_plan_size"), num_tokens, num_adapters);
+  return lora::PlanLayout::make(num_tokens, num_adapters).size;
+}
+
+void lora_plan(const Tensor& token_adapter, std::int64_t num_adapters, const Tensor& plan,
+               Stream stream) {
+  const ArgCheck arg("lora_plan");
+  arg.ndim(token_adapter, "token_adapter", 1);
+  arg.dtype(token_adapter, "token_adapter", {DType::kInt32});
+  arg.contiguous(token_adapter, "token_adapter");
+  const std::int64_t num_tokens = token_adapter.shape[0];
+  check_plan_range(arg, num_tokens, num_adapters);
+  check_plan_tensor(arg, plan);
+  arg.device(plan, "plan", token_adapter.device);
+  const std::int64_t size = lora::PlanLayout::make(num_tokens, num_adapters).size;
+  check(plan.shape[0] >= size, arg.op(), ": plan must have at least ", size, " elements for ",
+        num_tokens, " tokens and ", num_adapters, " adapters, got ", plan.shape[0]);
+  arg.disjoint(plan, "plan", token_adapter, "token_adapter");
+  backend(arg, plan.device)
+      .plan(token_adapter.ptr<const std::int32_t>(), num_tokens, num_adapters,
+            plan.ptr<std::int32_t>(), stream);
+}
+
+LoraPlanReport lora_plan_report(const Tensor& plan, Stream stream) {
+  const ArgCheck arg("lora_plan_report");
+  check_plan_tensor(arg, plan);
+  check(plan.shape[0] >= lora::kPlanHeaderWords, arg.op(), ": plan must have at least ",
+        static_cast<int>(lora::kPlanHeaderWords), " elements, got ", plan.shape[0]);
+  std::int32_t header[lora::kPlanHeaderWords];
+  backend(arg, plan.device).read_plan_header(plan.ptr<const std::int32_t>(), header, stream);
+  LoraPlanReport report;
+  report.num_tokens = header[lora::kPlanNumTokens];
+  report.num_adapters = header[lora::kPlanNumAdapters];
+  report.num_active = header[lora::kPlanNumActive];
+  report.num_groups = header[lora::kPlanNumGroups];
+  report.num_out_of_range = header[lora::kPlanNumOutOfRange];
+  report.first_out_of_range = header[lora::kPlanFirstOutOfRange];
+  return report;
+}
+
+void lora_shrink(const Tensor& x, const LoraWeights& weights, const LoraGroups& groups,
+                 const Tensor& h, float scale, const Tensor& zero_rows, const Tensor& workspace,
+                 Stream stream) {
+  const ArgCheck arg("lora_shrink");
+  lora::ShrinkProblem p;
+  p.x = lora::check_x(arg, x);
+  p.num_tokens = x.shape[0];
+  p.weights = lora::check_weights(arg, weights, Needs::kA, x.device);
+  check_hidden(arg, x, weights);
+  p.h = lora::check_h(arg, h, weights, p.num_tokens, x.device);
+  check_type(h.dtype == DType::kFloat32 || h.dtype == x.dtype, arg.op(),
+             ": h must have dtype float32 or that of x (", dtype_name(x.dtype), "), got ",
+             dtype_name(h.dtype));
+  arg.no_self_overlap(h, "h");
+  p.groups = lora::check_groups(arg, groups, p.num_tokens, weights.num_adapters, x.device);
+  if (zero_rows.defined()) {
+    arg.shape(zero_rows, "zero_rows", {p.num_tokens});
+    arg.dtype(zero_rows, "zero_rows", {DType::kInt32});
+    arg.device(zero_rows, "zero_rows", x.device);
+    arg.contiguous(zero_rows, "zero_rows");
+    arg.disjoint(h, "h", zero_rows, "zero_rows");
+    p.zero_rows = zero_rows.ptr<const std::int32_t>();
+  }
+  const Backend& be = backend(arg, x.device);
+  p.workspace = lora::check_workspace(
+      arg, workspace, be.shrink_workspace(workspace_query(x, weights)), x.device);
+  p.scale = scale;
+  arg.disjoint(h, "h", x, "x");
+  arg.disjoint(h, "h", workspace, "workspace");
+  arg.disjoint(workspace, "workspace", x, "x");
+  lora::check_apart_from_weights(arg, h, "h", weights);
+  lora::check_apart_from_weights(arg, workspace, "workspace", weights);
+  if (p.num_tokens == 0) return;
+  be.shrink(p, stream);
+}
+
+std::int64_t lora_shrink_workspace(const Tensor& x, const LoraWeights& weights) {
+  const ArgCheck arg("lora_shrink_workspace");
+  lora::check_x(arg, x);
+  lora::check_weights(arg, weights, Needs::kA, x.device);
+  return backend(arg, x.device).shrink_workspace(workspace_query(x, weights));
+}
+
+void lora_expand(const Tensor& h, const LoraWeights& weights, const LoraGroups& groups,
+                 const Tensor& y, std::int64_t offset, bool add_inputs, Stream stream) {
+  const ArgCheck arg("lora_expand");
+  lora::ExpandProblem p;
+  arg.ndim(y, "y", 2);
+  p.num_tokens = y.shape[0];
+  p.weights = lora::check_weights(arg, weights, Needs::kB, y.device);
+  p.y = lora::check_y(arg, y, weights, offset, p.num_tokens, y.device);
+  p.h = lora::check_h(arg, h, weights, p.num_tokens, y.device);
+  p.groups = lora::check_groups(arg, groups, p.num_tokens, weights.num_adapters, y.device);
+  p.offset = offset;
+  p.add_inputs = add_inputs;
+  arg.disjoint(y, "y", h, "h");
+  lora::check_apart_from_weights(arg, y, "y", weights);
+  const Backend& be = backend(arg, y.device);
+  if (p.num_tokens == 0) return;
+  be.expand(p, stream);
+}
+
+void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& groups,
+                const Tensor& y, std::int64_t offset, float scale, bool add_inputs,
+                const Tensor& workspace, Stream stream) {
+  const ArgCheck arg("lora_apply");
+  lora::ApplyProblem p;
+  p.x = lora::check_x(arg, x);
+  p.num_tokens = x.shape[0];
+  p.weights = lora::check_weights(arg, weights, Needs::kBoth, x.device);
+  check_hidden(arg, x, weights);
+  p.y = lora::check_y(arg, y, weights, offset, p.num_tokens, x.device);
+  p.groups = lora::check_groups(arg, groups, p.num_tokens, weights.num_adapters, x.device);
+  p.offset = offset;
+  p.scale = scale;
+  p.add_inputs = add_inputs;
+  const Backend& be = backend(arg, x.device);
+  p.workspace = lora::check_workspace(
+      arg, workspace, be.apply_workspace(workspace_query(x, weights)), x.device);
+  arg.disjoint(y, "y", x, "x");
+  arg.disjoint(y, "y", workspace, "workspace");
+  arg.disjoint(workspace, "workspace", x, "x");
+  lora::check_apart_from_weights(arg, y, "y", weights);
+  lora::check_apart_from_weights(arg, workspace, "workspace", weights);
+  if (p.num_tokens == 0) return;
+  be.apply(p, stream);
+}
+
+std::int64_t lora_apply_workspace(const Tensor& x, const LoraWeights& weights) {
+  const ArgCheck arg("lora_apply_workspace");
+  lora::check_x(arg, x);
+  lora::check_weights(arg, weights, Needs::kBoth, x.device);
+  return backend(arg, x.device).apply_workspace(workspace_query(x, weights));
+}
+
+LoraTraffic lora_traffic(std::int64_t hidden, std::span<const std::int64_t> widths,
+                         std::span<const int> ranks, std::span<const std::int64_t> tokens,
+                         DType activation, DType weight, bool add_inputs) {
+  const ArgCheck arg("lora_traffic");
+  check(ranks.size() == tokens.size() * widths.size(), arg.op(),
+        ": ranks must have one entry per adapter and slice = ", tokens.size(), " x ",
+        widths.size(), ", got ", ranks.size());
+  LoraTraffic traffic;
+  for (std::size_t a = 0; a < tokens.size(); ++a) {
+    bool reads_x = false;
+    for (std::size_t s = 0; s < widths.size() && tokens[a] > 0; ++s) {
+      const std::int64_t rank = ranks[a * widths.size() + s];
+      if (rank <= 0) continue;
+      reads_x = true;
+      traffic.weight_bytes += rank * (hidden + widths[s]) * dtype_size(weight);
+      traffic.y_bytes += tokens[a] * widths[s] * dtype_size(activation) * (add_inputs ? 2 : 1);
+      traffic.flops += 2 * tokens[a] * rank * (hidden + widths[s]);
+    }
+    if (reads_x) traffic.x_bytes += tokens[a] * hidden * dtype_size(activation);
+  }
+  return traffic;
+}
+
+}  // namespace mortar
