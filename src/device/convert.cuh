@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Conversions between float and the storage types, and 16-byte packs of them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "mortar/tensor.h"
+
+namespace mortar::device {
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+/// Rounds to nearest even.
+template <class T>
+__device__ __forceinline__ T from_float(float v);
+template <>
+__device__ __forceinline__ float from_float<float>(float v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float v) {
+  return __float2half_rn(v);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+
+/// Element `index` of an array whose dtype is known only at run time.
+__device__ __forceinline__ float load_as_float(const void* data, DType dtype, std::int64_t index) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(data)[index];
+  if (dtype == DType::kFloat16) return to_float(static_cast<const __half*>(data)[index]);
+  return to_float(static_cast<const __nv_bfloat16*>(data)[index]);
+}
+
+__device__ __forceinline__ void store_from_float(void* data, DType dtype, std::int64_t index,
+                                                 float v) {
+  if (dtype == DType::kFloat32) {
+    static_cast<float*>(data)[index] = v;
+  } else if (dtype == DType::kFloat16) {
+    static_cast<__half*>(data)[index] = from_float<__half>(v);
+  } else {
+    static_cast<__nv_bfloat16*>(data)[index] = from_float<__nv_bfloat16>(v);
+  }
+}
+
+/// N elements that move as one access when the address allows it.
+template <class T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T v[N];
+};
+
+template <class T, int N>
+__device__ __forceinline__ bool is_aligned(const T* p) {
+  return reinterpret_cast<std::uintptr_t>(p) % (sizeof(T) * N) == 0;
+}
+
+/// Reads elements [0, valid) of p; the rest are zero. One access if aligned and whole.
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> load_pack(const T* p, std::int64_t valid) {
+  if (valid >= N && is_aligned<T, N>(p)) return *reinterpret_cast<const Pack<T, N>*>(p);
+  Pack<T, N> out;
+#pragma unroll
+  for (int i = 0; i < N; ++i) out.v[i] = i < valid ? p[i] : from_float<T>(0.0f);
+  return out;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store_pack(T* p, const Pack<T, N>& pack, std::int64_t valid) {
+  if (valid >= N && is_aligned<T, N>(p)) {
+    *reinterpret_cast<Pack<T, N>*>(p) = pack;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (i < valid) p[i] = pack.v[i];
+  }
+}
+
+}  // namespace mortar::device
