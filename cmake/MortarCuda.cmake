@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+# Enables CUDA where nvcc is found and sets MORTAR_HAS_CUDA.
+set(MORTAR_HAS_CUDA OFF)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+if(MORTAR_CUDA)
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(MORTAR_HAS_CUDA ON)
+  else()
+    message(STATUS "Mortar: no nvcc found, building for the CPU only")
+  endif()
+else()
+  message(STATUS "Mortar: MORTAR_CUDA is off, building for the CPU only")
+endif()
+
+if(MORTAR_HAS_CUDA)
+  set(CMAKE_CUDA_ARCHITECTURES ${MORTAR_CUDA_ARCHS})
+  enable_language(CUDA)
+  set(CMAKE_CUDA_STANDARD 20)
+  set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+  find_package(CUDAToolkit REQUIRED)
+  # What ptxas says of registers and spills is kept beside every object (tools/kernel_report.py).
+  set(CMAKE_CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_stderr.sh ${MORTAR_CCACHE})
+  message(STATUS "Mortar: CUDA ${CMAKE_CUDA_COMPILER_VERSION} for ${MORTAR_CUDA_ARCHS}")
+endif()

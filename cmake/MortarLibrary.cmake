@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# mortar: the shared library with the public API. mortar_objects: its compiled sources, from which
+# the binding and the library for the tests are linked too.
+find_package(OpenMP REQUIRED COMPONENTS CXX)
+find_package(hwy REQUIRED)
+find_package(nlohmann_json REQUIRED)
+
+set(patterns src/core/*.cpp)
+foreach(family IN LISTS MORTAR_FAMILIES)
+  list(APPEND patterns src/${family}/*.cpp src/${family}/cpu/*.cpp)
+  if(MORTAR_HAS_CUDA)
+    list(APPEND patterns src/${family}/cuda/*.cu src/${family}/cuda_sm90a/*.cu)
+  endif()
+endforeach()
+file(GLOB sources CONFIGURE_DEPENDS ${patterns})
+
+add_library(mortar_objects OBJECT ${sources})
+target_include_directories(mortar_objects PUBLIC include PRIVATE src)
+target_link_libraries(mortar_objects
+  PUBLIC OpenMP::OpenMP_CXX hwy::hwy PRIVATE nlohmann_json::nlohmann_json)
+mortar_enable_warnings(mortar_objects)
+if(MORTAR_HAS_CUDA)
+  target_compile_definitions(mortar_objects PUBLIC MORTAR_HAS_CUDA=1)
+  target_link_libraries(mortar_objects PUBLIC CUDA::cudart_static)
+  target_compile_options(mortar_objects PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xptxas=-v>)
+endif()
+
+# mortar_link_objects(target [version script]): links all of mortar_objects into a shared library
+# that keeps the symbols of static libraries, and all those outside the script, to itself.
+function(mortar_link_objects target)
+  target_link_libraries(${target} PRIVATE mortar_objects)
+  target_link_options(${target} PRIVATE LINKER:--exclude-libs,ALL)
+  if(ARGN)
+    target_link_options(${target} PRIVATE LINKER:--version-script=${ARGN})
+    set_property(TARGET ${target} APPEND PROPERTY LINK_DEPENDS ${ARGN})
+  endif()
+endfunction()
+
+add_library(mortar SHARED)
+add_library(mortar::mortar ALIAS mortar)
+mortar_link_objects(mortar ${PROJECT_SOURCE_DIR}/cmake/mortar.map)
+target_compile_features(mortar PUBLIC cxx_std_20)
+target_include_directories(mortar PUBLIC
+  $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>)
+set_target_properties(mortar PROPERTIES
+  VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINKER_LANGUAGE CXX)
+
+# Highway's detection of the processor is a small shared library that a machine may lack.
+get_target_property(highway_library hwy::hwy LOCATION)
+get_target_property(highway_soname hwy::hwy IMPORTED_SONAME_NONE)
+if(NOT highway_soname)
+  set(highway_soname libhwy.so.1)
+endif()
+configure_file(${highway_library} ${PROJECT_BINARY_DIR}/${highway_soname} COPYONLY)
+set(MORTAR_HIGHWAY_LIBRARY ${PROJECT_BINARY_DIR}/${highway_soname})

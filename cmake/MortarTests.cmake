@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+# One GoogleTest program per tests/cpp/<name>_test.cpp, linked against a copy of the library that
+# exports its internals too.
+find_package(GTest REQUIRED)
+
+add_library(mortar_testing SHARED)
+mortar_link_objects(mortar_testing)
+target_link_libraries(mortar_testing PUBLIC mortar_objects)
+set_target_properties(mortar_testing PROPERTIES LINKER_LANGUAGE CXX)
+
+file(GLOB test_sources CONFIGURE_DEPENDS tests/cpp/*_test.cpp)
+foreach(source IN LISTS test_sources)
+  cmake_path(GET source STEM name)
+  add_executable(${name} ${source})
+  target_include_directories(${name} PRIVATE include src tests/cpp)
+  target_link_libraries(${name} PRIVATE
+    mortar_testing nlohmann_json::nlohmann_json GTest::gtest_main)
+  mortar_enable_warnings(${name})
+  add_test(NAME ${name} COMMAND ${name})
+endforeach()
