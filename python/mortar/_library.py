@@ -17,7 +17,10 @@ def _writes_in_place(*args, **kwargs) -> None:
 
 
 def define(
-    schema: str, impl: Callable, fake: Callable | None = None
+    schema: str,
+    impl: Callable,
+    fake: Callable | None = None,
+    autograd: Callable | None = None,
 ) -> torch._ops.OpOverload:
     """Defines ``mortar::<schema>`` with one Python implementation for CPU and CUDA.
 
@@ -26,6 +29,8 @@ def define(
             an overload (``"scale.table(...)"``).
         impl: called with the arguments as they come, defaults filled in.
         fake: shape inference for fake tensors; needed only for ops that return tensors.
+        autograd: called first, with gradients on or off; redispatches below autograd. A
+            torch.autograd.Function in it costs half of what register_autograd does.
 
     Returns:
         The operator, to be called directly: going through ``torch.ops`` resolves names each time.
@@ -34,6 +39,8 @@ def define(
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, impl, "CPU")
     _library.impl(name, impl, "CUDA")
+    if autograd is not None:
+        _library.impl(name, autograd, "Autograd")
     torch.library.register_fake(f"mortar::{name}", fake or _writes_in_place, lib=_library)
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.mortar, packet), overload or "default")
