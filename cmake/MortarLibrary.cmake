@@ -4,6 +4,10 @@
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 find_package(hwy REQUIRED)
 find_package(nlohmann_json REQUIRED)
+# Keys of PEFT's rank_pattern and alpha_pattern are regular expressions. Static where there is one,
+# so that libmortar needs no further file.
+find_path(PCRE2_INCLUDE_DIR pcre2.h REQUIRED)
+find_library(PCRE2_LIBRARY NAMES libpcre2-8.a pcre2-8 REQUIRED)
 
 set(patterns src/core/*.cpp)
 foreach(family IN LISTS MORTAR_FAMILIES)
@@ -17,7 +21,8 @@ file(GLOB sources CONFIGURE_DEPENDS ${patterns})
 add_library(mortar_objects OBJECT ${sources})
 target_include_directories(mortar_objects PUBLIC include PRIVATE src)
 target_link_libraries(mortar_objects
-  PUBLIC OpenMP::OpenMP_CXX hwy::hwy PRIVATE nlohmann_json::nlohmann_json)
+  PUBLIC OpenMP::OpenMP_CXX hwy::hwy ${PCRE2_LIBRARY} PRIVATE nlohmann_json::nlohmann_json)
+target_include_directories(mortar_objects PRIVATE ${PCRE2_INCLUDE_DIR})
 mortar_enable_warnings(mortar_objects)
 if(MORTAR_HAS_CUDA)
   target_compile_definitions(mortar_objects PUBLIC MORTAR_HAS_CUDA=1)
