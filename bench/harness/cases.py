@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A benchmark row: what it moves, who can compute it, whether they are right, how long they take.
+
+A family writes subclasses of `Case`; `run_case` does the rest: it makes enough sets of buffers to
+exceed the cache three times, compares every provider with float64 once, and only then times them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .machine import Ceiling, cache_bytes
+from .timing import Call, Timing, synchronize, time_cpu, time_graphs, time_host, time_synchronised
+
+#: Buffers of one row together exceed the last-level cache by this factor.
+CACHE_FACTOR = 3
+MAX_SETS = 1024
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The fewest bytes and the floating-point operations of one call: the op's own count, the same
+    for every provider, so that their GB/s compare."""
+
+    bytes: int
+    flops: int = 0
+
+    def floor_us(self, ceiling: Ceiling) -> float:
+        return 1e6 * max(self.bytes / ceiling.bandwidth, self.flops / ceiling.flops)
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute a row. `bind` takes a set of buffers and returns a call that runs the op
+    on them: what belongs to loading a model, not to a step, happens in `bind`. `group` is the name
+    that targets know it by."""
+
+    name: str
+    bind: Callable[[Any], Call]
+    group: str = ""
+    #: Needs the host in the middle of the call: timed with synchronisation, not in a graph.
+    synchronises: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.group:
+            object.__setattr__(self, "group", self.name)
+
+
+@dataclass
+class Options:
+    """What the command line asks for."""
+
+    device: torch.device
+    peers: frozenset[str] = frozenset()
+    quick: bool = False
+    warm: bool = False
+    replays: int = 9
+    peer_budget_s: float = 120.0
+    seconds_spent: dict[str, float] = field(default_factory=dict)
+
+    def wants(self, peer: str) -> bool:
+        return peer in self.peers or "all" in self.peers
+
+
+class Case(ABC):
+    """One row. `key` names it (table columns in this order); `targets` maps the providers that are
+    judged to names in targets.TARGETS; `host` rows are timed by their host cost."""
+
+    table: str
+    key: Mapping[str, object]
+    traffic: Traffic
+    targets: Mapping[str, str]
+    tolerance: float
+    host: bool = False
+
+    @abstractmethod
+    def make_buffers(self, device: torch.device, seed: int) -> Any:
+        """One set of buffers (a dataclass or a mapping of tensors), random by `seed`."""
+
+    @abstractmethod
+    def outputs(self, buffers: Any) -> Sequence[torch.Tensor]:
+        """Everything a call writes to; restored before the next provider is checked."""
+
+    @abstractmethod
+    def reference(self, buffers: Any) -> Sequence[torch.Tensor]:
+        """What `outputs` must hold after one call, in float64, from buffers not yet touched."""
+
+    @abstractmethod
+    def providers(self, options: Options) -> Iterable[Provider]:
+        """Who takes part; the first is the row's subject."""
+
+    def error(self, buffers: Any, reference: Sequence[torch.Tensor], provider: Provider) -> float:
+        """Distance of one call's outputs from the reference, to be at most `tolerance`."""
+        pairs = zip(self.outputs(buffers), reference, strict=True)
+        return max(relative_error(out, ref) for out, ref in pairs)
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.table, *(f"{name}={value}" for name, value in self.key.items())])
+
+
+def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """Largest ||out - ref|| / ||ref|| of any row (last dimension); infinite if not finite."""
+    if out.numel() == 0:
+        return 0.0
+    out64 = out.detach().to(torch.float64)
+    rows = (out64 - ref).norm(dim=-1) / ref.norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+    worst = float(rows.max())
+    return worst if math.isfinite(worst) else math.inf
+
+
+def tensors_of(buffers: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a set of buffers, however nested."""
+    if isinstance(buffers, torch.Tensor):
+        yield buffers
+    elif dataclasses.is_dataclass(buffers):
+        for entry in dataclasses.fields(buffers):
+            yield from tensors_of(getattr(buffers, entry.name))
+    elif isinstance(buffers, Mapping):
+        yield from tensors_of(list(buffers.values()))
+    elif isinstance(buffers, list | tuple):
+        for item in buffers:
+            yield from tensors_of(item)
+
+
+def num_sets(one: Any, options: Options, host: bool) -> int:
+    """How many sets of buffers to walk over."""
+    if host:
+        return 4
+    if options.warm or (options.quick and options.device.type == "cpu"):
+        return 1
+    size = sum(t.numel() * t.element_size() for t in tensors_of(one))
+    wanted = math.ceil(CACHE_FACTOR * cache_bytes(options.device) / max(size, 1))
+    return min(max(wanted, 2), MAX_SETS)
+
+
+@dataclass
+class _Checked:
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def _check(
+    case: Case, providers: Sequence[Provider], sets: Sequence[Any], options: Options
+) -> _Checked:
+    """Runs every provider once against float64 and binds those that are right to all sets."""
+    first = sets[0]
+    reference = [ref.to(torch.float64) for ref in case.reference(first)]
+    before = [out.clone() for out in case.outputs(first)]
+    result = _Checked()
+    for provider in providers:
+        judged = provider.name in case.targets
+        spent = options.seconds_spent.get(provider.name, 0.0)
+        if not judged and spent > options.peer_budget_s:
+            result.skipped[provider.name] = f"{options.peer_budget_s:.0f} s of warm-up are spent"
+            continue
+        try:
+            begin = time.perf_counter()
+            call = provider.bind(first)
+            call()
+            synchronize()
+            spent += time.perf_counter() - begin
+            options.seconds_spent[provider.name] = spent
+            error = case.error(first, reference, provider)
+            if not error <= case.tolerance:
+                raise ArithmeticError(
+                    f"error {error:.3g} against float64, allowed {case.tolerance:g}"
+                )
+            result.errors[provider.name] = error
+            result.calls[provider.name] = [call, *(provider.bind(s) for s in sets[1:])]
+        except Exception as error:  # noqa: BLE001  a provider that cannot run must not end the table
+            sentence = str(error).strip().splitlines() or [type(error).__name__]
+            result.failed[provider.name] = f"{type(error).__name__}: {sentence[0]}"
+        for out, saved in zip(case.outputs(first), before, strict=True):
+            out.copy_(saved)
+    return result
+
+
+def _time(
+    case: Case, providers: Sequence[Provider], checked: _Checked, options: Options
+) -> dict[str, Timing]:
+    if case.host:
+        return time_host(checked.calls, 5 if options.quick else 15)
+    if options.device.type == "cpu":
+        rounds, sample_us = (3, 200.0) if options.quick else (options.replays, 5_000.0)
+        return time_cpu(checked.calls, rounds, sample_us)
+    waiting = {p.name for p in providers if p.synchronises}
+    graphs = {n: calls for n, calls in checked.calls.items() if n not in waiting}
+    eager = {n: calls for n, calls in checked.calls.items() if n in waiting}
+    return time_graphs(graphs, 3 if options.quick else options.replays) | time_synchronised(eager)
+
+
+def run_case(case: Case, options: Options, ceiling: Ceiling) -> dict[str, Any]:
+    """Checks and times one row; the result is a row of a result file (results.py)."""
+    one = case.make_buffers(options.device, 0)
+    count = num_sets(one, options, case.host)
+    sets = [one, *(case.make_buffers(options.device, seed) for seed in range(1, count))]
+    providers = list(case.providers(options))
+    checked = _check(case, providers, sets, options)
+    timings = _time(case, providers, checked, options) if checked.calls else {}
+    groups = {p.name: p.group for p in providers}
+    return {
+        "table": case.table,
+        "case": dict(case.key),
+        "bytes": case.traffic.bytes,
+        "flops": case.traffic.flops,
+        "floor_us": round(case.traffic.floor_us(ceiling), 4),
+        "targets": dict(case.targets),
+        "sets": count,
+        "providers": {
+            name: {
+                "group": groups[name],
+                "rel_error": float(f"{checked.errors[name]:.3g}"),
+                **timing.to_json(),
+            }
+            for name, timing in timings.items()
+        },
+        "failed": checked.failed,
+        "skipped": checked.skipped,
+    }

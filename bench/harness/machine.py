@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine a result belongs to: its name, caches, clocks, software and its copy roof."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .timing import time_graphs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What floors are computed with, bytes/s and FLOP/s."""
+
+    bandwidth: float
+    flops: float
+
+
+#: Measured once per machine and then fixed, so that floors compare between runs: a device-to-device
+#: copy of large tensors (bytes read + written) and an 8192^3 bf16 product through cuBLAS.
+CEILINGS = {"NVIDIA H200": Ceiling(bandwidth=4.28e12, flops=790e12)}
+
+
+def _output(*command: str) -> str:
+    """The command's standard output, or '' where it cannot run."""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the last-level cache in bytes: what rotated buffers have to exceed."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        match = re.fullmatch(r"(\d+)([KM])", path.read_text().strip())
+        if match:
+            sizes.append(int(match[1]) << {"K": 10, "M": 20}[match[2]])
+    return max(sizes, default=32 << 20)
+
+
+def commit() -> str:
+    """Commit of the tree, '+' after it when tracked files differ; MORTAR_COMMIT where there is no
+    repository (binaries carried to another machine)."""
+    head = _output("git", "rev-parse", "--short=12", "HEAD")
+    if not head:
+        return os.environ.get("MORTAR_COMMIT", "unknown")
+    changed = _output(
+        "git",
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        "src",
+        "include",
+        "bindings",
+        "python",
+        "bench/*.py",
+    )
+    return head + ("+" if changed else "")
+
+
+def command() -> str:
+    """The command line, with paths relative to the repository."""
+    script = Path(sys.argv[0])
+    if script.is_absolute() and script.is_relative_to(ROOT):
+        script = script.relative_to(ROOT)
+    return shlex.join(["python", str(script), *sys.argv[1:]])
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    """Name, clocks, driver, versions, date and commit: the head of a result file."""
+    info: dict[str, object] = {
+        "device": device.type,
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "cache_bytes": cache_bytes(device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "command": command(),
+    }
+    if device.type == "cuda":
+        fields = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
+        query = f"--query-gpu={','.join(fields)}"
+        index = device.index or 0
+        answer = _output("nvidia-smi", query, "--format=csv,noheader", f"--id={index}").split(",")
+        if len(answer) == len(fields):
+            info |= {f.replace(".", "_"): a.strip() for f, a in zip(fields, answer, strict=True)}
+        info["cuda"] = torch.version.cuda
+        info["sms"] = torch.cuda.get_device_properties(device).multi_processor_count
+    else:
+        info["threads"] = torch.get_num_threads()
+        info["capability"] = torch.backends.cpu.get_cpu_capability()
+    return info
+
+
+def slug(info: dict[str, object]) -> str:
+    """Folder name of a machine's results: 'nvidia-h200', 'amd-epyc-2-threads'."""
+    name = str(info["name"])
+    if info["device"] == "cpu":
+        name += f" {info['threads']} threads"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def copy_roof(device: torch.device, quick: bool = False) -> float:
+    """Bytes read plus written per second by a copy far larger than any cache."""
+    size = (64 << 20) if quick else (2 << 30) if device.type == "cuda" else (256 << 20)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    if device.type == "cuda":
+        us = time_graphs({"copy": [copy]})["copy"].us
+    else:
+        copy()
+        samples = []
+        for _ in range(3 if quick else 11):
+            begin = time.perf_counter()
+            copy()
+            samples.append(1e6 * (time.perf_counter() - begin))
+        us = statistics.median(samples)
+    return 2 * size / us * 1e6
+
+
+def ceiling(info: dict[str, object], roof: float) -> Ceiling:
+    """The machine's fixed ceiling, or this run's copy roof where none is recorded."""
+    return CEILINGS.get(str(info["name"]), Ceiling(bandwidth=roof, flops=float("inf")))

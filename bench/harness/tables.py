@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Result rows as tables of text, for the terminal and for Markdown alike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .results import View, judge
+
+PASS, FAIL = "✓", "✗"
+
+
+@dataclass(frozen=True)
+class Cell:
+    text: str
+    good: bool | None = None  #: a verdict, or None
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    headers: list[str]
+    rows: list[list[Cell]]
+    summary: str
+
+
+def number(value: float) -> str:
+    """Three significant digits, no exponent: 0.14, 8.36, 58.7, 1042."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+def _limit(limit: float | None, good: bool) -> Cell:
+    if limit is None:
+        return Cell("")
+    return Cell(f"{number(limit)} {PASS if good else FAIL}", good)
+
+
+def views_of(result: Mapping[str, Any]) -> list[View]:
+    """The views a result file carries."""
+    return [View(**{**view, "peers": tuple(view["peers"])}) for view in result["views"]]
+
+
+def table_of(view: View, result: Mapping[str, Any]) -> Table | None:
+    """The table of a view, or None when the run has no row for it."""
+    rows = [r for r in result["rows"] if r["table"] == view.table and
+            (view.subject in r["providers"] or view.subject in r["failed"])]  # fmt: skip
+    if not rows:
+        return None
+    keys = list(dict.fromkeys(name for row in rows for name in row["case"]))
+    shown = {name for row in rows for name in row["providers"]}
+    peers = [name for name in view.peers if name in shown]
+    headers = [*keys, f"{view.subject}, us", "quartiles"]
+    if view.floors:
+        headers += ["GB/s", "% roof", "floor", "x floor"]
+    headers += ["must", "aim", *(f"{peer} (x)" for peer in peers)]
+    table = Table(view.title, headers, [], _summary(view, rows, peers))
+    roof = result["roof_bytes_per_s"]
+    for row in rows:
+        table.rows.append([Cell(str(row["case"].get(key, ""))) for key in keys])
+        cells = table.rows[-1]
+        if view.subject not in row["providers"]:
+            cells.append(Cell("failed", False))
+            cells += [Cell("") for _ in headers[len(cells) :]]
+            continue
+        timing = row["providers"][view.subject]
+        us = timing["us"]
+        cells += [Cell(number(us)), Cell(f"{number(timing['us_q1'])}-{number(timing['us_q3'])}")]
+        if view.floors:
+            rate = row["bytes"] / us * 1e6
+            floor = row["floor_us"]
+            cells += [Cell(number(rate / 1e9)), Cell(f"{100 * rate / roof:.0f}"),
+                      Cell(number(floor)), Cell(number(us / floor) if floor else "")]  # fmt: skip
+        verdict = judge(row, view.subject)
+        cells += [_limit(verdict.must_us, verdict.must), _limit(verdict.aim_us, verdict.aim)]
+        cells += [_peer(row, peer, us) for peer in peers]
+    return table
+
+
+def _peer(row: Mapping[str, Any], peer: str, us: float) -> Cell:
+    timing = row["providers"].get(peer)
+    if timing is None:
+        return Cell("failed" if peer in row["failed"] else "")
+    return Cell(f"{number(timing['us'])} ({number(timing['us'] / us)})")
+
+
+def _summary(view: View, rows: list[dict[str, Any]], peers: list[str]) -> str:
+    """'must 40/42, aim 31/42; geometric mean over vllm 9.2x (42 rows)'."""
+    timed = [row for row in rows if view.subject in row["providers"]]
+    verdicts = [judge(row, view.subject) for row in timed]
+    must = [v.must for v in verdicts if v.must_us is not None]
+    aim = [v.aim for v in verdicts if v.aim_us is not None]
+    parts = [f"{name} {sum(met)}/{len(met)}" for name, met in (("must", must), ("aim", aim)) if met]
+    means = []
+    for peer in peers:
+        ratios = [r["providers"][peer]["us"] / r["providers"][view.subject]["us"]
+                  for r in timed if peer in r["providers"]]  # fmt: skip
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            means.append(f"{number(mean)}x as fast as {peer} ({len(ratios)} rows)")
+    text = ", ".join(parts)
+    if means:
+        text += ("; " if text else "") + "geometric mean " + ", ".join(means)
+    failed = len(rows) - len(timed)
+    return text + (f"; {failed} failed" if failed else "")

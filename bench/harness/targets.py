@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a row has to reach: `must` is required, `aim` is wanted. Times in us, f = the floor.
+
+A limit is `base + per_floor * f`, and `versus` adds: for every provider of that group in the same
+run, the time must be at most the provider's divided by the factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Limit:
+    base_us: float = math.inf
+    per_floor: float = 0.0
+    versus: Mapping[str, float] = field(default_factory=dict)
+
+    def us(self, floor_us: float, peers: Mapping[str, float]) -> float:
+        """The largest time that passes; `peers` has the best time of each group in this row."""
+        limits = [self.base_us + self.per_floor * floor_us]
+        limits += [peers[group] / factor for group, factor in self.versus.items() if group in peers]
+        return min(limits)
+
+
+@dataclass(frozen=True)
+class Target:
+    must: Limit
+    aim: Limit
+
+
+#: Every kernel row has to beat what people use today.
+_PEERS = {"cublas": 1.0, "vllm": 1.0, "torch": 1.0, "triton": 1.0}
+
+
+def _kernel(must: tuple[float, float], aim: tuple[float, float]) -> Target:
+    return Target(Limit(*must, versus=_PEERS), Limit(*aim, versus=_PEERS))
+
+
+def _versus(must: Mapping[str, float], aim: Mapping[str, float] | None = None) -> Target:
+    return Target(Limit(versus=must), Limit(versus=must if aim is None else aim))
+
+
+TARGETS: dict[str, Target] = {
+    # GPU, CUDA-graph replay over cold buffers
+    "lora_decode": _kernel((3.0, 1.5), (2.3, 1.15)),  # up to 256 tokens
+    "lora_prefill": _kernel((4.0, 1.3), (3.0, 1.1)),  # 1,024 tokens and more
+    "lora_plan": _kernel((10.0, 0.0), (5.0, 0.0)),  # up to 8,192 tokens
+    "lora_compat": _versus({"native": 1 / 1.25}),  # the drop-in ops against the native ones
+    "conv_forward": _kernel((2.0, 1.15), (2.0, 1.05)),
+    "conv_backward": _kernel((2.0, 1.25), (2.0, 1.1)),
+    "conv_step": _kernel((2.5, 1.3), (2.2, 1.1)),
+    # Host cost of an eager call from PyTorch
+    "host": Target(Limit(10.0), Limit(10.0)),
+    # CPU, interleaved with the yardsticks
+    "cpu_lora_mixed": _versus({"peft": 1.5, "torch": 1.0}),
+    "cpu_lora_one_fp32": _versus({"torch": 1.5}),
+    "cpu_lora_one_bf16": _versus({"torch": 0.8}, aim={"torch": 1.0}),
+    "cpu_conv": _versus({"torch": 1.5}),
+}
