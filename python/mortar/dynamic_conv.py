@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dynamic short convolution: a causal depthwise convolution with a kernel of its own per token.
+
+    y[b, t, d] = act(sum_w kernels[b, t, d, w] * x[b, t + w - W + 1, d])
+
+The method is Jet-Nemotron's (arXiv:2508.15884). `dynamic_conv` trains and prefills, dense or
+packed, from and to states, with gradients; `dynamic_conv_step` decodes one token per sequence and
+updates its states in place. Products and sums are float32, every output is rounded once, results
+are bitwise repeatable.
+
+Below them lie the operators `torch.ops.mortar.dynamic_conv*`:
+
+    dynamic_conv            returns new tensors and has a gradient
+    dynamic_conv_backward   that gradient
+    dynamic_conv_out        writes into given tensors: the fast path where no gradient is wanted
+    dynamic_conv_step       writes into y and the state
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._ffi import lib
+from ._library import define
+
+__all__ = ["check", "dynamic_conv", "dynamic_conv_step", "traffic"]
+
+_forward = lib.dynamic_conv_forward
+_backward = lib.dynamic_conv_backward
+_step = lib.dynamic_conv_step
+_check = lib.dynamic_conv_check
+_traffic = lib.dynamic_conv_traffic
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _refuse_gradient(op: str, instead: str, *tensors: Tensor | None) -> None:
+    if _wants_gradient(*tensors):
+        raise RuntimeError(
+            f"{op}: has no gradient, but an argument requires one; use {instead} or call it under "
+            "torch.no_grad()"
+        )
+
+
+def _new_state(x: Tensor, cu_seqlens: Tensor | None, state_len: int) -> Tensor:
+    """An unfilled [N, D, state_len]; an empty [0] stands for no state where state_len is -1."""
+    if state_len < 0:
+        return x.new_empty(0)
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.new_empty(sequences, x.shape[2], state_len)
+
+
+def _dense_in_channels(gradient: Tensor) -> Tensor:
+    """A gradient as the library reads it. Autograd may hand over an expanded one, such as that of
+    `y.sum()`: one number under every index. Only such a gradient, not dense in its channels, is
+    copied, as PyTorch's own backward formulas do."""
+    return gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+
+
+# ---- operators ---------------------------------------------------------------------------------
+
+
+def _dynamic_conv_out(x, kernels, cu_seqlens, initial_state, y, final_state, silu):
+    _refuse_gradient("dynamic_conv_out", "dynamic_conv", x, kernels, initial_state)
+    _forward(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
+
+
+def _dynamic_conv(x, kernels, cu_seqlens, initial_state, state_len, silu):
+    y, final_state = _dynamic_conv_fake(x, kernels, cu_seqlens, initial_state, state_len, silu)
+    _forward(
+        x, kernels, cu_seqlens, initial_state, y, final_state if state_len >= 0 else None, silu
+    )
+    return y, final_state
+
+
+def _dynamic_conv_fake(x, kernels, cu_seqlens, initial_state, state_len, silu):
+    return torch.empty_like(x), _new_state(x, cu_seqlens, state_len)
+
+
+def _dynamic_conv_backward(
+    dy, dfinal_state, x, kernels, cu_seqlens, initial_state, silu, state_gradient
+):
+    dx, dk, dinitial_state = _dynamic_conv_backward_fake(
+        dy, dfinal_state, x, kernels, cu_seqlens, initial_state, silu, state_gradient
+    )
+    _backward(
+        x,
+        kernels,
+        cu_seqlens,
+        initial_state,
+        _dense_in_channels(dy),
+        dfinal_state,
+        dx,
+        dk,
+        dinitial_state if state_gradient else None,
+        silu,
+    )
+    return dx, dk, dinitial_state
+
+
+def _dynamic_conv_backward_fake(
+    dy, dfinal_state, x, kernels, cu_seqlens, initial_state, silu, state_gradient
+):
+    dinitial_state = torch.empty_like(initial_state) if state_gradient else x.new_empty(0)
+    return torch.empty_like(x), torch.empty_like(kernels), dinitial_state
+
+
+def _refuse_step_gradient(*tensors: Tensor) -> None:
+    _refuse_gradient("dynamic_conv_step", "dynamic_conv with initial_state", *tensors)
+
+
+def _dynamic_conv_step(x, kernels, state, slots, y, silu):
+    _refuse_step_gradient(x, kernels, state)
+    _step(x, kernels, state, slots, y, silu)
+
+
+_out_op = define(
+    "dynamic_conv_out(Tensor x, Tensor kernels, Tensor? cu_seqlens, Tensor? initial_state, "
+    "Tensor(a!) y, Tensor(b!)? final_state, bool silu) -> ()",
+    _dynamic_conv_out,
+)
+_step_op = define(
+    "dynamic_conv_step(Tensor x, Tensor kernels, Tensor(a!) state, Tensor? slots, Tensor(b!) y, "
+    "bool silu) -> ()",
+    _dynamic_conv_step,
+)
+_backward_op = define(
+    "dynamic_conv_backward(Tensor dy, Tensor? dfinal_state, Tensor x, Tensor kernels, "
+    "Tensor? cu_seqlens, Tensor? initial_state, bool silu, bool state_gradient) "
+    "-> (Tensor, Tensor, Tensor)",
+    _dynamic_conv_backward,
+    _dynamic_conv_backward_fake,
+)
+
+
+class _DynamicConv(torch.autograd.Function):
+    """The gradient of `torch.ops.mortar.dynamic_conv`. Keeps the inputs and nothing else."""
+
+    @staticmethod
+    def forward(ctx, x, kernels, cu_seqlens, initial_state, state_len, silu):
+        ctx.save_for_backward(x, kernels, cu_seqlens, initial_state)
+        ctx.silu = silu
+        ctx.set_materialize_grads(False)
+        with torch._C._AutoDispatchBelowAutograd():
+            y, final_state = _op(x, kernels, cu_seqlens, initial_state, state_len, silu)
+        if state_len < 0:
+            ctx.mark_non_differentiable(final_state)
+        return y, final_state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dfinal_state):
+        x, kernels, cu_seqlens, initial_state = ctx.saved_tensors
+        state_gradient = ctx.needs_input_grad[3]
+        dx, dk, dinitial_state = _backward_op(
+            torch.zeros_like(x) if dy is None else dy,
+            dfinal_state,
+            x,
+            kernels,
+            cu_seqlens,
+            initial_state,
+            ctx.silu,
+            state_gradient,
+        )
+        return dx, dk, None, dinitial_state if state_gradient else None, None, None
+
+
+def _dynamic_conv_autograd(x, kernels, cu_seqlens, initial_state, state_len, silu):
+    if _wants_gradient(x, kernels, initial_state):
+        return _DynamicConv.apply(x, kernels, cu_seqlens, initial_state, state_len, silu)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _op(x, kernels, cu_seqlens, initial_state, state_len, silu)
+
+
+_op = define(
+    "dynamic_conv(Tensor x, Tensor kernels, Tensor? cu_seqlens, Tensor? initial_state, "
+    "int state_len, bool silu) -> (Tensor, Tensor)",
+    _dynamic_conv,
+    _dynamic_conv_fake,
+    autograd=_dynamic_conv_autograd,
+)
+
+
+# ---- friendly functions ------------------------------------------------------------------------
+
+
+def _is_silu(op: str, activation: str | None) -> bool:
+    if activation is None:
+        return False
+    if activation in ("silu", "swish"):
+        return True
+    raise ValueError(f"{op}: activation must be None, 'silu' or 'swish', got {activation!r}")
+
+
+def dynamic_conv(
+    x: Tensor,
+    kernels: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    state_len: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Convolves every sequence of a batch with its tokens' own kernels.
+
+    Args:
+        x: [B, T, D], float32, float16 or bfloat16, dense in D.
+        kernels: [B, T, D, W], any of these dtypes, W from 1 to 8, dense in (D, W). The last tap,
+            w = W - 1, meets the token itself.
+        cu_seqlens: int32 or int64 [N + 1] on the device of x: x is then N sequences packed into
+            one row (B = 1), sequence n being the tokens cu_seqlens[n] : cu_seqlens[n + 1].
+            Sequences may be empty. Without it every row is a sequence and N = B. Its content is
+            never read back to the host: see `check`.
+        initial_state: [N, D, L] in the dtype of x, any strides, L = W or W - 1: the last L inputs
+            before each sequence, newest last. Zeros if absent.
+        output_final_state: also return the state after each sequence.
+        activation: None or "silu", applied to the sum before it is rounded.
+        state_len: L of the final state; that of initial_state by default, else W - 1.
+
+    Returns:
+        y [B, T, D] in the dtype of x; with output_final_state the pair of y and the final state
+        [N, D, L], whose memory is new.
+
+    Differentiable once in x, kernels and initial_state, through y and through the final state.
+    Nothing but the inputs is kept for the backward.
+
+    Raises:
+        ValueError: a shape, stride, length or W is wrong; nothing has been written then.
+        TypeError: a dtype or device is wrong.
+    """
+    silu = _is_silu("dynamic_conv", activation)
+    length = -1
+    if output_final_state:
+        length = _final_state_len(x, kernels, initial_state, state_len)
+    if _wants_gradient(x, kernels, initial_state):
+        y, final_state = _op(x, kernels, cu_seqlens, initial_state, length, silu)
+    else:
+        y = torch.empty_like(x)
+        final_state = _new_state(x, cu_seqlens, length) if output_final_state else None
+        _out_op(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
+    return (y, final_state) if output_final_state else y
+
+
+def _final_state_len(
+    x: Tensor, kernels: Tensor, initial_state: Tensor | None, state_len: int | None
+) -> int:
+    for name, tensor, ndim in (("x", x, 3), ("kernels", kernels, 4)):
+        if tensor.ndim != ndim:
+            raise ValueError(
+                f"dynamic_conv: {name} must have {ndim} dimensions, got {tuple(tensor.shape)}"
+            )
+    width = kernels.shape[3]
+    if state_len is None:
+        return max(width - 1, 0) if initial_state is None else initial_state.shape[-1]
+    if state_len not in (width, width - 1):
+        raise ValueError(
+            f"dynamic_conv: state_len must be W - 1 = {width - 1} or W = {width}, got {state_len}"
+        )
+    return state_len
+
+
+def dynamic_conv_step(
+    x: Tensor,
+    kernels: Tensor,
+    state: Tensor,
+    *,
+    slots: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """Decodes one token of each of N sequences and updates their states in place.
+
+    Args:
+        x: [N, D], float32, float16 or bfloat16, dense in D.
+        kernels: [N, D, W], any of these dtypes, dense in (D, W).
+        state: [S, D, L] in the dtype of x, any strides that do not overlap, L = W or W - 1, newest
+            input last: shifted by one, with x as the new last entry.
+        slots: int32 [N]: row i uses state[slots[i]]. A slot outside [0, S), by convention -1, is
+            padding: its row of y is zero and no state changes. The same live slot twice in one
+            call leaves both results and that state unspecified: see `check`. Without slots S = N
+            and row i uses state[i]. A captured CUDA graph may be replayed with other slots.
+        activation: None or "silu", applied to the sum before it is rounded.
+
+    Returns:
+        y [N, D] in the dtype of x.
+
+    Raises:
+        ValueError, TypeError: as `dynamic_conv`.
+        RuntimeError: a gradient is wanted: a state that is overwritten has none. Use
+            `dynamic_conv` with initial_state and T = 1.
+    """
+    silu = _is_silu("dynamic_conv_step", activation)
+    if torch.compiler.is_compiling():  # the compiled op runs on tensors that no longer say
+        _refuse_step_gradient(x, kernels, state)
+    y = torch.empty_like(x)
+    _step_op(x, kernels, state, slots, y, silu)
+    return y
+
+
+def check(
+    *,
+    cu_seqlens: Tensor | None = None,
+    num_tokens: int = 0,
+    slots: Tensor | None = None,
+    num_slots: int = 0,
+) -> None:
+    """Reads cu_seqlens (for T = num_tokens) and slots (for S = num_slots) back and checks them.
+
+    The ops never do: bad contents give unspecified results, though never an access out of bounds.
+    This waits for the device: a debugging aid, not for the hot path.
+
+    Raises:
+        ValueError: cu_seqlens decreases, does not start at 0 or does not end at num_tokens; a slot
+            lies outside [-1, num_slots) or occurs twice. The message names the first such entry.
+    """
+    _check(cu_seqlens, num_tokens, slots, num_slots)
