@@ -2,7 +2,7 @@
 # mortar: the shared library with the public API. mortar_objects: its compiled sources, from which
 # the binding and the library for the tests are linked too.
 find_package(OpenMP REQUIRED COMPONENTS CXX)
-find_package(hwy REQUIRED)
+include(MortarHighway)
 find_package(nlohmann_json REQUIRED)
 # Keys of PEFT's rank_pattern and alpha_pattern are regular expressions. Static where there is one,
 # so that libmortar needs no further file.
@@ -50,12 +50,3 @@ target_include_directories(mortar PUBLIC
   $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>)
 set_target_properties(mortar PROPERTIES
   VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR} LINKER_LANGUAGE CXX)
-
-# Highway's detection of the processor is a small shared library that a machine may lack.
-get_target_property(highway_library hwy::hwy LOCATION)
-get_target_property(highway_soname hwy::hwy IMPORTED_SONAME_NONE)
-if(NOT highway_soname)
-  set(highway_soname libhwy.so.1)
-endif()
-configure_file(${highway_library} ${PROJECT_BINARY_DIR}/${highway_soname} COPYONLY)
-set(MORTAR_HIGHWAY_LIBRARY ${PROJECT_BINARY_DIR}/${highway_soname})
