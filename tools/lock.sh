@@ -23,6 +23,7 @@ mapfile -t packages <<<"$extras"
 {
   sed '/^[^#]/,$d' requirements.txt
   # A local version label (+cpu) names one machine's build; CUDA's packages come with PyTorch's pins.
-  "$environment/bin/pip" freeze | sed 's/^\(torch==[0-9.]*\)+.*/\1/' | grep -v -E '^(nvidia|cuda|triton)'
+  "$environment/bin/pip" freeze --all | sed 's/^\(torch==[0-9.]*\)+.*/\1/' |
+    grep -v -E '^(pip|nvidia|cuda|triton)'
 } >"$environment/requirements.txt"
 cp "$environment/requirements.txt" requirements.txt
