@@ -71,12 +71,13 @@ template <auto kKernel, class Params>
 void launch(const char* op, const Launch& l, const Params& params) {
   if (l.grid.x == 0 || l.grid.y == 0 || l.grid.z == 0) return;
   const DeviceInfo& device = current_device();
-  static std::array<std::atomic<std::size_t>, kMaxDevices> opted_in{};
-  if (l.smem > 48 * 1024 && opted_in[device.index].load(std::memory_order_relaxed) < l.smem) {
-    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(l.smem)),
-               op);
-    opted_in[device.index].store(l.smem, std::memory_order_relaxed);
+  static std::array<std::atomic<bool>, kMaxDevices> opted_in{};
+  if (l.smem > 48 * 1024 && !opted_in[device.index].load(std::memory_order_relaxed)) {
+    cudaFuncAttributes attributes;
+    cuda_check(cudaFuncGetAttributes(&attributes, kKernel), op);
+    const int most = device.max_smem - static_cast<int>(attributes.sharedSizeBytes);
+    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), op);
+    opted_in[device.index].store(true, std::memory_order_relaxed);
   }
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};

@@ -31,6 +31,7 @@ lora::WorkspaceQuery workspace_query(const Tensor& x, const LoraWeights& weights
   q.num_adapters = weights.num_adapters;
   q.num_slices = weights.num_slices;
   q.max_rank = weights.max_rank;
+  for (int s = 0; s < weights.num_slices; ++s) q.sum_widths += weights.widths[s];
   q.activation = x.dtype;
   q.weight = weights.dtype;
   return q;

@@ -136,6 +136,7 @@ struct ApplyProblem {
 /// What a workspace query may depend on.
 struct WorkspaceQuery {
   std::int64_t num_tokens = 0, hidden = 0, num_adapters = 0;
+  std::int64_t sum_widths = 0;
   int num_slices = 0, max_rank = 0;
   DType activation = DType::kFloat32, weight = DType::kFloat32;
 };

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA backend: which passes an op runs and where h lies between them.
+#include <algorithm>
+#include <cstdint>
+
+#include "device/launch.cuh"
+#include "lora/cuda/backend.cuh"
+
+namespace mortar::lora::cuda {
+
+dim3 expand_grid(const ExpandParams& p) {
+  return dim3(static_cast<unsigned>(p.block_start[p.weights.num_slices]),
+              static_cast<unsigned>(ceil_div(p.tiles.num, p.tiles_per_cta)));
+}
+
+namespace {
+
+bool is_half(DType d) { return d == DType::kFloat16 || d == DType::kBFloat16; }
+
+LoraShape shape_of(std::int64_t num_tokens, const WeightsView& w, bool tensor_cores) {
+  LoraShape s{num_tokens, w.hidden, w.num_adapters, 0, w.num_slices, w.max_rank, tensor_cores};
+  for (int i = 0; i < w.num_slices; ++i) s.sum_widths += w.widths[i];
+  return s;
+}
+
+LoraShape shape_of(const WorkspaceQuery& q, bool tensor_cores) {
+  return {q.num_tokens, q.hidden,   q.num_adapters, q.sum_widths,
+          q.num_slices, q.max_rank, tensor_cores};
+}
+
+TileRange tiles_of(const LoraShape& s, int tile_tokens) {
+  const PlanLayout layout = PlanLayout::make(s.num_tokens, s.num_adapters);
+  TileRange t;
+  t.num_tokens = s.num_tokens;
+  t.list = tile_tokens == 16 ? layout.tiles16 : layout.tiles64;
+  t.count_word = tile_tokens == 16 ? kPlanNumTiles16 : kPlanNumTiles64;
+  t.num = static_cast<int>(max_tiles(s.num_tokens, s.num_adapters, tile_tokens));
+  return t;
+}
+
+/// h in the workspace, rows first, then slices, then ranks.
+HView internal_h(const LoraShape& s, void* data, DType dtype, std::int64_t rows) {
+  HView h;
+  h.data = data;
+  h.dtype = dtype;
+  h.width = static_cast<int>(h_width(s));
+  h.slice_stride = h.width;
+  h.row_stride = h.slice_stride * s.num_slices;
+  h.slab_stride = h.row_stride * rows;
+  h.num_rows = rows;
+  return h;
+}
+
+HView slabs(const LoraShape& s, void* workspace) {
+  HView h = internal_h(s, workspace, DType::kFloat32, s.num_tokens);
+  h.num_slabs = static_cast<int>(num_leaves(s.hidden));
+  h.raw = true;
+  return h;
+}
+
+void run_shrink(const ShrinkParams& p, const LoraShape& s, const ShrinkConfig& c, Stream stream) {
+  (s.tensor_cores ? shrink_mma : shrink_simt)(p, c, stream);
+}
+
+void run_expand(ExpandParams p, const LoraShape& s, const ExpandConfig& c, Stream stream) {
+  p.cols = c.cols;
+  p.tiles_per_cta = c.tiles_per_cta;
+  for (int i = 0; i < s.num_slices; ++i) {
+    p.block_start[i + 1] =
+        p.block_start[i] +
+        static_cast<int>(ceil_div<std::int64_t>(p.weights.widths[i], c.cols));
+  }
+  (s.tensor_cores ? expand_mma : expand_simt)(p, c, stream);
+}
+
+/// Split tiles of 64 tokens meet many column blocks: adding the slabs once pays.
+bool needs_finish(const ShrinkConfig& c) { return c.split && c.tile_tokens == 64; }
+
+std::int64_t finished_bytes(const LoraShape& s) {
+  return s.num_tokens * s.num_slices * h_width(s) * (s.tensor_cores ? 2 : 4);
+}
+
+void shrink(const ShrinkProblem& problem, Stream stream) {
+  const bool tensor_cores =
+      problem.x.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
+  LoraShape s = shape_of(problem.num_tokens, problem.weights, tensor_cores);
+  s.sum_widths = 0;  // the caller may have left B out, here or in the workspace query
+  const ShrinkConfig c = choose_shrink(s);
+  ShrinkParams p;
+  p.x = problem.x;
+  p.weights = problem.weights;
+  p.groups = problem.groups;
+  p.tiles = tiles_of(s, c.tile_tokens);
+  p.scale = problem.scale;
+  p.pad = true;
+  p.zero_rows = problem.zero_rows;
+  p.h.data = problem.h.data;
+  p.h.dtype = problem.h.dtype;
+  p.h.slice_stride = problem.h.slice_stride;
+  p.h.row_stride = problem.h.row_stride;
+  p.h.num_rows = problem.num_tokens;
+  p.h.width = static_cast<int>(problem.h.width);
+  if (!c.split) return run_shrink(p, s, c, stream);
+
+  ShrinkParams partial = p;
+  partial.h = slabs(s, problem.workspace);
+  partial.pad = false;
+  partial.zero_rows = nullptr;
+  run_shrink(partial, s, c, stream);
+  shrink_finish(p, partial.h, c, stream);
+}
+
+void expand(const ExpandProblem& problem, Stream stream) {
+  const bool tensor_cores =
+      problem.y.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
+  const LoraShape s = shape_of(problem.num_tokens, problem.weights, tensor_cores);
+  const ExpandConfig c = choose_expand(s);
+  ExpandParams p;
+  p.y = problem.y;
+  p.h.data = problem.h.data;
+  p.h.dtype = problem.h.dtype;
+  p.h.slice_stride = problem.h.slice_stride;
+  p.h.row_stride = problem.h.row_stride;
+  p.h.num_rows = problem.num_tokens;
+  p.h.width = static_cast<int>(problem.h.width);
+  p.weights = problem.weights;
+  p.groups = problem.groups;
+  p.tiles = tiles_of(s, c.tile_tokens);
+  p.offset = problem.offset;
+  p.add_inputs = problem.add_inputs;
+  run_expand(p, s, c, stream);
+}
+
+void apply(const ApplyProblem& problem, Stream stream) {
+  const bool tensor_cores = problem.x.dtype == problem.weights.dtype &&
+                            problem.y.dtype == problem.weights.dtype &&
+                            is_half(problem.weights.dtype);
+  const LoraShape s = shape_of(problem.num_tokens, problem.weights, tensor_cores);
+  const ShrinkConfig c = choose_shrink(s);
+  const DType h_dtype = tensor_cores ? problem.weights.dtype : DType::kFloat32;
+  ShrinkParams shrink;
+  shrink.x = problem.x;
+  shrink.weights = problem.weights;
+  shrink.groups = problem.groups;
+  shrink.tiles = tiles_of(s, c.tile_tokens);
+  shrink.scale = problem.scale;
+  ExpandParams expand;
+  expand.y = problem.y;
+  expand.weights = problem.weights;
+  expand.groups = problem.groups;
+  expand.offset = problem.offset;
+  expand.scale = problem.scale;
+  expand.add_inputs = problem.add_inputs;
+  const ExpandConfig e = choose_expand(s);
+  expand.tiles = tiles_of(s, e.tile_tokens);
+
+  if (c.split) {
+    shrink.h = slabs(s, problem.workspace);
+    run_shrink(shrink, s, c, stream);
+    expand.h = shrink.h;
+    if (needs_finish(c)) {
+      auto* finished = static_cast<char*>(problem.workspace) + slab_bytes(s);
+      ShrinkParams whole = shrink;
+      whole.h = internal_h(s, finished, h_dtype, s.num_tokens);
+      shrink_finish(whole, shrink.h, c, stream);
+      expand.h = whole.h;
+    }
+    return run_expand(expand, s, e, stream);
+  }
+
+  // h of the whole batch may pass the workspace budget: take as many tiles at a time as fit.
+  const std::int64_t row_bytes = s.num_slices * h_width(s) * dtype_size(h_dtype);
+  const std::int64_t most_rows = workspace_budget(s) / row_bytes;
+  const int step = static_cast<int>(std::max<std::int64_t>(1, most_rows / c.tile_tokens));
+  const int num_tiles = shrink.tiles.num;
+  for (int first = 0; first < num_tiles; first += step) {
+    shrink.h = internal_h(s, problem.workspace, h_dtype,
+                          std::min(s.num_tokens, std::int64_t{step} * c.tile_tokens));
+    shrink.h.by_position = true;
+    shrink.tiles.first = first;
+    shrink.tiles.num = std::min(step, num_tiles - first);
+    expand.h = shrink.h;
+    expand.tiles = shrink.tiles;
+    run_shrink(shrink, s, c, stream);
+    run_expand(expand, s, e, stream);
+  }
+}
+
+std::int64_t shrink_bytes(LoraShape s) {
+  s.sum_widths = 0;
+  return choose_shrink(s).split ? slab_bytes(s) : 0;
+}
+
+std::int64_t apply_bytes(const LoraShape& s) {
+  const ShrinkConfig c = choose_shrink(s);
+  if (c.split) return slab_bytes(s) + (needs_finish(c) ? finished_bytes(s) : 0);
+  const std::int64_t one_tile = c.tile_tokens * s.num_slices * h_width(s) * 4;
+  return std::min(finished_bytes(s), std::max(workspace_budget(s), one_tile));
+}
+
+/// The query does not know y's dtype, on which the choice of kernels depends: room for both.
+template <class Bytes>
+std::int64_t either_path(const WorkspaceQuery& q, Bytes bytes) {
+  const std::int64_t simt = bytes(shape_of(q, false));
+  const bool tensor_cores = q.activation == q.weight && is_half(q.weight);
+  return tensor_cores ? std::max(simt, bytes(shape_of(q, true))) : simt;
+}
+
+std::int64_t shrink_workspace(const WorkspaceQuery& q) { return either_path(q, shrink_bytes); }
+std::int64_t apply_workspace(const WorkspaceQuery& q) { return either_path(q, apply_bytes); }
+
+}  // namespace
+
+const Backend kBackend = {plan,  read_plan_header, shrink,         expand,
+                          apply, shrink_workspace, apply_workspace};
+
+}  // namespace mortar::lora::cuda

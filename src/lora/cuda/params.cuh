@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernel parameters of the LoRA backend, and how a CTA finds its tile of tokens.
+#pragma once
+
+#include <cstdint>
+
+#include "lora/problem.h"
+
+namespace mortar::lora::cuda {
+
+/// Where shrink leaves h and expand finds it.
+///
+/// Element (slab, s, row, r) lies at slab * slab_stride + s * slice_stride + row * row_stride + r.
+/// `row` is the token, or (by_position) its place in the grouping, counted from the first tile of
+/// the launch. With several slabs (one per leaf of K) the elements are raw float32 partial sums:
+/// who reads them adds them in slab order and applies the scales.
+struct HView {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t slab_stride = 0, slice_stride = 0, row_stride = 0;
+  std::int64_t num_rows = 0;
+  int num_slabs = 1;
+  int width = 0;       ///< columns per slice
+  bool raw = false;    ///< scales still to be applied
+  bool by_position = false;
+};
+
+/// The tiles of one launch.
+struct TileRange {
+  std::int64_t num_tokens = 0;
+  std::int64_t list = 0;  ///< word offset of the tile list in the plan
+  PlanWord count_word = kPlanNumTiles16;
+  int first = 0;  ///< tile of blockIdx 0
+  int num = 0;    ///< upper bound of tiles in this launch
+};
+
+struct ShrinkParams {
+  RowsView x;
+  HView h;
+  WeightsView weights;
+  GroupsView groups;
+  TileRange tiles;
+  float scale = 1;
+  bool pad = false;  ///< write zeros from an adapter's rank to h.width
+  const std::int32_t* zero_rows = nullptr;
+};
+
+struct ExpandParams {
+  RowsView y;
+  HView h;
+  WeightsView weights;
+  GroupsView groups;
+  TileRange tiles;
+  std::int64_t offset = 0;
+  float scale = 1;  ///< with raw h
+  bool add_inputs = true;
+  int cols = 0;           ///< columns per CTA
+  int tiles_per_cta = 1;
+  int block_start[kLoraMaxSlices + 1] = {};  ///< first column block of each slice
+};
+
+/// A run of tokens of one adapter: sorted[start .. start + count).
+struct Tile {
+  int adapter = -1;
+  int start = 0;
+  int count = 0;
+};
+
+#if defined(__CUDACC__)
+
+/// Tile `index` of the segment form: every warp scans the segments, so all threads agree.
+__device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int64_t num_adapters,
+                                         int tile_tokens, int index, Tile* tile) {
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+  for (int base = 0; base < g.num_segments; base += 32) {
+    int id = -1, count = 0, start = 0;
+    if (base + lane < g.num_segments) {
+      id = g.ids[base + lane];
+      count = g.counts[base + lane];
+      start = g.starts[base + lane];
+    }
+    const bool live = id >= 0 && id < num_adapters && count > 0 && start >= 0 &&
+                      start < g.num_sorted;
+    if (live && count > g.num_sorted - start) count = static_cast<int>(g.num_sorted - start);
+    const int own = live ? (count - 1) / tile_tokens + 1 : 0;
+    int last = own;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, last, d);
+      if (lane >= d) last += other;
+    }
+    const int k = index - before;
+    const unsigned hit = __ballot_sync(0xffffffffu, k >= last - own && k < last);
+    if (hit != 0) {
+      const int source = __ffs(hit) - 1;
+      const int skip = (k - (last - own)) * tile_tokens;
+      const int left = count - skip;
+      tile->adapter = __shfl_sync(0xffffffffu, id, source);
+      tile->start = __shfl_sync(0xffffffffu, start + skip, source);
+      tile->count = __shfl_sync(0xffffffffu, left < tile_tokens ? left : tile_tokens, source);
+      return true;
+    }
+    before += __shfl_sync(0xffffffffu, last, 31);
+  }
+  return false;
+}
+
+/// Tile `index` of the grouping; false past the last one. Uniform over the CTA.
+__device__ __forceinline__ bool find_tile(const GroupsView& g, const TileRange& range,
+                                 std::int64_t num_adapters, int tile_tokens, int index,
+                                 Tile* tile) {
+  if (g.plan == nullptr) return find_segment_tile(g, num_adapters, tile_tokens, index, tile);
+  // The header and the tile are loaded together: one latency. The list has room for `index`
+  // (the host bounds the grid), so the load is safe even when the tile does not exist.
+  const int4 head = *reinterpret_cast<const int4*>(g.plan);
+  const int4 entry =
+      *reinterpret_cast<const int4*>(g.plan + range.list + std::int64_t{kPlanEntryWords} * index);
+  static_assert(kPlanNumTokens == 0 && kPlanNumAdapters == 1 && kPlanNumTiles16 == 2 &&
+                    kPlanNumTiles64 == 3,
+                "find_tile reads the first four words of the plan as one vector");
+  const int num_tiles = range.count_word == kPlanNumTiles16 ? head.z : head.w;
+  if (head.x != range.num_tokens || head.y != num_adapters || index >= num_tiles) return false;
+  tile->adapter = entry.x;
+  tile->start = entry.y;
+  tile->count = entry.z;
+  return true;
+}
+
+/// Place in the grouping from which by_position rows are counted.
+__device__ __forceinline__ int first_position(const GroupsView& g, const TileRange& range,
+                                     std::int64_t num_adapters, int tile_tokens) {
+  if (range.first == 0) return 0;
+  Tile tile;
+  return find_tile(g, range, num_adapters, tile_tokens, range.first, &tile) ? tile.start : 0;
+}
+
+/// The tile's token in place `i`, or -1 where the caller's index table points outside the batch.
+__device__ __forceinline__ int tile_token(const GroupsView& g, const TileRange& range, const Tile& tile,
+                                 int i) {
+  if (i >= tile.count) return -1;
+  const int token = g.sorted[tile.start + i];
+  return token >= 0 && token < range.num_tokens ? token : -1;
+}
+
+/// Row of h that belongs to place i of a tile whose token is `token`; -1: none.
+__device__ __forceinline__ std::int64_t h_row(const HView& h, const Tile& tile, int first, int i,
+                                     int token) {
+  if (token < 0) return -1;
+  if (!h.by_position) return token;
+  const std::int64_t row = std::int64_t{tile.start} - first + i;
+  return row >= 0 && row < h.num_rows ? row : -1;
+}
+
+#endif
+
+}  // namespace mortar::lora::cuda

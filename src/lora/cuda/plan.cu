@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+// Groups tokens by adapter: a stable counting sort and its tile lists, in one launch.
+//
+// sorted = argsort(token_adapter, stable), base tokens last     M tokens, L adapters
+// bytes  = 4M (ids, read twice: the second time from L2) + 4M (sorted) + 8 C (L + 1) (histograms)
+//          + 16 (T16 + T64 + G) (lists), C = min(128, ceil(M / 256)) CTAs
+// M=8192, L=16: 0.14 MB, so the floor (0.03 us) is nothing beside the two grid barriers (1 us each,
+//          none when one CTA suffices) and four dependent trips to L2 (0.7 us each)
+// limit  : latency
+// Each warp owns a run of tokens and a histogram in shared memory, so that ranks inside a warp
+// come from match.any and the order of tokens never depends on timing.
+#include <cooperative_groups.h>
+
+#include <algorithm>
+#include <climits>
+
+#include "core/int_math.h"
+#include "device/launch.cuh"
+#include "device/pdl.cuh"
+#include "lora/cuda/backend.cuh"
+
+namespace mortar::lora::cuda {
+namespace {
+
+constexpr int kMaxThreads = 256;
+constexpr int kStaticSmem = 256;  ///< bytes kept free for the kernel's static shared memory
+
+struct PlanParams {
+  const std::int32_t* token_adapter;
+  std::int32_t* plan;
+  PlanLayout layout;
+  std::int64_t num_tokens;
+  int num_adapters;
+  int warp_tokens;  ///< tokens per warp, a multiple of 32
+};
+
+/// Exclusive prefix sum of one value per thread; *total gets the sum. Uses two barriers.
+__device__ int exclusive_scan(int value, int* warp_sums, int* total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int inclusive = value;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, inclusive, d);
+    if (lane >= d) inclusive += other;
+  }
+  if (lane == 31) warp_sums[warp] = inclusive;
+  __syncthreads();
+  int before = 0, all = 0;
+#pragma unroll
+  for (int w = 0; w < kMaxThreads / 32; ++w) {
+    const int sum = w * 32 < blockDim.x ? warp_sums[w] : 0;
+    if (w < warp) before += sum;
+    all += sum;
+  }
+  __syncthreads();
+  *total = all;
+  return before + inclusive - value;
+}
+
+/// Index of the last entry of ascending `start[0 .. n)` that is <= value.
+__device__ int last_not_above(const int* start, int n, int value) {
+  int low = 0, high = n;
+  while (high - low > 1) {
+    const int mid = (low + high) / 2;
+    if (start[mid] <= value) low = mid; else high = mid;
+  }
+  return low;
+}
+
+/// Writes the tiles, and zeros in the rest of the list (readers load an entry before they know
+/// whether it exists).
+__device__ void write_tiles(std::int32_t* list, int num_tiles, int max_tiles, int tile_tokens,
+                            const int* first_tile, const int* first_token, int num_adapters,
+                            int thread, int num_threads) {
+  for (int t = thread; t < max_tiles; t += num_threads) {
+    if (t >= num_tiles) {
+      *reinterpret_cast<int4*>(list + kPlanEntryWords * t) = make_int4(0, 0, 0, 0);
+      continue;
+    }
+    const int a = last_not_above(first_tile, num_adapters, t);
+    const int start = first_token[a] + (t - first_tile[a]) * tile_tokens;
+    const int left = first_token[a + 1] - start;
+    *reinterpret_cast<int4*>(list + kPlanEntryWords * t) =
+        make_int4(a, start, left < tile_tokens ? left : tile_tokens, 0);
+  }
+}
+
+__global__ void __launch_bounds__(kMaxThreads) plan_kernel(const __grid_constant__ PlanParams p) {
+  // Shared memory: one histogram per warp, then four tables of L + 1 words.
+  extern __shared__ int smem[];
+  __shared__ int warp_sums[kMaxThreads / 32];
+  __shared__ int bad_count, bad_first;
+  const int num_cta_threads = blockDim.x, num_warps = num_cta_threads / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int bins = p.num_adapters + 1;  // the last bin holds base tokens
+  const int num_ctas = gridDim.x, cta = blockIdx.x;
+  int* own_bins = smem + warp * bins;
+  int* first_token = smem + num_warps * bins;
+  int* first_tile16 = first_token + bins;
+  int* first_tile64 = first_tile16 + bins;
+  int* first_group = first_tile64 + bins;
+  std::int32_t* chunk_bins = p.plan + p.layout.scratch;  // [chunk][bin]
+  std::int32_t* total_bins = chunk_bins + p.layout.num_chunks * bins;
+  std::int32_t* chunk_bad = total_bins + bins;  // [chunk]{count, first}
+
+  if (threadIdx.x == 0) {
+    bad_count = 0;
+    bad_first = INT_MAX;
+  }
+  for (int i = threadIdx.x; i < num_warps * bins; i += num_cta_threads) smem[i] = 0;
+  __syncthreads();
+  device::pdl_wait();
+
+  // Count: every warp walks its tokens in order.
+  const std::int64_t warp_first =
+      (static_cast<std::int64_t>(cta) * num_warps + warp) * p.warp_tokens;
+  const auto bin_of = [&](std::int64_t token, bool* bad) {
+    const int id = p.token_adapter[token];
+    *bad = id < -1 || id >= p.num_adapters;
+    return id < 0 || *bad ? p.num_adapters : id;
+  };
+  for (int i = lane; i < p.warp_tokens; i += 32) {
+    const std::int64_t token = warp_first + i;
+    const bool live = token < p.num_tokens;
+    bool bad = false;
+    const int bin = live ? bin_of(token, &bad) : -1;
+    const unsigned peers = __match_any_sync(0xffffffffu, bin);
+    if (live && lane == __ffs(peers) - 1) own_bins[bin] += __popc(peers);
+    if (bad) {
+      atomicAdd(&bad_count, 1);
+      atomicMin(&bad_first, static_cast<int>(token));
+    }
+    __syncwarp();
+  }
+  __syncthreads();
+
+  // Turn the warp histograms into prefixes over warps, and publish the CTA's totals.
+  for (int b = threadIdx.x; b < bins; b += num_cta_threads) {
+    int sum = 0;
+    for (int w = 0; w < num_warps; ++w) {
+      const int n = smem[w * bins + b];
+      smem[w * bins + b] = sum;
+      sum += n;
+    }
+    chunk_bins[static_cast<std::int64_t>(cta) * bins + b] = sum;
+  }
+  if (threadIdx.x == 0) {
+    chunk_bad[2 * cta] = bad_count;
+    chunk_bad[2 * cta + 1] = bad_first;
+  }
+  const auto grid_barrier = [&] {
+    if (num_ctas > 1) {
+      cooperative_groups::this_grid().sync();
+    } else {
+      __syncthreads();
+    }
+  };
+  grid_barrier();
+
+  // Prefixes over CTAs, the bins shared out over the grid.
+  for (int b = cta * num_cta_threads + threadIdx.x; b < bins; b += num_ctas * num_cta_threads) {
+    int sum = 0;
+    for (int c = 0; c < num_ctas; ++c) {
+      std::int32_t* cell = chunk_bins + static_cast<std::int64_t>(c) * bins + b;
+      const int n = __ldcg(cell);
+      *cell = sum;
+      sum += n;
+    }
+    total_bins[b] = sum;
+  }
+  grid_barrier();
+
+  // Every CTA scans the totals for itself.
+  int tokens_before = 0, tiles16 = 0, tiles64 = 0, groups = 0;
+  for (int base = 0; base < bins; base += num_cta_threads) {
+    const int b = base + threadIdx.x;
+    const int n = b < bins ? __ldcg(total_bins + b) : 0;
+    const bool active = b < p.num_adapters;
+    int total = 0;
+    const int token = exclusive_scan(n, warp_sums, &total) + tokens_before;
+    tokens_before += total;
+    const int t16 = exclusive_scan(active ? ceil_div(n, 16) : 0, warp_sums, &total) + tiles16;
+    tiles16 += total;
+    const int t64 = exclusive_scan(active ? ceil_div(n, 64) : 0, warp_sums, &total) + tiles64;
+    tiles64 += total;
+    const int group = exclusive_scan(active && n > 0, warp_sums, &total) + groups;
+    groups += total;
+    if (b < bins) {
+      first_token[b] = token;
+      first_tile16[b] = t16;
+      first_tile64[b] = t64;
+      first_group[b] = group;
+    }
+  }
+  __syncthreads();
+
+  // Scatter: the walk of the count again, now with known places.
+  std::int32_t* sorted = p.plan + p.layout.sorted;
+  for (int i = lane; i < p.warp_tokens; i += 32) {
+    const std::int64_t token = warp_first + i;
+    const bool live = token < p.num_tokens;
+    bool bad = false;
+    const int bin = live ? bin_of(token, &bad) : -1;
+    const unsigned peers = __match_any_sync(0xffffffffu, bin);
+    const int before = live ? own_bins[bin] : 0;
+    __syncwarp();
+    if (live) {
+      const int rank = __popc(peers & ((1u << lane) - 1));
+      const int chunk = __ldcg(chunk_bins + static_cast<std::int64_t>(cta) * bins + bin);
+      sorted[first_token[bin] + chunk + before + rank] = static_cast<std::int32_t>(token);
+      if (lane == __ffs(peers) - 1) own_bins[bin] = before + __popc(peers);
+    }
+    __syncwarp();
+  }
+
+  // Lists, shared out over the grid.
+  const int thread = cta * num_cta_threads + threadIdx.x, num_threads = num_ctas * num_cta_threads;
+  write_tiles(p.plan + p.layout.tiles16, tiles16, static_cast<int>(p.layout.max_tiles16), 16, first_tile16, first_token, p.num_adapters,
+              thread, num_threads);
+  write_tiles(p.plan + p.layout.tiles64, tiles64, static_cast<int>(p.layout.max_tiles64), 64, first_tile64, first_token, p.num_adapters,
+              thread, num_threads);
+  for (int a = thread; a < p.num_adapters; a += num_threads) {
+    const int count = first_token[a + 1] - first_token[a];
+    if (count > 0) {
+      *reinterpret_cast<int4*>(p.plan + p.layout.groups + kPlanEntryWords * first_group[a]) =
+          make_int4(a, first_token[a], count, 0);
+    }
+  }
+  if (cta == 0 && warp == 0) {
+    int bad = 0, first = INT_MAX;
+    for (int c = lane; c < num_ctas; c += 32) {
+      bad += __ldcg(chunk_bad + 2 * c);
+      first = min(first, __ldcg(chunk_bad + 2 * c + 1));
+    }
+    bad = __reduce_add_sync(0xffffffffu, bad);
+    first = __reduce_min_sync(0xffffffffu, first);
+    if (lane == 0) {
+      p.plan[kPlanNumTokens] = static_cast<int>(p.num_tokens);
+      p.plan[kPlanNumAdapters] = p.num_adapters;
+      p.plan[kPlanNumTiles16] = tiles16;
+      p.plan[kPlanNumTiles64] = tiles64;
+      p.plan[kPlanNumGroups] = groups;
+      p.plan[kPlanNumActive] = first_token[p.num_adapters];
+      p.plan[kPlanNumOutOfRange] = bad;
+      p.plan[kPlanFirstOutOfRange] = bad > 0 ? first : -1;
+    }
+  }
+}
+
+}  // namespace
+
+// ---- host ---------------------------------------------------------------------------------------
+
+void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64_t num_adapters,
+          std::int32_t* plan, Stream stream) {
+  PlanParams p;
+  p.token_adapter = token_adapter;
+  p.plan = plan;
+  p.layout = PlanLayout::make(num_tokens, num_adapters);
+  p.num_tokens = num_tokens;
+  p.num_adapters = static_cast<int>(num_adapters);
+  // All CTAs meet at barriers, so there are never more than fit: one per SM always does.
+  const device::DeviceInfo& device = device::current_device();
+  const std::int64_t ctas = std::min<std::int64_t>(p.layout.num_chunks, device.num_sms);
+  // Fewer warps where their histograms would not fit (4,096 adapters below 200 KB of memory).
+  const auto smem = [&](int threads) {
+    return (threads / 32 + 4) * (num_adapters + 1) * static_cast<std::int64_t>(sizeof(int));
+  };
+  int threads = kMaxThreads;
+  while (threads > 32 && smem(threads) > device.max_smem - kStaticSmem) threads /= 2;
+  p.warp_tokens = static_cast<int>(
+      round_up<std::int64_t>(ceil_div<std::int64_t>(num_tokens, ctas * (threads / 32)), 32));
+  device::Launch l;
+  l.grid = dim3(static_cast<unsigned>(ctas));
+  l.threads = static_cast<unsigned>(threads);
+  l.smem = static_cast<std::size_t>(smem(threads));
+  l.stream = stream;
+  l.cooperative = ctas > 1;
+  device::launch<plan_kernel>("lora_plan", l, p);
+}
+
+void read_plan_header(const std::int32_t* plan, std::int32_t* header, Stream stream) {
+  const auto s = static_cast<cudaStream_t>(stream.handle);
+  device::cuda_check(cudaMemcpyAsync(header, plan, kPlanHeaderWords * sizeof(std::int32_t),
+                                     cudaMemcpyDeviceToHost, s),
+                     "lora_plan_report");
+  device::cuda_check(cudaStreamSynchronize(s), "lora_plan_report");
+}
+
+}  // namespace mortar::lora::cuda
