@@ -34,14 +34,15 @@ bool rows_interleave(const Tensor& a, const Tensor& b) {
 
 }  // namespace
 
-std::string shape_string(const Tensor& t) {
-  std::string s = "(";
-  for (int d = 0; d < t.ndim; ++d) s += concat(d ? ", " : "", t.shape[d]);
-  return s + ")";
+std::ostream& operator<<(std::ostream& out, ShapeText shape) {
+  out << "(";
+  for (int d = 0; d < shape.tensor.ndim; ++d) out << (d ? ", " : "") << shape.tensor.shape[d];
+  return out << ")";
 }
 
-std::string device_string(Device device) {
-  return device.type == DeviceType::kCPU ? "cpu" : concat("cuda:", device.index);
+std::ostream& operator<<(std::ostream& out, DeviceText text) {
+  if (text.device.type == DeviceType::kCPU) return out << "cpu";
+  return out << "cuda:" << text.device.index;
 }
 
 void fail(ErrorKind kind, std::string message) { throw Error(kind, message); }

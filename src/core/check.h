@@ -21,10 +21,19 @@ std::string concat(const Args&... args) {
   return out.str();
 }
 
-/// "(8, 4096)".
-std::string shape_string(const Tensor& t);
-/// "cpu", "cuda:0".
-std::string device_string(Device device);
+/// Prints as "(8, 4096)"; formatted only where a message is built, so a passing check is free.
+struct ShapeText {
+  const Tensor& tensor;
+};
+std::ostream& operator<<(std::ostream& out, ShapeText shape);
+inline ShapeText shape_string(const Tensor& t) { return {t}; }
+
+/// Prints as "cpu" or "cuda:0".
+struct DeviceText {
+  Device device;
+};
+std::ostream& operator<<(std::ostream& out, DeviceText text);
+inline DeviceText device_string(Device device) { return {device}; }
 
 [[noreturn]] void fail(ErrorKind kind, std::string message);
 
