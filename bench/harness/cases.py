@@ -142,6 +142,11 @@ def num_sets(one: Any, options: Options, host: bool) -> int:
     return min(max(wanted, 2), MAX_SETS)
 
 
+def _sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 @dataclass
 class _Checked:
     calls: dict[str, list[Call]] = field(default_factory=dict)
@@ -178,9 +183,8 @@ def _check(
                 )
             result.errors[provider.name] = error
             result.calls[provider.name] = [call, *(provider.bind(s) for s in sets[1:])]
-        except Exception as error:  # noqa: BLE001  a provider that cannot run must not end the table
-            sentence = str(error).strip().splitlines() or [type(error).__name__]
-            result.failed[provider.name] = f"{type(error).__name__}: {sentence[0]}"
+        except Exception as error:  # a provider that cannot run must not end the table
+            result.failed[provider.name] = _sentence(error)
         for out, saved in zip(case.outputs(first), before, strict=True):
             out.copy_(saved)
     return result
@@ -197,7 +201,10 @@ def _time(
     waiting = {p.name for p in providers if p.synchronises}
     graphs = {n: calls for n, calls in checked.calls.items() if n not in waiting}
     eager = {n: calls for n, calls in checked.calls.items() if n in waiting}
-    return time_graphs(graphs, 3 if options.quick else options.replays) | time_synchronised(eager)
+    refused: dict[str, Exception] = {}
+    timings = time_graphs(graphs, 3 if options.quick else options.replays, failed=refused)
+    checked.failed.update({name: _sentence(error) for name, error in refused.items()})
+    return timings | time_synchronised(eager)
 
 
 def run_case(case: Case, options: Options, ceiling: Ceiling) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import gc
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -75,6 +76,15 @@ def print_table(console: Console, table: Table) -> None:
     console.print(rich)
 
 
+def _command(family: str, args: argparse.Namespace) -> str:
+    """The command that repeats this run; where its files go is no part of that."""
+    words = ["./run", "bench", family, "--device", args.device, "--peers", args.peers or "none"]
+    words += ["--rows", args.rows] if args.rows else []
+    words += ["--replays", str(args.replays)]
+    words += [f"--{name}" for name in ("warm", "quick") if getattr(args, name)]
+    return shlex.join(words)
+
+
 def _exit_status(rows: Sequence[dict[str, Any]]) -> int:
     """1 if a judged provider failed its check or could not run: its time would mean nothing."""
     return int(any(name in row["failed"] for row in rows for name in row["targets"]))
@@ -106,13 +116,17 @@ def main(
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     options = Options(device, frozenset(wanted), args.quick, args.warm, args.replays,
                       args.peer_budget)  # fmt: skip
-    todo = [case for case in cases(options) if re.search(args.rows, case.label)]
+    try:
+        todo = [case for case in cases(options) if re.search(args.rows, case.label)]
+    except (FileNotFoundError, ImportError) as missing:
+        print(missing, file=sys.stderr)
+        return 2
     if args.list or not todo:
         print("\n".join(case.label for case in todo) or f"bench: no row matches {args.rows!r}")
         return 0 if todo else 2
 
     console = Console(width=None if sys.stdout.isatty() else 240)
-    info = machine.describe(device)
+    info = machine.describe(device) | {"command": _command(family, args)}
     roof = machine.copy_roof(device, args.quick)
     ceiling = machine.ceiling(info, roof)
     partial = bool(args.rows or args.quick or args.warm)

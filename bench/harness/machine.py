@@ -7,10 +7,8 @@ import datetime
 import os
 import platform
 import re
-import shlex
 import statistics
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,16 +86,8 @@ def commit() -> str:
     return head + ("+" if changed else "")
 
 
-def command() -> str:
-    """The command line, with paths relative to the repository."""
-    script = Path(sys.argv[0])
-    if script.is_absolute() and script.is_relative_to(ROOT):
-        script = script.relative_to(ROOT)
-    return shlex.join(["python", str(script), *sys.argv[1:]])
-
-
 def describe(device: torch.device) -> dict[str, object]:
-    """Name, clocks, driver, versions, date and commit: the head of a result file."""
+    """Name, clocks, driver, versions, date and commit."""
     info: dict[str, object] = {
         "device": device.type,
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
@@ -106,7 +96,6 @@ def describe(device: torch.device) -> dict[str, object]:
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit(),
-        "command": command(),
     }
     if device.type == "cuda":
         fields = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
@@ -134,7 +123,7 @@ def slug(info: dict[str, object]) -> str:
 def copy_roof(device: torch.device, quick: bool = False) -> float:
     """Bytes read plus written per second by a copy far larger than any cache."""
     size = (64 << 20) if quick else (2 << 30) if device.type == "cuda" else (256 << 20)
-    source = torch.ones(size, dtype=torch.uint8, device=device)
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
 
     def copy() -> None:

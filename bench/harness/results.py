@@ -81,7 +81,7 @@ def validate(result: Mapping[str, Any]) -> None:
             allowed = (int, float) if kind is float else kind
             if not isinstance(value.get(name), allowed):
                 got = type(value.get(name)).__name__
-                raise ValueError(f"{where}: {name} must be {kind.__name__}, got {got}")  # noqa: TRY004
+                raise ValueError(f"{where}: {name} must be {kind.__name__}, got {got}")
 
     check("result", result, _FILE_FIELDS)
     if result["schema"] != SCHEMA:

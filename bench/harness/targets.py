@@ -48,6 +48,7 @@ TARGETS: dict[str, Target] = {
     "lora_decode": _kernel((3.0, 1.5), (2.3, 1.15)),  # up to 256 tokens
     "lora_prefill": _kernel((4.0, 1.3), (3.0, 1.1)),  # 1,024 tokens and more
     "lora_plan": _kernel((10.0, 0.0), (5.0, 0.0)),  # up to 8,192 tokens
+    "lora_plan_large": _versus(_PEERS),
     "lora_compat": _versus({"native": 1 / 1.25}),  # the drop-in ops against the native ones
     "conv_forward": _kernel((2.0, 1.15), (2.0, 1.05)),
     "conv_backward": _kernel((2.0, 1.25), (2.0, 1.1)),

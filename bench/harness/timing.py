@@ -93,11 +93,23 @@ class _Graph:
 
 
 def time_graphs(
-    calls: Mapping[str, Sequence[Call]], replays: int = 9, min_replay_us: float = MIN_REPLAY_US
+    calls: Mapping[str, Sequence[Call]],
+    replays: int = 9,
+    min_replay_us: float = MIN_REPLAY_US,
+    failed: dict[str, Exception] | None = None,
 ) -> dict[str, Timing]:
-    """Times providers by replayed CUDA graphs; `replays` samples each, in rounds of three."""
-    graphs = {name: _Graph(walk, min_replay_us) for name, walk in calls.items()}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    """Times providers by replayed CUDA graphs; `replays` samples each, in rounds of three.
+
+    A provider that cannot be captured raises, or is noted in `failed` and left out."""
+    graphs: dict[str, _Graph] = {}
+    for name, walk in calls.items():
+        try:
+            graphs[name] = _Graph(walk, min_replay_us)
+        except Exception as error:
+            if failed is None:
+                raise
+            failed[name] = error
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(math.ceil(replays / 3)):
         for name, graph in graphs.items():
             samples[name] += graph.replay(3)
