@@ -25,30 +25,38 @@ using tvm::ffi::AnyView;
 using tvm::ffi::PackedArgs;
 using tvm::ffi::TensorView;
 
-/// The view behind a DLPack tensor. `what` ("lora_apply: x") opens the message of an error.
-inline Tensor to_tensor(const DLTensor& t, const char* what = "Tensor") {
+inline Device to_device(DLDevice device, const char* op, const char* name) {
+  const bool on_cuda = device.device_type == kDLCUDA || device.device_type == kDLCUDAManaged;
+  check_type(on_cuda || device.device_type == kDLCPU || device.device_type == kDLCUDAHost, op, ": ",
+             name, " must be on cpu or cuda, got another kind of device");
+  return on_cuda ? Device{DeviceType::kCUDA, device.device_id} : Device{};
+}
+
+inline DType to_dtype(DLDataType dtype, const char* op, const char* name) {
+  struct Pair {
+    int code, bits;
+    DType dtype;
+  };
+  constexpr Pair kPairs[] = {
+      {kDLBfloat, 16, DType::kBFloat16}, {kDLFloat, 16, DType::kFloat16},
+      {kDLFloat, 32, DType::kFloat32},   {kDLFloat, 64, DType::kFloat64},
+      {kDLInt, 32, DType::kInt32},       {kDLInt, 64, DType::kInt64},
+      {kDLUInt, 8, DType::kUInt8},
+  };
+  for (const Pair& p : kPairs) {
+    if (dtype.code == p.code && dtype.bits == p.bits && dtype.lanes == 1) return p.dtype;
+  }
+  fail(ErrorKind::kType,
+       concat(op, ": ", name, " must have dtype bfloat16, float16, float32, float64, int32, int64 ",
+              "or uint8, got ", std::string(tvm::ffi::DLDataTypeToString(dtype))));
+}
+
+/// The view behind a DLPack tensor. A message opens with "<op>: <name>".
+inline Tensor to_tensor(const DLTensor& t, const char* op = "mortar", const char* name = "tensor") {
   Tensor out;
-  switch (t.device.device_type) {
-    case kDLCPU:
-    case kDLCUDAHost: out.device = {DeviceType::kCPU, 0}; break;
-    case kDLCUDA:
-    case kDLCUDAManaged: out.device = {DeviceType::kCUDA, t.device.device_id}; break;
-    default: check_type(false, what, " must be on cpu or cuda, got another kind of device");
-  }
-  const int kind = t.dtype.lanes == 1 ? t.dtype.code * 256 + t.dtype.bits : -1;
-  switch (kind) {
-    case kDLFloat * 256 + 32: out.dtype = DType::kFloat32; break;
-    case kDLFloat * 256 + 16: out.dtype = DType::kFloat16; break;
-    case kDLBfloat * 256 + 16: out.dtype = DType::kBFloat16; break;
-    case kDLFloat * 256 + 64: out.dtype = DType::kFloat64; break;
-    case kDLInt * 256 + 32: out.dtype = DType::kInt32; break;
-    case kDLInt * 256 + 64: out.dtype = DType::kInt64; break;
-    case kDLUInt * 256 + 8: out.dtype = DType::kUInt8; break;
-    default:
-      check_type(false, what, " must have dtype float32, float16, bfloat16, float64, int32, int64 ",
-                 "or uint8, got ", std::string(tvm::ffi::DLDataTypeToString(t.dtype)));
-  }
-  check(t.ndim <= Tensor::kMaxDims, what, " must have at most ", Tensor::kMaxDims,
+  out.device = to_device(t.device, op, name);
+  out.dtype = to_dtype(t.dtype, op, name);
+  check(t.ndim <= Tensor::kMaxDims, op, ": ", name, " must have at most ", Tensor::kMaxDims,
         " dimensions, got ", t.ndim);
   out.ndim = t.ndim;
   std::int64_t dense = 1;
@@ -61,7 +69,8 @@ inline Tensor to_tensor(const DLTensor& t, const char* what = "Tensor") {
   return out;
 }
 
-inline Tensor to_tensor(const TensorView& t, const char* what = "Tensor") {
+inline Tensor to_tensor(const TensorView& t, const char* op = "mortar",
+                        const char* name = "tensor") {
   DLTensor view{};
   view.data = t.data_ptr();
   view.device = t.device();
@@ -70,20 +79,21 @@ inline Tensor to_tensor(const TensorView& t, const char* what = "Tensor") {
   view.shape = const_cast<std::int64_t*>(t.shape().data());
   view.strides = t.ndim() > 0 ? const_cast<std::int64_t*>(t.strides().data()) : nullptr;
   view.byte_offset = t.byte_offset();
-  return to_tensor(view, what);
+  return to_tensor(view, op, name);
 }
 
 /// An optional tensor: None gives an undefined one.
-inline Tensor to_tensor(const std::optional<TensorView>& t, const char* what = "Tensor") {
-  return t.has_value() ? to_tensor(*t, what) : Tensor{};
+inline Tensor to_tensor(const std::optional<TensorView>& t, const char* op = "mortar",
+                        const char* name = "tensor") {
+  return t.has_value() ? to_tensor(*t, op, name) : Tensor{};
 }
 
 /// An argument of a packed call: a tensor, or None for an undefined one.
-inline Tensor to_tensor(AnyView arg, const char* what = "Tensor") {
+inline Tensor to_tensor(AnyView arg, const char* op = "mortar", const char* name = "tensor") {
   if (arg == nullptr) return {};
   const std::optional<DLTensor*> t = arg.try_cast<DLTensor*>();
-  check_type(t.has_value(), what, " must be a tensor or None, got ", arg.GetTypeKey());
-  return to_tensor(**t, what);
+  check_type(t.has_value(), op, ": ", name, " must be a tensor or None, got ", arg.GetTypeKey());
+  return to_tensor(**t, op, name);
 }
 
 /// The caller's current stream of a device: TVM-FFI takes it from the framework that owns the
@@ -160,15 +170,15 @@ inline constexpr auto wrapped = &Wrapped<F>::call;
 
 /// Exports `void function(PackedArgs args, Any* result)` for calls with any number of arguments:
 /// lists of tensors are passed flat, which costs less than converting them to a container.
-#define MORTAR_EXPORT_PACKED(name, function)                                                     \
-  extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* args,               \
-                                                     int32_t num_args, TVMFFIAny* result) {      \
-    TVM_FFI_SAFE_CALL_BEGIN();                                                                   \
-    ::mortar::ffi::translate_errors([&] {                                                        \
-      function(::tvm::ffi::PackedArgs(reinterpret_cast<const ::tvm::ffi::AnyView*>(args),        \
-                                      num_args),                                                 \
-               reinterpret_cast<::tvm::ffi::Any*>(result));                                      \
-    });                                                                                          \
-    TVM_FFI_SAFE_CALL_END();                                                                     \
-  }                                                                                              \
+#define MORTAR_EXPORT_PACKED(name, function)                                                    \
+  extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* args,              \
+                                                     int32_t num_args, TVMFFIAny* result) {     \
+    TVM_FFI_SAFE_CALL_BEGIN();                                                                  \
+    ::mortar::ffi::translate_errors([&] {                                                       \
+      function(                                                                                 \
+          ::tvm::ffi::PackedArgs(reinterpret_cast<const ::tvm::ffi::AnyView*>(args), num_args), \
+          reinterpret_cast<::tvm::ffi::Any*>(result));                                          \
+    });                                                                                         \
+    TVM_FFI_SAFE_CALL_END();                                                                    \
+  }                                                                                             \
   static_assert(true, "")

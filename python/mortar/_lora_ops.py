@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torch.ops.mortar.lora_*``: thin shells that pass flat arguments to the library.
+
+Every op writes into its arguments and returns nothing. ``workspace=None`` takes what the op needs
+from PyTorch's allocator on the current stream; nothing else is ever allocated.
+"""
+
+import functools
+
+import torch
+
+from ._ffi import lib
+from ._library import define, shortcut
+
+# Bound once: an attribute look-up per call would cost as much as an argument.
+_plan, _shrink, _expand, _apply = lib.lora_plan, lib.lora_shrink, lib.lora_expand, lib.lora_apply
+_is_grad_enabled = torch.is_grad_enabled
+
+# (on_cuda, M, K, dtype of x, L, S, largest rank, dtype of the weights) -> bytes
+shrink_bytes = functools.lru_cache(maxsize=4096)(lib.lora_shrink_workspace)
+apply_bytes = functools.lru_cache(maxsize=4096)(lib.lora_apply_workspace)
+
+
+def _workspace(query, x, num_adapters, num_slices, max_rank, dtype) -> torch.Tensor | None:
+    """What the query asks for; None if that is nothing, or if it fails: the op will say why."""
+    try:
+        size = query(x.is_cuda, *x.shape, x.dtype, num_adapters, num_slices, max_rank, dtype)
+    except (TypeError, ValueError):
+        return None
+    return x.new_empty(size, dtype=torch.uint8) if size else None
+
+
+def _stacked_workspace(query, x, a) -> torch.Tensor | None:
+    sizes = [t.shape for t in a]
+    if not sizes or any(len(size) < 3 for size in sizes):
+        return None
+    max_rank = max([size[-2] for size in sizes])
+    return _workspace(query, x, sizes[0][0], len(a), max_rank, a[0].dtype)
+
+
+def guard_autograd(op: str, tensors, written: torch.Tensor) -> None:
+    """With gradients enabled: refuses tensors that want one, and tells autograd of the write."""
+    for t in tensors:
+        if t.requires_grad:
+            raise RuntimeError(
+                f"{op}: arguments must not require gradients (call it under torch.no_grad() or "
+                "detach them), got a tensor with requires_grad=True"
+            )
+    torch.autograd.graph.increment_version(written)
+
+
+def _plan_impl(token_adapter, num_adapters, plan):
+    _plan(token_adapter, num_adapters, plan)
+
+
+def _shrink_impl(x, plan, a, ranks, scales, h, scale=1.0, zero_rows=None, workspace=None):
+    if _is_grad_enabled():
+        guard_autograd("lora_shrink", (x, h, *a), h)
+    if workspace is None:
+        workspace = _stacked_workspace(shrink_bytes, x, a)
+    _shrink(x, h, workspace, scale, zero_rows, plan, None, ranks, scales, len(a), *a)
+
+
+def _shrink_table_impl(
+    x, plan, table, dtype, max_rank, hidden, widths, h, scale=1.0, zero_rows=None, workspace=None
+):
+    if _is_grad_enabled():
+        guard_autograd("lora_shrink", (x, h), h)
+    if workspace is None:
+        workspace = _workspace(shrink_bytes, x, table.shape[0], len(widths), max_rank, dtype)
+    _shrink(x, h, workspace, scale, zero_rows, plan, table, dtype, max_rank, hidden, *widths)
+
+
+def _expand_impl(h, plan, b, ranks, y, offset=0, add_inputs=True):
+    if _is_grad_enabled():
+        guard_autograd("lora_expand", (h, y, *b), y)
+    _expand(h, y, offset, add_inputs, plan, None, ranks, None, 0, *b)
+
+
+def _expand_table_impl(
+    h, plan, table, dtype, max_rank, hidden, widths, y, offset=0, add_inputs=True
+):
+    if _is_grad_enabled():
+        guard_autograd("lora_expand", (h, y), y)
+    _expand(h, y, offset, add_inputs, plan, table, dtype, max_rank, hidden, *widths)
+
+
+def _apply_impl(
+    x, plan, a, b, ranks, scales, y, offset=0, scale=1.0, add_inputs=True, workspace=None
+):
+    if _is_grad_enabled():
+        guard_autograd("lora_apply", (x, y, *a, *b), y)
+    if workspace is None:
+        workspace = _stacked_workspace(apply_bytes, x, a)
+    _apply(
+        x, y, workspace, offset, scale, add_inputs, plan, None, ranks, scales, len(a), *a, *b
+    )
+
+
+def _apply_table_impl(
+    x,
+    plan,
+    table,
+    dtype,
+    max_rank,
+    hidden,
+    widths,
+    y,
+    offset=0,
+    scale=1.0,
+    add_inputs=True,
+    workspace=None,
+):
+    if _is_grad_enabled():
+        guard_autograd("lora_apply", (x, y), y)
+    if workspace is None:
+        workspace = _workspace(apply_bytes, x, table.shape[0], len(widths), max_rank, dtype)
+    _apply(
+        x, y, workspace, offset, scale, add_inputs, plan, table, dtype, max_rank, hidden, *widths
+    )
+
+
+def _fake(op: str):
+    """Infers nothing, but refuses gradients as the op does: tracing must not hide the error."""
+
+    def fake(*args, **kwargs):
+        if _is_grad_enabled():
+            leaves = [a for arg in args for a in (arg if isinstance(arg, list) else [arg])]
+            guard_autograd(op, [t for t in leaves if isinstance(t, torch.Tensor)], [])
+
+    return fake
+
+
+_TABLE = "Tensor table, ScalarType dtype, int max_rank, int hidden, int[] widths"
+
+lora_plan = define(
+    "lora_plan(Tensor token_adapter, int num_adapters, Tensor(a!) plan) -> ()", _plan_impl
+)
+lora_shrink = define(
+    "lora_shrink(Tensor x, Tensor plan, Tensor[] a, Tensor? ranks, Tensor? scales, Tensor(a!) h, "
+    "float scale=1.0, Tensor? zero_rows=None, Tensor(b!)? workspace=None) -> ()",
+    _shrink_impl,
+    _fake("lora_shrink"),
+)
+lora_shrink_table = define(
+    f"lora_shrink.table(Tensor x, Tensor plan, {_TABLE}, Tensor(a!) h, "
+    "float scale=1.0, Tensor? zero_rows=None, Tensor(b!)? workspace=None) -> ()",
+    _shrink_table_impl,
+    _fake("lora_shrink"),
+)
+lora_expand = define(
+    "lora_expand(Tensor h, Tensor plan, Tensor[] b, Tensor? ranks, Tensor(a!) y, "
+    "int offset=0, bool add_inputs=True) -> ()",
+    _expand_impl,
+    _fake("lora_expand"),
+)
+lora_expand_table = define(
+    f"lora_expand.table(Tensor h, Tensor plan, {_TABLE}, Tensor(a!) y, "
+    "int offset=0, bool add_inputs=True) -> ()",
+    _expand_table_impl,
+    _fake("lora_expand"),
+)
+lora_apply = define(
+    "lora_apply(Tensor x, Tensor plan, Tensor[] a, Tensor[] b, Tensor? ranks, Tensor? scales, "
+    "Tensor(a!) y, int offset=0, float scale=1.0, bool add_inputs=True, "
+    "Tensor(b!)? workspace=None) -> ()",
+    _apply_impl,
+    _fake("lora_apply"),
+)
+lora_apply_table = define(
+    f"lora_apply.table(Tensor x, Tensor plan, {_TABLE}, Tensor(a!) y, "
+    "int offset=0, float scale=1.0, bool add_inputs=True, Tensor(b!)? workspace=None) -> ()",
+    _apply_table_impl,
+    _fake("lora_apply"),
+)
+
+# What the friendly layer calls: the same arguments, without the dispatcher where that is safe.
+call_plan = shortcut(lora_plan, _plan_impl)
+call_shrink = shortcut(lora_shrink, _shrink_impl)
+call_shrink_table = shortcut(lora_shrink_table, _shrink_table_impl)
+call_expand = shortcut(lora_expand, _expand_impl)
+call_expand_table = shortcut(lora_expand_table, _expand_table_impl)
+call_apply = shortcut(lora_apply, _apply_impl)
+call_apply_table = shortcut(lora_apply_table, _apply_table_impl)

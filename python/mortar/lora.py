@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-LoRA: ``y[t] (+)= scale_a * (x[t] @ A_a.T) @ B_a.T``, where ``a`` is token t's adapter.
+
+One batch mixes tokens of many adapters with tokens of the base model (id -1). Once per step
+``plan`` groups the tokens by adapter, on the device; every layer of the step then calls ``apply``
+(or ``shrink`` and ``expand``) with that plan::
+
+    plan = mortar.lora.plan(token_adapter, num_adapters)          # int32 [M], -1 = base
+    weights = mortar.lora.Weights.from_adapters([(A0, B0), (A1, B1)], scales=[2.0, 0.5])
+    mortar.lora.apply(y, x, weights, plan)                        # y [M, N] += delta
+
+Dimensions: M tokens, L adapters, S slices that share x (q/k/v, gate/up; 1 to 8), K hidden size
+in, N_s hidden size out of slice s, R rank (1 to 512). x, y and the weights are float32, float16 or
+bfloat16 in any mixture; products are summed in float32. Results are bitwise repeatable, and a
+token's result does not depend on the rest of its batch.
+
+The same ops are ``torch.ops.mortar.lora_plan``, ``lora_shrink``, ``lora_expand`` and
+``lora_apply`` (the last three with an overload ``.table``). They write into their arguments and
+return nothing, work on CPU and CUDA on the current stream, never synchronise, and may be captured
+into CUDA graphs or traced by ``torch.compile(fullgraph=True)``. They are for inference: arguments
+that require gradients are refused (RuntimeError) while gradients are enabled.
+
+A wrong argument raises ValueError (shape, size, stride, alignment, overlap) or TypeError (dtype,
+device) before anything is written. Ids outside [-1, L) count as -1; ``check`` reports them.
+
+The method is that of Punica (arXiv:2310.18547) and S-LoRA (arXiv:2311.03285).
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from . import _lora_ops as ops
+from ._ffi import lib
+from ._lora_weights import Weights
+
+__all__ = ["Plan", "PlanReport", "Weights", "apply", "check", "expand", "plan", "shrink"]
+
+_CHECK_EVERY_PLAN = os.environ.get("MORTAR_DEBUG_CHECKS", "0") not in ("", "0")
+_plan_size = torch.compiler.assume_constant_result(lib.lora_plan_size)
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
+
+
+class Plan(NamedTuple):
+    """A batch's tokens grouped by adapter; made by ``plan``, used by every layer of a step."""
+
+    data: torch.Tensor
+    """int32, on the device of the tokens."""
+    num_tokens: int
+    num_adapters: int
+
+
+class PlanReport(NamedTuple):
+    """What ``plan`` saw."""
+
+    num_tokens: int
+    num_adapters: int
+    num_active: int
+    """Tokens that have an adapter."""
+    num_groups: int
+    """Distinct adapters among them."""
+    num_out_of_range: int
+    """Ids outside [-1, L), treated as -1."""
+    first_out_of_range: int
+    """The first such token, -1 if there is none."""
+
+
+def plan(token_adapter: torch.Tensor, num_adapters: int, out: Plan | None = None) -> Plan:
+    """Groups tokens by adapter, stably, in one launch and without waiting for the device.
+
+    Args:
+        token_adapter: int32 [M], contiguous, M up to 2^20: each token's adapter in [0, L), or -1
+            for a base token. Ids outside [-1, L) count as -1.
+        num_adapters: L, 1 to 4096; the L of the weights that the plan is used with.
+        out: a plan to overwrite, large enough for (M, L). A CUDA graph that was captured with it
+            may be replayed after ``token_adapter`` has changed in place.
+
+    Returns:
+        The plan, on the device of ``token_adapter``.
+
+    With the environment variable MORTAR_DEBUG_CHECKS=1 every plan is followed by ``check``.
+    """
+    num_tokens = token_adapter.shape[0]
+    if out is None:
+        size = _plan_size(num_tokens, num_adapters)
+        data = torch.empty(size, dtype=torch.int32, device=token_adapter.device)
+    else:
+        data = out.data
+    ops.call_plan(token_adapter, num_adapters, data)
+    made = Plan(data, num_tokens, num_adapters)
+    if _CHECK_EVERY_PLAN and not _is_compiling():
+        check(made)
+    return made
+
+
+def check(plan: Plan) -> PlanReport:
+    """Reports what a plan saw; waits for the device, so for debugging only.
+
+    Raises:
+        ValueError: ids outside [-1, L) were among the tokens.
+    """
+    report = PlanReport(*lib.lora_plan_report(plan.data))
+    if report.num_out_of_range:
+        raise ValueError(
+            f"lora_plan: token_adapter must hold ids in [-1, {report.num_adapters}), got "
+            f"{report.num_out_of_range} others, the first at token {report.first_out_of_range}"
+        )
+    return report
+
+
+def _refuse_gradients(op: str, weights: Weights) -> None:
+    if weights.requires_grad and _is_grad_enabled():
+        ops.guard_autograd(op, weights.tensors(), [])
+
+
+def apply(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weights: Weights,
+    plan: Plan,
+    scale: float = 1.0,
+    add_inputs: bool = True,
+    offset: int = 0,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Adds every token's LoRA delta to its row of y.
+
+    ``y[t, offset_s : offset_s + N_s] (+)= scale * scale_a * (x[t] @ A_{a,s}.T) @ B_{a,s}.T`` with
+    ``offset_s = offset + N_0 + ... + N_{s-1}``. Rows of base tokens, columns outside the slices
+    and slices that an adapter leaves alone are untouched.
+
+    Args:
+        y: [M, N >= offset + sum N_s], last dimension dense; written in place.
+        x: [M, K], last dimension dense; must not overlap y.
+        weights: the adapters of this layer.
+        plan: of these M tokens and L adapters.
+        scale: multiplies every adapter's own scale.
+        add_inputs: False overwrites instead of adding.
+        offset: column of y where the first slice begins.
+        workspace: uint8 [weights.workspace_size(x)], 16-byte aligned; None takes it from PyTorch's
+            allocator. Must not be shared by calls on different streams.
+
+    Returns:
+        y.
+    """
+    _refuse_gradients("lora_apply", weights)
+    weights.call_apply(
+        x, plan.data, *weights.apply_args, y, offset, scale, add_inputs, workspace
+    )
+    return y
+
+
+def shrink(
+    x: torch.Tensor,
+    weights: Weights,
+    plan: Plan,
+    h: torch.Tensor | None = None,
+    scale: float = 1.0,
+    zero_rows: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The first half of ``apply``: ``h[s, t, :rank] = scale * scale_a * (x[t] @ A_{a,s}.T)``.
+
+    Args:
+        x: [M, K], last dimension dense.
+        weights, plan, scale: as for ``apply``.
+        h: [S, M, R >= weights.max_rank], float32 or the dtype of x; a float32 one is made if None.
+            Columns past an adapter's rank become 0.
+        zero_rows: int32 [M] (the token -> adapter map): rows whose id lies outside [0, L) become 0.
+            Without it rows of base tokens are untouched, and hold anything in an h made here.
+        workspace: as for ``apply``.
+
+    Returns:
+        h.
+    """
+    _refuse_gradients("lora_shrink", weights)
+    if h is None:
+        shape = (weights.num_slices, x.shape[0], weights.max_rank)
+        h = torch.empty(shape, dtype=torch.float32, device=x.device)
+    weights.call_shrink(x, plan.data, *weights.shrink_args, h, scale, zero_rows, workspace)
+    return h
+
+
+def expand(
+    y: torch.Tensor,
+    h: torch.Tensor,
+    weights: Weights,
+    plan: Plan,
+    add_inputs: bool = True,
+    offset: int = 0,
+) -> torch.Tensor:
+    """The second half of ``apply``: ``y[t, offset_s : offset_s + N_s] (+)= h[s, t] @ B_{a,s}.T``.
+
+    Args:
+        y, plan, add_inputs, offset: as for ``apply``.
+        h: [S, M, R >= weights.max_rank], last dimension dense; the adapters' scales are already in
+            it. Rounded to the dtype of B first where that is 16-bit and the dtype of y.
+
+    Returns:
+        y.
+    """
+    _refuse_gradients("lora_expand", weights)
+    weights.call_expand(h, plan.data, *weights.expand_args, y, offset, add_inputs)
+    return y
