@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Formatters and linters, at the versions that requirements.txt pins."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from suite import ROOT, tracked_files
+
+_CPP = (".h", ".cpp", ".cu", ".cuh")
+
+
+def _tool(name: str) -> Path:
+    """The program installed beside this Python, whatever else is on the PATH."""
+    return Path(sys.executable).parent / name
+
+
+def _problems(command: list) -> Iterator[str]:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if done.returncode != 0:
+        yield done.stdout.strip() or f"{command[0]} failed"
+
+
+def clang_format(fix: bool = False) -> Iterator[str]:
+    mode = ["-i"] if fix else ["--dry-run", "-Werror"]
+    yield from _problems([_tool("clang-format"), "--style=file", *mode, *tracked_files(*_CPP)])
+
+
+def ruff(fix: bool = False) -> Iterator[str]:
+    paths = tracked_files(".py")
+    yield from _problems([_tool("ruff"), "check", "-q", *(["--fix"] if fix else []), *paths])
+    yield from _problems([_tool("ruff"), "format", "-q", *([] if fix else ["--check"]), *paths])
+
+
+def shellcheck() -> Iterator[str]:
+    scripts = [ROOT / "run", ROOT / ".ci/run", *tracked_files(".sh")]
+    yield from _problems(["shellcheck", *scripts])

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs all tests on this machine's GPU, then compute-sanitizer's four tools on the small cases.
+
+Needs no CMake: the test programs of the tree are run as they are, so that a tree built elsewhere
+can be carried here (MORTAR_BUILD_DIR).
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from suite import ROOT, Counts, Suite, console, read_junit, run
+from test_all import python_tests
+
+_SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+_PARALLEL = 4  # sanitized programs at once: each keeps one core busy and little of the GPU
+
+
+def find_gpu() -> str | None:
+    """The name of the first GPU, or None without one."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(query, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
+
+
+def cpp_test(program: Path, reports: Path) -> Counts:
+    report = reports / f"{program.name}.xml"
+    succeeded = run([program, "--gtest_brief=1", f"--gtest_output=xml:{report}"])
+    counts = read_junit(report) if report.is_file() else Counts()
+    if not succeeded and counts.failed == 0:  # it died before it could report
+        counts.failed = 1
+    return counts
+
+
+def sanitize(tool: str, programs: list[Path], reports: Path, pattern: str) -> Counts:
+    """Small cases of every program under one tool; any finding of the tool fails the program."""
+    counts = Counts()
+
+    def one(program: Path) -> tuple[Path, subprocess.CompletedProcess]:
+        report = reports / f"{tool}-{program.name}.xml"
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
+        command += [program, f"--gtest_filter={pattern}", f"--gtest_output=xml:{report}"]
+        command = [str(part) for part in command]
+        return report, subprocess.run(
+            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    with ThreadPoolExecutor(_PARALLEL) as pool:
+        for program, (report, done) in zip(programs, pool.map(one, programs), strict=True):
+            cases = read_junit(report) if report.is_file() else Counts()
+            ok = done.returncode == 0
+            console.print(
+                f"{tool}: {program.name}: {cases.passed} cases: {'clean' if ok else 'FOUND'}"
+            )
+            if not ok:
+                console.print(done.stdout[-8000:], markup=False)
+            counts += cases if ok else Counts(failed=max(cases.failed, 1))
+    if counts.passed + counts.failed == 0:
+        raise RuntimeError(f"no case matches {pattern}")
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--build", type=Path, required=True, help="the tree that is built")
+    parser.add_argument("--small", default="*Small*", help="GoogleTest filter of the small cases")
+    parser.add_argument(
+        "--only",
+        choices=("cpp", "python", "sanitizers"),
+        action="append",
+        help="leave out the rest",
+    )
+    arguments = parser.parse_args()
+    stages = arguments.only or ["cpp", "python", "sanitizers"]
+    gpu = find_gpu()
+    if gpu is None:
+        print("gpu-test: this machine has no NVIDIA GPU (nvidia-smi finds none)", file=sys.stderr)
+        return 2
+    programs = sorted(p for p in arguments.build.glob("*_test") if os.access(p, os.X_OK))
+    if not programs:
+        print(f"gpu-test: {arguments.build} holds no *_test program", file=sys.stderr)
+        return 2
+    console.print(f"GPU: {gpu}")
+    suite = Suite()
+    reports = Path(tempfile.mkdtemp(prefix="reports-"))
+    try:
+        if "cpp" in stages:
+            for program in programs:
+                suite.stage(
+                    f"C++ {program.name}", lambda program=program: cpp_test(program, reports)
+                )
+        if "python" in stages:
+            suite.stage("Python tests", lambda: python_tests(reports))
+        if "sanitizers" in stages:
+            for tool in _SANITIZERS:
+                suite.stage(
+                    f"compute-sanitizer {tool}",
+                    lambda tool=tool: sanitize(tool, programs, reports, arguments.small),
+                )
+    finally:
+        shutil.rmtree(reports)
+    return suite.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs every test and check of the project on a tree that is built: what `./run test` does."""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import kernel_report
+from checks import documents, form, includes, text
+from suite import ROOT, Counts, Suite, console, read_junit, run
+
+_FUZZ_SECONDS = "60"
+
+
+def cpp_tests(build: Path, reports: Path) -> Counts:
+    """ctest; a GoogleTest program counts case by case, any other test as one."""
+    cases = reports / "cpp"
+    junit = reports / "ctest.xml"
+    environment = os.environ | {"GTEST_OUTPUT": f"xml:{cases}/", "GTEST_BRIEF": "1"}
+    command = ["ctest", "--test-dir", build, "--output-on-failure", "--no-tests=error"]
+    succeeded = run([*command, "--output-junit", junit], environment)
+    programs = Counts()
+    counts = Counts()
+    for report in cases.glob("*.xml"):
+        counts += read_junit(report)
+    programs += read_junit(junit)
+    counts.passed += programs.passed - len(list(cases.glob("*.xml")))
+    if not succeeded and counts.failed == 0:  # a program that died before it could report
+        counts.failed += max(programs.failed, 1)
+    return counts
+
+
+def python_tests(reports: Path) -> Counts:
+    junit = reports / "pytest.xml"
+    succeeded = run([sys.executable, "-m", "pytest", f"--junitxml={junit}", "--durations=8"])
+    counts = read_junit(junit)
+    if not succeeded and counts.failed == 0:
+        counts.failed = 1
+    return counts
+
+
+def fuzz(build: Path) -> Counts:
+    """Mutated adapter files against the reader, under ASan and UBSan, for one minute."""
+    configure = ["cmake", "--preset", "asan", "-B", build, "--log-level=WARNING"]
+    ok = (
+        run([*configure, "-DMORTAR_FAMILIES=adapter_store"])
+        and run(["ninja", "-C", build, "mortar_fuzz"])
+        and run(
+            ["ctest", "--test-dir", build, "-L", "fuzz", "--verbose", "--no-tests=error"],
+            os.environ
+            | {"MORTAR_FUZZ_SECONDS": os.environ.get("MORTAR_FUZZ_SECONDS", _FUZZ_SECONDS)},
+        )
+    )
+    return Counts.of(ok)
+
+
+def wheel() -> Counts:
+    """Builds the wheel and imports it in a fresh environment with its declared needs only."""
+    built = run([ROOT / "run", "wheel"])
+    return Counts.of(built and run([sys.executable, "tools/check_wheel.py"]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--build", type=Path, required=True, help="the tree that is built")
+    build = parser.parse_args().build
+    suite = Suite()
+
+    suite.check("include direction", includes.include_direction)
+    suite.check("Python imports", includes.python_imports)
+    suite.check("paths in documents", documents.paths_exist)
+    suite.check("commands in documents", documents.commands_exist)
+    suite.check("banned text", text.banned_text)
+    suite.check("source form", text.source_form)
+    suite.check("shellcheck", form.shellcheck)
+    suite.check("ruff", form.ruff)
+    suite.check("clang-format", form.clang_format)
+    if any(build.glob("CMakeFiles/mortar_objects.dir/**/*.cu.o")):
+        suite.stage("CUDA kernels", lambda: kernel_report.check_kernels(build))
+    else:
+        console.print("no nvcc: the CUDA code was not compiled")
+    reports = Path(tempfile.mkdtemp(prefix="reports-", dir=build))
+    try:
+        suite.stage("C++ tests", lambda: cpp_tests(build, reports))
+        suite.stage("Python tests", lambda: python_tests(reports))
+        suite.stage("adapter reader fuzzing", lambda: fuzz(ROOT / "build/asan"))
+        suite.stage("wheel", wheel)
+    finally:
+        shutil.rmtree(reports)
+    return suite.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
