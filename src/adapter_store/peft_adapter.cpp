@@ -127,7 +127,7 @@ Tensor to_view(const SafetensorsEntry& e, std::span<std::byte> file, const FileC
 
 void check_folder(const std::string& folder) {
   struct stat info {};
-  const bool found = ::stat(folder.c_str(), &info) == 0;
+  const bool found = folder.find('\0') == std::string::npos && ::stat(folder.c_str(), &info) == 0;
   check(found && S_ISDIR(info.st_mode), "AdapterStore.open: folder must be an existing directory, ",
         "got ", Quoted{folder}, found ? ", which is a file" : "");
 }

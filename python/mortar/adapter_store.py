@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads LoRA adapters as PEFT saves them: ``adapter_config.json`` + ``adapter_model.safetensors``.
+
+    store = mortar.AdapterStore()
+    store.open("support", "adapters/support")            # checks everything, reads headers only
+    module = store.get("support").find("model.layers.0.self_attn.q_proj")
+    module.a, module.b, module.scale                     # views into the mapped file
+
+Works without PyTorch: ``a`` and ``b`` are then ``tvm_ffi.Tensor``, which any framework takes
+through DLPack (``numpy.from_dlpack``).
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from ._ffi import lib, torch
+
+__all__ = ["Adapter", "AdapterModule", "AdapterStore"]
+
+_ALIGNMENT = 16  # bytes; what mortar.lora asks of a weight that it uses in place
+
+
+class AdapterModule:
+    """A and B of one target module of one adapter: ``y += scale * (x @ a.T) @ b.T``."""
+
+    name: str
+    """As in the base model: ``model.layers.0.self_attn.q_proj``."""
+    rank: int
+    scale: float
+    """alpha / rank, or alpha / sqrt(rank) with rslora; a float32 number."""
+
+    def __init__(self, adapter: Any, index: int, name: str, rank: int, scale: float) -> None:
+        self._adapter, self._index = adapter, index
+        self.name, self.rank, self.scale = name, rank, scale
+
+    @cached_property
+    def a(self) -> Any:
+        """[rank, K] on the CPU, float32, float16 or bfloat16: a view into the mapped file, which
+        it keeps alive. Copy on write: changing it changes neither the file nor other processes."""
+        return self._view(False)
+
+    @cached_property
+    def b(self) -> Any:
+        """[N, rank], a view as ``a`` and of its dtype."""
+        return self._view(True)
+
+    def _view(self, is_b: bool) -> Any:
+        tensor = lib.adapter_factor(self._adapter, self._index, is_b)
+        return tensor if torch is None else torch.from_dlpack(tensor)
+
+    def __repr__(self) -> str:
+        return f"AdapterModule({self.name!r}, rank={self.rank}, scale={self.scale:g})"
+
+
+class Adapter:
+    """One adapter folder. Lives on after its store has closed it."""
+
+    name: str
+    path: str
+    base_model: str
+    """base_model_name_or_path of the config, empty if not given."""
+    fan_in_fan_out: bool
+    """The base model stores its weights as [K, N] (GPT-2's Conv1D); ``a`` and ``b`` do not."""
+    modules: tuple[AdapterModule, ...]
+    """Sorted by name."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        path, base_model, fan_in_fan_out, names, ranks, scales = lib.adapter_describe(handle)
+        self.name, self.path, self.base_model = name, str(path), str(base_model)
+        self.fan_in_fan_out = bool(fan_in_fan_out)
+        described = zip(names, ranks, scales, strict=True)
+        self.modules = tuple(
+            AdapterModule(handle, i, str(module), rank, scale)
+            for i, (module, rank, scale) in enumerate(described)
+        )
+        self._by_name = {module.name: module for module in self.modules}
+
+    def find(self, module: str) -> AdapterModule | None:
+        """The module of that name, None if this adapter leaves it alone."""
+        return self._by_name.get(module)
+
+    def __repr__(self) -> str:
+        return f"Adapter({self.name!r}, {self.path!r}, {len(self.modules)} modules)"
+
+
+class AdapterStore:
+    """Registered adapters by name and id. The bytes of the weights stay in the files until used."""
+
+    def __init__(self) -> None:
+        self._handle = lib.adapter_store_new()
+        self._adapters: dict[str, Adapter] = {}
+
+    def open(self, name: str, folder: str | os.PathLike) -> int:
+        """Opens a PEFT adapter folder under a new name.
+
+        Returns:
+            Its id: 0, 1, 2, ... An id is never used again.
+
+        Raises:
+            ValueError: the name is taken, the folder or a file is missing or malformed, or the
+                adapter is one that Mortar cannot serve (DoRA, modules_to_save, a bias, another
+                PEFT type, ...); the message has the reason.
+            TypeError: a tensor has another dtype than float32, float16 and bfloat16.
+            RuntimeError: the machine cannot read or map a file.
+        After an error the store is as it was.
+        """
+        return lib.adapter_store_open(self._handle, name, os.fspath(folder))
+
+    def close(self, name: str) -> None:
+        """Forgets an adapter. Tensors taken from it stay valid.
+
+        Raises:
+            ValueError: no adapter of that name is open.
+        """
+        lib.adapter_store_close(self._handle, name)
+        self._adapters.pop(name, None)
+
+    def names(self) -> list[str]:
+        """The names of the open adapters, in the order of their ids."""
+        return [str(name) for name in lib.adapter_store_names(self._handle)]
+
+    def id(self, name: str) -> int:
+        """The id of an open adapter; ValueError if there is none of that name."""
+        return lib.adapter_store_id(self._handle, name)
+
+    def get(self, name: str) -> Adapter:
+        """An open adapter; ValueError if there is none of that name."""
+        if name not in self._adapters:
+            self._adapters[name] = Adapter(name, lib.adapter_store_get(self._handle, name))
+        return self._adapters[name]
+
+    def __contains__(self, name: str) -> bool:
+        return bool(lib.adapter_store_contains(self._handle, name))
+
+    def __len__(self) -> int:
+        return lib.adapter_store_size(self._handle)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def slices(
+        self,
+        modules: str | Sequence[str],
+        adapters: Sequence[str | None] | None = None,
+        *,
+        device: Any = "cpu",
+        dtype: Any = None,
+    ) -> tuple[list, list[list[float]]]:
+        """What ``mortar.lora.Weights.from_adapters`` takes, for modules that share their input.
+
+            weights = mortar.lora.Weights.from_adapters(*store.slices(["...q_proj", "...k_proj"]))
+
+        Args:
+            modules: one name per slice (or a bare name).
+            adapters: names; the position in this list is the id that a token carries. None: an
+                empty slot. Default: all open adapters in the order of their ids.
+            device: where the tensors go. On the CPU they are used in place if they lie on a
+                16-byte boundary in the file and need no other dtype, else copied.
+            dtype: of the tensors, the file's own by default. ``from_adapters`` wants one for all.
+
+        Returns:
+            adapters and scales: per adapter a list with (A, B) or None per slice (None for the
+            whole adapter if it targets none of the modules), and a list with a scale per slice.
+
+        Raises:
+            ValueError: an adapter is not open.
+        """
+        modules = [modules] if isinstance(modules, str) else list(modules)
+        names = self.names() if adapters is None else adapters
+        pairs, scales = [], []
+        for name in names:
+            found = [None if name is None else self.get(name).find(m) for m in modules]
+            row = [m and (_place(m.a, device, dtype), _place(m.b, device, dtype)) for m in found]
+            pairs.append(row if any(row) else None)
+            scales.append([m.scale if m else 1.0 for m in found])
+        return pairs, scales
+
+
+def _place(tensor: Any, device: Any, dtype: Any) -> Any:
+    """The tensor on a device, dense and aligned for the kernels; itself if it is so already."""
+    placed = tensor.to(device=device, dtype=dtype)
+    return placed if placed.data_ptr() % _ALIGNMENT == 0 else placed.clone()
