@@ -102,6 +102,7 @@ def time_graphs(
 
     A provider that cannot be captured raises, or is noted in `failed` and left out."""
     graphs: dict[str, _Graph] = {}
+    stream = torch.cuda.current_stream()
     for name, walk in calls.items():
         try:
             graphs[name] = _Graph(walk, min_replay_us)
@@ -109,6 +110,7 @@ def time_graphs(
             if failed is None:
                 raise
             failed[name] = error
+            torch.cuda.set_stream(stream)  # a capture that breaks off leaves its own one current
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(math.ceil(replays / 3)):
         for name, graph in graphs.items():
