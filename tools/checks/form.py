@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formatters and linters, at the versions that requirements.txt pins."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,13 @@ def _problems(command: list) -> Iterator[str]:
 
 def clang_format(fix: bool = False) -> Iterator[str]:
     mode = ["-i"] if fix else ["--dry-run", "-Werror"]
-    yield from _problems([_tool("clang-format"), "--style=file", *mode, *tracked_files(*_CPP)])
+    command = [_tool("clang-format"), "--style=file", *mode, *tracked_files(*_CPP)]
+    for complaint in _problems(command):
+        places = re.findall(r"^(\S+?):(\d+):\d+: error", complaint, re.MULTILINE)
+        first = {file: line for file, line in reversed(places)}
+        yield from (f"{file}:{line}: not formatted; ./run format" for file, line in first.items())
+        if not places:
+            yield complaint
 
 
 def ruff(fix: bool = False) -> Iterator[str]:

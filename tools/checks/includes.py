@@ -20,7 +20,7 @@ def _rooms(file: Path) -> tuple[str, ...] | None:
         case "include":
             return ("mortar",)
         case "bindings":
-            return ("mortar",)
+            return ("mortar", "core")
         case "src" if parts[1] == "core":
             return ("mortar", "core")
         case "src" if parts[1] == "device":
