@@ -14,9 +14,14 @@ Below them lie the operators `torch.ops.mortar.dynamic_conv*`:
     dynamic_conv_backward   that gradient
     dynamic_conv_out        writes into given tensors: the fast path where no gradient is wanted
     dynamic_conv_step       writes into y and the state
+
+Errors of the library name its own functions, dynamic_conv_forward for `dynamic_conv`, and call
+`kernels` k.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -318,3 +323,19 @@ def check(
             lies outside [-1, num_slots) or occurs twice. The message names the first such entry.
     """
     _check(cu_seqlens, num_tokens, slots, num_slots)
+
+
+class Traffic(NamedTuple):
+    """Fewest bytes that each op can move."""
+
+    forward: int
+    backward: int
+    step: int
+
+
+def traffic(
+    batch: int, time: int, channels: int, width: int, state_len: int, x_bytes: int, k_bytes: int
+) -> Traffic:
+    """Bytes of a forward and a backward over [batch, time, channels], states left out, and of a
+    step of `batch` rows; x_bytes and k_bytes are those of one element of x and of kernels."""
+    return Traffic(*_traffic(batch, time, channels, width, state_len, x_bytes, k_bytes))

@@ -70,8 +70,7 @@ class DynamicShortConvolution(nn.Module):
         super().__init__()
         if not 1 <= kernel_size <= 8:
             raise ValueError(
-                "DynamicShortConvolution: kernel_size must lie between 1 and 8, "
-                f"got {kernel_size}"
+                f"DynamicShortConvolution: kernel_size must lie between 1 and 8, got {kernel_size}"
             )
         if activation not in (None, "silu", "swish"):
             raise ValueError(
@@ -127,7 +126,12 @@ class DynamicShortConvolution(nn.Module):
         generator_input: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """Trains, prefills or decodes; `convolve` says how.
+        """Trains, prefills or decodes.
+
+        With a cache, one token a row and no gradient wanted: one step, in place. Else the whole of
+        x at once if a gradient is wanted, and else in chunks of CHUNK_TOKENS that hand their states
+        on: the same bits, without all kernels in memory at once. Uses `get_kernel`, `kernel_size`
+        and `activation` alone, so that `mortar.compat.jet` can lend it to Jet-Nemotron's layer.
 
         Args:
             x: [B, T, D].
@@ -141,50 +145,31 @@ class DynamicShortConvolution(nn.Module):
         Returns:
             y [B, T, D] in the dtype of x, and the cache: updated, new, or as it was given.
         """
-        return convolve(self, x, mask, cache, output_final_state, cu_seqlens, generator_input)
+        if mask is not None:
+            x = x * mask.unsqueeze(-1).to(x.dtype)
+        if generator_input is None:
+            generator_input = x
+        wants_gradient = torch.is_grad_enabled() and (
+            x.requires_grad
+            or generator_input.requires_grad
+            or (cache is not None and cache.requires_grad)
+            or any(p.requires_grad for p in self.parameters())
+        )
+        if cache is not None and cu_seqlens is None and x.shape[1] == 1 and not wants_gradient:
+            kernels = self.get_kernel(generator_input[:, 0])
+            y = dynamic_conv_step(x[:, 0], kernels, cache, activation=self.activation)
+            return y.unsqueeze(1), cache
 
-
-def convolve(
-    layer: nn.Module,
-    x: Tensor,
-    mask: Tensor | None = None,
-    cache: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    generator_input: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """`DynamicShortConvolution.forward` of any layer with `get_kernel`, `kernel_size` and
-    `activation`, such as Jet-Nemotron's own.
-
-    With a cache, one token and no gradient wanted: one step, in place. Else the whole of x at once
-    if a gradient is wanted, and else in chunks of CHUNK_TOKENS that hand their states on: the same
-    bits, without all kernels in memory at once.
-    """
-    if mask is not None:
-        x = x * mask.unsqueeze(-1).to(x.dtype)
-    if generator_input is None:
-        generator_input = x
-    wants_gradient = torch.is_grad_enabled() and (
-        x.requires_grad
-        or generator_input.requires_grad
-        or (cache is not None and cache.requires_grad)
-        or any(p.requires_grad for p in layer.parameters())
-    )
-    if cache is not None and x.shape[1] == 1 and not wants_gradient:
-        kernels = layer.get_kernel(generator_input[:, 0])
-        y = dynamic_conv_step(x[:, 0], kernels, cache, activation=layer.activation)
-        return y.unsqueeze(1), cache
-
-    keep = output_final_state or (cache is not None and x.shape[1] == 1)
-    if wants_gradient or x.shape[1] <= CHUNK_TOKENS:
-        y, state = _convolve_at_once(layer, x, generator_input, cache, cu_seqlens, keep)
-    else:
-        y, state = _convolve_in_chunks(layer, x, generator_input, cache, cu_seqlens)
-    if not keep:
-        return y, cache
-    if cache is None or wants_gradient:
-        return y, state
-    return y, cache.copy_(state)
+        keep = output_final_state or (cache is not None and x.shape[1] == 1)
+        if wants_gradient or x.shape[1] <= CHUNK_TOKENS:
+            y, state = _convolve_at_once(self, x, generator_input, cache, cu_seqlens, keep)
+        else:
+            y, state = _convolve_in_chunks(self, x, generator_input, cache, cu_seqlens)
+        if not keep:
+            return y, cache
+        if cache is None or wants_gradient:
+            return y, state
+        return y, cache.copy_(state)
 
 
 def _convolve_at_once(

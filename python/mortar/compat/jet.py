@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drop-ins for the dynamic convolution of Jet-Nemotron (`jetai.modeling.hf.dconv_*`).
+
+The three functions have the signatures and layouts of the originals; like them they make inputs
+dense that are not. They are right where the originals are not: the gradients of packed sequences
+stay in their sequence, every W from 1 to 8 works, a cache of any strides is updated in place,
+offsets are 64-bit, sums are float32, nothing is read back to the host, and CPU tensors work too.
+
+`install()` puts them, and the forward pass of `mortar.nn.DynamicShortConvolution`, into an
+imported jetai, which mends prefill as well: packed prompts keep apart and get a state each, and
+a prompt shorter than the cache shifts it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..dynamic_conv import dynamic_conv, dynamic_conv_step
+from ..nn import DynamicShortConvolution
+
+__all__ = [
+    "causal_conv_step_triton",
+    "dynamic_conv_triton_autograd",
+    "dynamic_conv_triton_cache",
+    "install",
+    "uninstall",
+]
+
+
+def _dense(t: Tensor, dims: int) -> Tensor:
+    """The tensor itself, or a contiguous copy where its last `dims` dimensions are not dense."""
+    expected = 1
+    for d in range(1, dims + 1):
+        if t.shape[-d] > 1 and t.stride(-d) != expected:
+            return t.contiguous()
+        expected *= t.shape[-d]
+    return t
+
+
+def dynamic_conv_triton_autograd(
+    x: Tensor, kernels: Tensor, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Training: y [B, T, D] with gradients for x and kernels.
+
+    x: [B, T, D]; kernels: [B, T, D, W]; cu_seqlens: [N + 1], sequences packed with B = 1.
+    """
+    return dynamic_conv(_dense(x, 1), _dense(kernels, 2), cu_seqlens=cu_seqlens)
+
+
+def dynamic_conv_triton_cache(x: Tensor, kernels: Tensor, cache: Tensor | None = None) -> Tensor:
+    """Prefill: y [B, T, D] of x preceded by the rows of the cache, which is read only.
+
+    x: [B, T, D]; kernels: [B, T, D, W]; cache: [B, T_cache, D], any T_cache. Has gradients, for the
+    cache as well (the original has none).
+    """
+    state = None
+    if cache is not None:
+        rows = kernels.shape[-1] - 1
+        # The rows that reach x, as a view; zeros in front of a cache that is shorter.
+        recent = cache[:, max(cache.shape[1] - rows, 0) :].to(x.dtype)
+        if recent.shape[1] < rows:
+            recent = torch.nn.functional.pad(recent, (0, 0, rows - recent.shape[1], 0))
+        state = recent.transpose(1, 2)
+    return dynamic_conv(_dense(x, 1), _dense(kernels, 2), initial_state=state)
+
+
+def causal_conv_step_triton(x: Tensor, cache: Tensor, kernels: Tensor) -> Tensor:
+    """Decoding: y [B, D] of one token; the cache is shifted left and x appended, in place.
+
+    x: [B, 1, D]; cache: [B, D, W], any strides; kernels: [B, D, W]. No activation, no gradient.
+    """
+    return dynamic_conv_step(_dense(x.squeeze(1), 1), _dense(kernels, 2), cache)
+
+
+# ---- install -------------------------------------------------------------------------------------
+
+_MODULES = ("dconv_fwdbwd", "dconv_fwd_cache", "dconv_step")
+_FUNCTIONS = (dynamic_conv_triton_autograd, dynamic_conv_triton_cache, causal_conv_step_triton)
+
+# What install() replaced: (owner, attribute, original).
+_replaced: list[tuple[object, str, object]] = []
+
+
+def _packages() -> Iterator[str]:
+    """Packages, among the imported ones, that hold Jet-Nemotron's modules: `jetai.modeling.hf` or
+    the folder that transformers makes of a model's remote code."""
+    for name in list(sys.modules):
+        package, _, stem = name.rpartition(".")
+        if stem == "dynamic_conv" and all(f"{package}.{m}" in sys.modules for m in _MODULES):
+            yield package
+
+
+def _replace(owner: object, attribute: str, value: object) -> None:
+    _replaced.append((owner, attribute, getattr(owner, attribute)))
+    setattr(owner, attribute, value)
+
+
+def install() -> list[str]:
+    """Puts Mortar under every imported jetai; models made before or after run on it.
+
+    Replaces the three functions in whichever of its modules has taken hold of them, and the
+    forward pass of its DynamicShortConvolution. Calling it again changes nothing. `uninstall`
+    takes it back.
+
+    Returns:
+        The packages that were found, such as ["jetai.modeling.hf"].
+
+    Raises:
+        RuntimeError: no jetai has been imported.
+    """
+    packages = list(_packages())
+    if not packages:
+        raise RuntimeError(
+            "mortar.compat.jet.install: import jetai.modeling.hf.dynamic_conv (or load the model) "
+            "first, got no imported module of that name"
+        )
+    for package in packages:
+        modules = {n: m for n, m in sys.modules.items() if n.startswith(f"{package}.")}
+        for module, ours in itertools.product(modules.values(), _FUNCTIONS):
+            if getattr(module, ours.__name__, ours) is not ours:
+                _replace(module, ours.__name__, ours)
+        layer = modules[f"{package}.dynamic_conv"].DynamicShortConvolution
+        if layer.forward is not DynamicShortConvolution.forward:
+            _replace(layer, "forward", DynamicShortConvolution.forward)
+    return packages
+
+
+def uninstall() -> None:
+    """Restores all that install() replaced; nothing if it has not run."""
+    while _replaced:
+        owner, attribute, original = _replaced.pop()
+        setattr(owner, attribute, original)
