@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/check.h"
 
-#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -118,17 +117,20 @@ void ArgCheck::disjoint(const Tensor& a, const char* a_name, const Tensor& b,
 
 void ArgCheck::no_self_overlap(const Tensor& t, const char* name) const {
   if (!t.defined() || t.numel() == 0) return;
-  std::array<std::pair<std::int64_t, std::int64_t>, Tensor::kMaxDims> dims;
+  std::array<int, Tensor::kMaxDims> order;  // dimensions of more than one element, by stride
+  const auto step = [&](int d) { return t.strides[d] < 0 ? -t.strides[d] : t.strides[d]; };
   int n = 0;
   for (int d = 0; d < t.ndim; ++d) {
-    if (t.shape[d] > 1) dims[n++] = {t.strides[d] < 0 ? -t.strides[d] : t.strides[d], t.shape[d]};
+    if (t.shape[d] < 2) continue;
+    int at = n++;
+    for (; at > 0 && step(order[at - 1]) > step(d); --at) order[at] = order[at - 1];
+    order[at] = d;
   }
-  std::sort(dims.begin(), dims.begin() + n);
   std::int64_t reach = 1;
   for (int i = 0; i < n; ++i) {
-    check(dims[i].first >= reach, op_, ": ", name,
+    check(step(order[i]) >= reach, op_, ": ", name,
           " must not overlap itself (it is written to), got an expanded or overlapping view");
-    reach = dims[i].first * (dims[i].second - 1) + reach;
+    reach += step(order[i]) * (t.shape[order[i]] - 1);
   }
 }
 

@@ -1,112 +1,99 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU backend's table of functions.
-#include <vector>
-
-#include "core/float16.h"
-#include "lora/cpu/groups.h"
+// The ops of the CPU backend, made of the two passes.
+#include "core/int_math.h"
+#include "lora/cpu/config.h"
+#include "lora/cpu/passes.h"
 #include "lora/cpu/plan.h"
 #include "lora/problem.h"
 
 namespace mortar::lora::cpu {
 namespace {
 
-void zero_inactive(const ShrinkProblem& p) {
-  for (std::int64_t t = 0; p.zero_rows != nullptr && t < p.num_tokens; ++t) {
+/// Writes zeros to the rows of h whose entry in zero_rows is no adapter.
+void zero_rows(const ShrinkProblem& p, int num_threads) {
+  const std::int64_t size = dtype_size(p.h.dtype);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+  for (std::int64_t t = 0; t < p.num_tokens; ++t) {
     if (p.zero_rows[t] >= 0 && p.zero_rows[t] < p.weights.num_adapters) continue;
     for (int s = 0; s < p.weights.num_slices; ++s) {
-      for (std::int64_t c = 0; c < p.h.width; ++c) {
-        store_float(p.h.data, p.h.dtype, s * p.h.slice_stride + t * p.h.row_stride + c, 0);
-      }
+      char* h = static_cast<char*>(p.h.data) +
+                (s * p.h.slice_stride + t * p.h.row_stride) * size;
+      std::fill(h, h + p.h.width * size, 0);
     }
   }
 }
 
-float shrink_one(const RowsView& x, const WeightsView& weights, const SliceWeights& w, float scale,
-                 std::int64_t t, std::int64_t r) {
-  float sum = 0;
-  for (std::int64_t k = 0; k < weights.hidden; ++k) {
-    sum += load_float(x.data, x.dtype, t * x.row_stride + k) *
-           load_float(w.a, weights.dtype, r * w.a_row_stride + k);
-  }
-  return sum * (scale * w.scale);
+std::int64_t sum_widths(const WeightsView& weights) {
+  std::int64_t width = 0;
+  for (int s = 0; s < weights.num_slices; ++s) width += weights.widths[s];
+  return width;
 }
 
 void shrink(const ShrinkProblem& p, Stream) {
-  zero_inactive(p);
   const GroupList groups(p.groups, p.num_tokens, p.weights.num_adapters);
-  for (std::int64_t g = 0; g < groups.size(); ++g) {
-    const Group group = groups.get(g);
-    for (std::int64_t i = 0; i < group.count; ++i) {
-      const std::int64_t t = groups.token(group.start + i);
-      for (int s = 0; t >= 0 && s < p.weights.num_slices; ++s) {
-        const SliceWeights w = p.weights.get(group.adapter, s);
-        for (std::int64_t r = 0; r < p.h.width; ++r) {
-          store_float(p.h.data, p.h.dtype, s * p.h.slice_stride + t * p.h.row_stride + r,
-                      r < w.rank ? shrink_one(p.x, p.weights, w, p.scale, t, r) : 0.0f);
-        }
-      }
-    }
-  }
-}
-
-void expand_one(const float* h, const WeightsView& weights, const SliceWeights& w, const RowsView& y,
-                std::int64_t t, std::int64_t column, std::int64_t width, bool add) {
-  const bool rounds = weights.dtype != DType::kFloat32 && y.dtype == weights.dtype;
-  for (std::int64_t n = 0; n < width; ++n) {
-    float sum = 0;
-    for (std::int64_t r = 0; r < w.rank; ++r) {
-      sum += (rounds ? round_to(h[r], weights.dtype) : h[r]) *
-             load_float(w.b, weights.dtype, n * w.b_row_stride + r);
-    }
-    const std::int64_t at = t * y.row_stride + column + n;
-    if (add) sum += load_float(y.data, y.dtype, at);
-    store_float(y.data, y.dtype, at, sum);
-  }
+  const Batch batch = measure(groups, p.weights, p.weights.hidden);
+  if (p.zero_rows != nullptr) zero_rows(p, batch.num_threads);
+  ShrinkPass pass(p.x, p.weights, groups, {p.h, true, 0}, p.scale, true, {0, batch.num_rows},
+                  batch.num_threads);
+#pragma omp parallel num_threads(batch.num_threads) if (batch.num_threads > 1)
+  pass.run();
 }
 
 void expand(const ExpandProblem& p, Stream) {
   const GroupList groups(p.groups, p.num_tokens, p.weights.num_adapters);
-  float h[kLoraMaxRank];
-  for (std::int64_t g = 0; g < groups.size(); ++g) {
-    const Group group = groups.get(g);
-    for (std::int64_t i = 0; i < group.count; ++i) {
-      const std::int64_t t = groups.token(group.start + i);
-      std::int64_t column = p.offset;
-      for (int s = 0; t >= 0 && s < p.weights.num_slices; column += p.weights.widths[s++]) {
-        const SliceWeights w = p.weights.get(group.adapter, s);
-        if (w.rank == 0) continue;
-        for (int r = 0; r < w.rank; ++r) {
-          h[r] = load_float(p.h.data, p.h.dtype, s * p.h.slice_stride + t * p.h.row_stride + r);
-        }
-        expand_one(h, p.weights, w, p.y, t, column, p.weights.widths[s], p.add_inputs);
-      }
-    }
-  }
+  const Batch batch = measure(groups, p.weights, sum_widths(p.weights));
+  ExpandPass pass({p.h, true, 0}, p.weights, groups, p.y, p.offset, p.add_inputs,
+                  {0, batch.num_rows}, batch.num_threads);
+#pragma omp parallel num_threads(batch.num_threads) if (batch.num_threads > 1)
+  pass.run();
+}
+
+/// Elements of h per token in the workspace.
+std::int64_t hidden_width(int num_slices, int max_rank) {
+  return static_cast<std::int64_t>(num_slices) * max_rank;
+}
+
+std::int64_t rows_per_chunk(int num_slices, int max_rank) {
+  return kHiddenBytes / (hidden_width(num_slices, max_rank) * static_cast<std::int64_t>(sizeof(float)));
 }
 
 void apply(const ApplyProblem& p, Stream) {
   const GroupList groups(p.groups, p.num_tokens, p.weights.num_adapters);
-  float h[kLoraMaxRank];
-  for (std::int64_t g = 0; g < groups.size(); ++g) {
-    const Group group = groups.get(g);
-    for (std::int64_t i = 0; i < group.count; ++i) {
-      const std::int64_t t = groups.token(group.start + i);
-      std::int64_t column = p.offset;
-      for (int s = 0; t >= 0 && s < p.weights.num_slices; column += p.weights.widths[s++]) {
-        const SliceWeights w = p.weights.get(group.adapter, s);
-        if (w.rank == 0) continue;
-        for (int r = 0; r < w.rank; ++r) h[r] = shrink_one(p.x, p.weights, w, p.scale, t, r);
-        expand_one(h, p.weights, w, p.y, t, column, p.weights.widths[s], p.add_inputs);
-      }
+  const WeightsView& w = p.weights;
+  const Batch batch = measure(groups, w, w.hidden + sum_widths(w));
+  HiddenRows h;
+  h.by_token = false;
+  h.view.data = p.workspace;
+  h.view.dtype = DType::kFloat32;
+  h.view.row_stride = h.view.width = hidden_width(w.num_slices, w.max_rank);
+  h.view.slice_stride = w.max_rank;
+  const std::int64_t step =
+      std::min(p.num_tokens, rows_per_chunk(w.num_slices, w.max_rank));
+  for (std::int64_t row = 0; row < batch.num_rows; row += step) {
+    const RowRange rows{row, std::min(batch.num_rows, row + step)};
+    h.first_row = row;
+    ShrinkPass first(p.x, w, groups, h, p.scale, false, rows, batch.num_threads);
+    ExpandPass second(h, w, groups, p.y, p.offset, p.add_inputs, rows, batch.num_threads);
+#pragma omp parallel num_threads(batch.num_threads) if (batch.num_threads > 1)
+    {
+      first.run();
+#pragma omp barrier
+      second.run();
     }
   }
 }
 
-std::int64_t no_workspace(const WorkspaceQuery&) { return 0; }
+std::int64_t shrink_workspace(const WorkspaceQuery&) { return 0; }
+
+/// h in float32, for as many tokens as a chunk holds.
+std::int64_t apply_workspace(const WorkspaceQuery& q) {
+  const std::int64_t rows = std::min(q.num_tokens, rows_per_chunk(q.num_slices, q.max_rank));
+  return rows * hidden_width(q.num_slices, q.max_rank) * static_cast<std::int64_t>(sizeof(float));
+}
 
 }  // namespace
 
-const Backend kBackend = {plan,   read_plan_header, shrink,       expand,
-                          apply, no_workspace,     no_workspace};
+const Backend kBackend = {plan,  read_plan_header, shrink,         expand,
+                          apply, shrink_workspace, apply_workspace};
 
 }  // namespace mortar::lora::cpu

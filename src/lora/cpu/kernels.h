@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// The inner loops of the CPU backend, as tables of functions: one table per SIMD level. The table
+// in use depends on the machine alone, and within it a function is chosen by dtypes alone, so
+// neither the batch nor the number of threads can change a result.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "mortar/tensor.h"
+
+namespace mortar::lora::cpu {
+
+/// out[t * out_stride + r] = sum_k x_rows[t][k] * a[r * a_row_stride + k], in float32.
+///
+/// Every (t, r) has lanes of its own: lane l sums the elements k = l, l + lanes, ... in order (a
+/// shorter last step counts as padded with zeros), and one fixed tree adds the lanes at the end.
+/// So the bits depend on K, the level and the two rows alone.
+struct ShrinkBlock {
+  const void* const* x_rows = nullptr;  ///< kMaxShrinkTokens at most
+  std::int64_t num_tokens = 0;
+  const void* a = nullptr;
+  std::int64_t a_row_stride = 0;
+  std::int64_t num_ranks = 0;
+  std::int64_t hidden = 0;  ///< K
+  float* out = nullptr;
+  std::int64_t out_stride = 0;
+};
+using ShrinkKernel = void (*)(const ShrinkBlock&);
+
+/// y_rows[t][n] (+)= sum_r h[t][r] * b[r][n] for n < num_columns; the sum runs over r in order, in
+/// float32, from zero; then one float32 add of y and one rounding.
+///
+/// `b` is packed by `PackKernel`. h has `2 * units` (16-bit b) or `units` (float32 b) entries per
+/// token, zero past the rank: floats, or bfloat16 for kernels of pairs.
+struct ExpandBlock {
+  const void* h = nullptr;
+  std::int64_t h_stride = 0;  ///< in entries
+  std::int64_t num_tokens = 0;
+  const std::uint32_t* b = nullptr;
+  std::int64_t b_stride = 0;  ///< words from one unit to the next: a multiple of the column tile
+  std::int64_t units = 0;
+  void* const* y_rows = nullptr;
+  std::int64_t num_columns = 0;
+  bool add = true;
+};
+using ExpandKernel = void (*)(const ExpandBlock&);
+
+/// Packs rows of B (one per column of y) into units: out[u * out_stride + n] is the u-th 32-bit
+/// word of row n, that is one float32 or two 16-bit values, zero past the end of the row and for
+/// n >= num_rows. Writes round_up(units, 4) rows of `out_stride` words.
+struct PackBlock {
+  const void* rows = nullptr;
+  std::int64_t row_bytes = 0;     ///< bytes used of each row
+  std::int64_t stride_bytes = 0;  ///< bytes from one row to the next
+  std::int64_t num_rows = 0;
+  std::uint32_t* out = nullptr;
+  std::int64_t out_stride = 0;  ///< a multiple of the column tile, >= num_rows
+};
+using PackKernel = void (*)(const PackBlock&);
+
+/// dst[i] = src[i] * scale, each of any float dtype, rounded once.
+using ConvertKernel = void (*)(const void* src, DType src_dtype, float scale, std::int64_t count,
+                               void* dst, DType dst_dtype);
+
+inline constexpr int kMaxShrinkTokens = 48;
+/// Widest column tile of any level.
+inline constexpr std::int64_t kMaxColumnTile = 64;
+
+/// Index of a float dtype in the tables below.
+constexpr int float_index(DType dtype) {
+  return dtype == DType::kFloat32 ? 0 : (dtype == DType::kBFloat16 ? 1 : 2);
+}
+
+struct Kernels {
+  const char* level = "";
+  ShrinkKernel shrink[3][3] = {};  ///< [x][a]
+  ExpandKernel expand[3][3] = {};  ///< [b][y], h in floats
+  ExpandKernel expand_pairs = nullptr;  ///< b, y and h bfloat16; null: expand[1][1] serves
+  PackKernel pack = nullptr;
+  ConvertKernel convert = nullptr;
+};
+
+/// Tables that this machine can run, best first.
+std::span<const Kernels* const> supported_kernels();
+
+/// The table that the ops use: the first of supported_kernels(), unless a test chose another.
+const Kernels& kernels();
+/// Makes the ops use another table of supported_kernels(); null restores the first. Not safe while
+/// an op runs.
+void use_kernels(const Kernels* table);
+
+}  // namespace mortar::lora::cpu
