@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-import peers
 import torch
+
+import peers
 from harness import Case, Options, View, main
 from lora_cases import ApplyCase, CpuCase, HostCase, PlanCase
 from lora_problem import DOWN, GATE_UP, QKV, LoraProblem

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 import mortar.lora
 import peers
-import torch
 from harness import Case, Options, Provider, Traffic
 from lora_problem import (
     DTYPES,

@@ -6,16 +6,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 import mortar.lora
 import peers
-import torch
 from harness import Traffic
 from mortar._ffi import lib
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 #: Largest ||out - ref|| / ||ref|| of a row. The delta is rounded to h (16-bit) and to y: each adds
 #: at most half an ulp, and drop-ins that round once more still pass. fp32: K products in fp32.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from harness import ROOT
 
 VLLM_FILES = ROOT / ".peers" / "vllm"

@@ -22,7 +22,7 @@ from .timing import Call, Timing, synchronize, time_cpu, time_graphs, time_host,
 
 #: Buffers of one row together exceed the last-level cache by this factor.
 CACHE_FACTOR = 3
-MAX_SETS = 1024
+MAX_SETS = 512
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def run_case(case: Case, options: Options, ceiling: Ceiling) -> dict[str, Any]:
     providers = list(case.providers(options))
     checked = _check(case, providers, sets, options)
     timings = _time(case, providers, checked, options) if checked.calls else {}
-    groups = {p.name: p.group for p in providers}
+    by_name = {p.name: p for p in providers}
     return {
         "table": case.table,
         "case": dict(case.key),
@@ -226,7 +226,8 @@ def run_case(case: Case, options: Options, ceiling: Ceiling) -> dict[str, Any]:
         "sets": count,
         "providers": {
             name: {
-                "group": groups[name],
+                "group": by_name[name].group,
+                "synchronises": by_name[name].synchronises and not case.host,
                 "rel_error": float(f"{checked.errors[name]:.3g}"),
                 **timing.to_json(),
             }

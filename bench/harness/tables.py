@@ -59,8 +59,10 @@ def table_of(view: View, result: Mapping[str, Any]) -> Table | None:
     headers = [*keys, f"{view.subject}, us", "quartiles"]
     if view.floors:
         headers += ["GB/s", "% roof", "floor", "x floor"]
-    headers += ["must", "aim", *(f"{peer} (x)" for peer in peers)]
-    table = Table(view.title, headers, [], _summary(view, rows, peers))
+    waiting = {n for row in rows for n, p in row["providers"].items() if p["synchronises"]}
+    headers += ["must", "aim", *(f"{p}{'*' if p in waiting else ''} (x)" for p in peers)]
+    note = "; *: with the wait for its result" if waiting.intersection(peers) else ""
+    table = Table(view.title, headers, [], _summary(view, rows, peers) + note)
     roof = result["roof_bytes_per_s"]
     for row in rows:
         table.rows.append([Cell(str(row["case"].get(key, ""))) for key in keys])

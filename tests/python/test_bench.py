@@ -189,6 +189,9 @@ def test_table_derives_everything_from_the_measurement():
     assert shown["must"] == "3.20 ✓" and shown["peer (x)"] == "4.80 (2.00)"
     assert "absent (x)" not in shown
     assert table.summary.startswith("must 1/1, aim 1/1")
+    row["providers"]["peer"]["synchronises"] = True
+    table = harness.table_of(View("Toy", "axpy", "right", ("peer",)), result([row]))
+    assert table.headers[-1] == "peer* (x)" and "with the wait" in table.summary
     assert harness.table_of(View("Other", "other", "right"), result([row])) is None
 
 
