@@ -21,8 +21,10 @@ _ROW_FIELDS = {
     "table": str, "case": dict, "bytes": int, "flops": int, "floor_us": float, "targets": dict,
     "sets": int, "providers": dict, "failed": dict, "skipped": dict,
 }  # fmt: skip
-_PROVIDER_FIELDS = {"group": str, "synchronises": bool, "rel_error": float, "us": float, "us_q1": float, "us_q3": float,
-                    "samples": int, "calls": int}  # fmt: skip
+_PROVIDER_FIELDS = {
+    "group": str, "synchronises": bool, "rel_error": float, "us": float, "us_q1": float,
+    "us_q3": float, "samples": int, "calls": int,
+}  # fmt: skip
 _FILE_FIELDS = {"schema": int, "family": str, "machine": dict, "roof_bytes_per_s": float,
                 "floor_bytes_per_s": float, "views": list, "rows": list}  # fmt: skip
 
