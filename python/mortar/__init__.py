@@ -14,7 +14,10 @@ from . import _ffi
 __version__ = "0.1.0"
 
 _SUBMODULES = ("adapter_store", "compat", "dynamic_conv", "lora", "nn", "reference")
-_OP_FAMILIES = {"lora": "lora_plan", "dynamic_conv": "dynamic_conv_forward"}  # and a function of each
+_OP_FAMILIES = {
+    "lora": "lora_plan",
+    "dynamic_conv": "dynamic_conv_forward",
+}  # and a function of each
 
 
 def __getattr__(name: str):

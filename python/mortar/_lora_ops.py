@@ -30,7 +30,8 @@ def _workspace(query, x, num_adapters, num_slices, max_rank, dtype) -> torch.Ten
     return x.new_empty(size, dtype=torch.uint8) if size else None
 
 
-def _stacked_workspace(query, x, a) -> torch.Tensor | None:
+def stacked_workspace(query, x, a) -> torch.Tensor | None:
+    """A workspace for a call with stacked weights; None if none is needed."""
     sizes = [t.shape for t in a]
     if not sizes or any(len(size) < 3 for size in sizes):
         return None
@@ -57,7 +58,7 @@ def _shrink_impl(x, plan, a, ranks, scales, h, scale=1.0, zero_rows=None, worksp
     if _is_grad_enabled():
         guard_autograd("lora_shrink", (x, h, *a), h)
     if workspace is None:
-        workspace = _stacked_workspace(shrink_bytes, x, a)
+        workspace = stacked_workspace(shrink_bytes, x, a)
     _shrink(x, h, workspace, scale, zero_rows, plan, None, ranks, scales, len(a), *a)
 
 
@@ -91,10 +92,8 @@ def _apply_impl(
     if _is_grad_enabled():
         guard_autograd("lora_apply", (x, y, *a, *b), y)
     if workspace is None:
-        workspace = _stacked_workspace(apply_bytes, x, a)
-    _apply(
-        x, y, workspace, offset, scale, add_inputs, plan, None, ranks, scales, len(a), *a, *b
-    )
+        workspace = stacked_workspace(apply_bytes, x, a)
+    _apply(x, y, workspace, offset, scale, add_inputs, plan, None, ranks, scales, len(a), *a, *b)
 
 
 def _apply_table_impl(

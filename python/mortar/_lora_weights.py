@@ -134,9 +134,7 @@ class Weights:
         self._note_gradients()
         return self
 
-    def update(
-        self, slot: int, adapter: Adapter, scale: float | Sequence[float] = 1.0
-    ) -> None:
+    def update(self, slot: int, adapter: Adapter, scale: float | Sequence[float] = 1.0) -> None:
         """Puts another adapter into a slot of weights made by ``from_adapters``; None empties it.
 
         The table is changed in place, in the order of the current stream: captured CUDA graphs see
@@ -146,9 +144,7 @@ class Weights:
         if not hasattr(self, "_table"):
             raise TypeError("lora_weights: update needs weights made by from_adapters, got stacked")
         if not 0 <= slot < self.num_adapters:
-            raise ValueError(
-                f"lora_weights: slot must be in [0, {self.num_adapters}), got {slot}"
-            )
+            raise ValueError(f"lora_weights: slot must be in [0, {self.num_adapters}), got {slot}")
         row = _slices(adapter)
         packed = _as_tensor(self._checked_row(slot, row, scale))
         self._table[slot].copy_(packed.view(self.num_slices, 4))

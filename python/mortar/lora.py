@@ -38,9 +38,16 @@ from ._lora_weights import Weights
 __all__ = ["Plan", "PlanReport", "Weights", "apply", "check", "expand", "plan", "shrink"]
 
 _CHECK_EVERY_PLAN = os.environ.get("MORTAR_DEBUG_CHECKS", "0") not in ("", "0")
-_plan_size = torch.compiler.assume_constant_result(lib.lora_plan_size)
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
+
+
+def _plan_size(num_tokens, num_adapters: int):
+    """int32 elements of a plan. Tracing may bring a symbolic number of tokens, which the library
+    cannot take: that gets a simple upper bound (a test holds it against the library)."""
+    if _is_compiling() or not isinstance(num_tokens, int):
+        return 4 * num_tokens // 3 + 150 * (num_adapters + 4)
+    return lib.lora_plan_size(num_tokens, num_adapters)
 
 
 class Plan(NamedTuple):
@@ -146,9 +153,7 @@ def apply(
         y.
     """
     _refuse_gradients("lora_apply", weights)
-    weights.call_apply(
-        x, plan.data, *weights.apply_args, y, offset, scale, add_inputs, workspace
-    )
+    weights.call_apply(x, plan.data, *weights.apply_args, y, offset, scale, add_inputs, workspace)
     return y
 
 

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lora_shrink`` and ``lora_expand`` with the signatures and semantics of vLLM's punica ops.
+
+Both work straight on vLLM's own metadata (``LoRAKernelMeta``), as its layers pass it:
+
+    token_lora_mapping                int32 [M]      each token's adapter, -1 for none
+    token_indices_sorted_by_lora_ids  int32 [M]      tokens grouped by adapter
+    num_tokens_per_lora               int32 [G]      tokens of each group
+    lora_token_start_loc              int32 [>= G]   where each group begins
+    lora_ids                          int32 [G]      adapter of each group, -1 for none
+    no_lora_flag_cpu                  bool [1], CPU  set: the ops return without any write
+    num_active_loras                  int, or int32 [1] on the CPU: groups to look at
+
+G is max_loras + 1. Nothing is sorted again and nothing is read back from the device, so that
+captured CUDA graphs replay with other contents of these buffers: entries of the sorted indices
+that no group owns may be stale. Weights are [L, r, K] and [L, N_s, r], or [L, 1, ., .].
+
+Beyond vLLM's: float32 weights, activations of another dtype than the weights, slices of different
+ranks, strided rows, CPU tensors; one rounding of y where vLLM's expand has two; results that do not
+depend on the rest of the batch. Wrong arguments raise ValueError or TypeError instead of failing an
+assertion, and slices of different dtypes are refused instead of being misread. Their messages use
+Mortar's names: x, a, h for inputs, lora_a_weights, output_tensor of the shrink, h, b, y for those
+of the expand.
+
+The functions are the ops ``torch.ops.mortar.vllm_lora_shrink`` and ``vllm_lora_expand`` (overload
+``.tensor`` where ``num_active_loras`` is a tensor), and need no vLLM.
+"""
+
+import torch
+
+from .._ffi import lib
+from .._library import define, shortcut
+from .._lora_ops import guard_autograd, shrink_bytes, stacked_workspace
+
+__all__ = ["lora_expand", "lora_shrink"]
+
+_shrink, _expand = lib.lora_shrink, lib.lora_expand
+
+
+def _shrink_impl(
+    inputs,
+    lora_a_weights,
+    output_tensor,
+    token_lora_mapping,
+    token_indices_sorted_by_lora_ids,
+    num_tokens_per_lora,
+    lora_token_start_loc,
+    lora_ids,
+    no_lora_flag_cpu,
+    num_active_loras,
+    scaling,
+):
+    if no_lora_flag_cpu.item():
+        return
+    if torch.is_grad_enabled():
+        guard_autograd("lora_shrink", (inputs, output_tensor, *lora_a_weights), output_tensor)
+    _shrink(
+        inputs,
+        output_tensor,
+        stacked_workspace(shrink_bytes, inputs, lora_a_weights),
+        scaling,
+        token_lora_mapping,
+        None,
+        token_indices_sorted_by_lora_ids,
+        lora_ids,
+        num_tokens_per_lora,
+        lora_token_start_loc,
+        num_active_loras if type(num_active_loras) is int else num_active_loras.item(),
+        None,
+        None,
+        None,
+        len(lora_a_weights),
+        *lora_a_weights,
+    )
+
+
+def _expand_impl(
+    inputs,
+    lora_b_weights,
+    output_tensor,
+    token_lora_mapping,
+    token_indices_sorted_by_lora_ids,
+    num_tokens_per_lora,
+    lora_token_start_loc,
+    lora_ids,
+    no_lora_flag_cpu,
+    num_active_loras,
+    offset_start=0,
+    add_inputs=False,
+):
+    if no_lora_flag_cpu.item():
+        return
+    if torch.is_grad_enabled():
+        guard_autograd("lora_expand", (inputs, output_tensor, *lora_b_weights), output_tensor)
+    _expand(
+        inputs,
+        output_tensor,
+        offset_start,
+        add_inputs,
+        None,
+        token_indices_sorted_by_lora_ids,
+        lora_ids,
+        num_tokens_per_lora,
+        lora_token_start_loc,
+        num_active_loras if type(num_active_loras) is int else num_active_loras.item(),
+        None,
+        None,
+        None,
+        0,
+        *lora_b_weights,
+    )
+
+
+_METADATA = (
+    "Tensor token_lora_mapping, Tensor token_indices_sorted_by_lora_ids, "
+    "Tensor num_tokens_per_lora, Tensor lora_token_start_loc, Tensor lora_ids, "
+    "Tensor no_lora_flag_cpu"
+)
+
+
+def _define_both(name: str, first: str, last: str, impl):
+    """The op with ``int num_active_loras`` and its overload for a tensor, short-cut."""
+    calls = []
+    for overload, kind in (("", "int"), (".tensor", "Tensor")):
+        schema = f"{name}{overload}({first}, {_METADATA}, {kind} num_active_loras, {last}) -> ()"
+        calls.append(shortcut(define(schema, impl), impl))
+    return calls
+
+
+_call_shrink, _call_shrink_tensor = _define_both(
+    "vllm_lora_shrink",
+    "Tensor inputs, Tensor[] lora_a_weights, Tensor(a!) output_tensor",
+    "float scaling",
+    _shrink_impl,
+)
+_call_expand, _call_expand_tensor = _define_both(
+    "vllm_lora_expand",
+    "Tensor inputs, Tensor[] lora_b_weights, Tensor(a!) output_tensor",
+    "int offset_start=0, bool add_inputs=False",
+    _expand_impl,
+)
+
+
+def lora_shrink(
+    inputs: torch.Tensor,
+    lora_a_weights: list[torch.Tensor],
+    output_tensor: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    token_indices_sorted_by_lora_ids: torch.Tensor,
+    num_tokens_per_lora: torch.Tensor,
+    lora_token_start_loc: torch.Tensor,
+    lora_ids: torch.Tensor,
+    no_lora_flag_cpu: torch.Tensor,
+    num_active_loras: int | torch.Tensor,
+    scaling: float,
+) -> None:
+    """``output_tensor[s, t] = scaling * (inputs[t] @ A_s.T)`` with A of token t's adapter.
+
+    Args:
+        inputs: [M, K].
+        lora_a_weights: one [L, r, K] or [L, 1, r, K] per slice (1 to 8), all of one dtype.
+        output_tensor: [S, M, r], float32 or the dtype of inputs. Written whole: rows whose
+            ``token_lora_mapping`` is -1 become 0. A row that the mapping gives to an adapter but
+            no group owns (the padding of a captured graph) keeps what it held; nothing reads it.
+
+    The rest is described at the top of the module.
+    """
+    is_tensor = isinstance(num_active_loras, torch.Tensor)
+    (_call_shrink_tensor if is_tensor else _call_shrink)(
+        inputs,
+        lora_a_weights,
+        output_tensor,
+        token_lora_mapping,
+        token_indices_sorted_by_lora_ids,
+        num_tokens_per_lora,
+        lora_token_start_loc,
+        lora_ids,
+        no_lora_flag_cpu,
+        num_active_loras,
+        scaling,
+    )
+
+
+def lora_expand(
+    inputs: torch.Tensor,
+    lora_b_weights: list[torch.Tensor],
+    output_tensor: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    token_indices_sorted_by_lora_ids: torch.Tensor,
+    num_tokens_per_lora: torch.Tensor,
+    lora_token_start_loc: torch.Tensor,
+    lora_ids: torch.Tensor,
+    no_lora_flag_cpu: torch.Tensor,
+    num_active_loras: int | torch.Tensor,
+    offset_start: int = 0,
+    add_inputs: bool = False,
+) -> None:
+    """``output_tensor[t, offset_s : offset_s + N_s] (+)= inputs[s, t] @ B_s.T``.
+
+    Args:
+        inputs: [S, M, r], float32 or 16-bit; rounded to the dtype of the weights first.
+        lora_b_weights: one [L, N_s, r] or [L, 1, N_s, r] per slice (1 to 8), all of one dtype; the
+            widths N_s may differ.
+        output_tensor: [M, N]; slice s begins at ``offset_start`` plus the widths before it. Rows
+            of base tokens are untouched.
+        add_inputs: add to what is there (in float32, rounded once) instead of overwriting it.
+
+    The rest is described at the top of the module.
+    """
+    is_tensor = isinstance(num_active_loras, torch.Tensor)
+    (_call_expand_tensor if is_tensor else _call_expand)(
+        inputs,
+        lora_b_weights,
+        output_tensor,
+        token_lora_mapping,
+        token_indices_sorted_by_lora_ids,
+        num_tokens_per_lora,
+        lora_token_start_loc,
+        lora_ids,
+        no_lora_flag_cpu,
+        num_active_loras,
+        offset_start,
+        add_inputs,
+    )
