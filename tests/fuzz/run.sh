@@ -33,11 +33,11 @@ else
 fi
 
 cd "$build"
-mutator/adapter_mutator "$share"
+MORTAR_FUZZ_SECONDS=$share mutator/adapter_store_fuzz
 summary="mutator $share s"
 if [[ $share != "$seconds" ]]; then
   mkdir -p seeds corpus
-  mutator/adapter_mutator --seeds seeds
+  mutator/adapter_store_fuzz --seeds seeds
   libfuzzer/adapter_libfuzzer -max_total_time="$share" -max_len=8192 -timeout=20 \
     -rss_limit_mb=2048 -dict="$here/adapter_reader.dict" -print_final_stats=1 corpus seeds \
     >libfuzzer.log 2>&1 &

@@ -2,9 +2,9 @@
 // The reader under random changes of valid inputs: the same inputs in every run, and no more
 // needed than a compiler with sanitizers.
 //
-//   adapter_mutator SECONDS [SEED]     changes and reads inputs
-//   adapter_mutator --seeds FOLDER     writes the inputs that all others come from
-//   adapter_mutator --replay FILE...   reads these inputs again
+//   adapter_store_fuzz [SEED]             changes and reads inputs for MORTAR_FUZZ_SECONDS (60)
+//   adapter_store_fuzz --seeds FOLDER     writes the inputs that all others come from
+//   adapter_store_fuzz --replay FILE...   reads these inputs again
 #include <algorithm>
 #include <chrono>
 #include <csignal>
@@ -34,8 +34,8 @@ void write_file(const std::string& path, const std::string& content) {
 
 /// Called when a sanitizer or a broken promise ends the program.
 void keep_current() {
-  write_file("adapter_mutator.failed", current);
-  std::fprintf(stderr, "fuzz: the input is in adapter_mutator.failed (--replay reads it)\n");
+  write_file("adapter_store_fuzz.failed", current);
+  std::fprintf(stderr, "fuzz: the input is in adapter_store_fuzz.failed (--replay reads it)\n");
 }
 
 bool read_current() {
@@ -213,10 +213,12 @@ int main(int argc, char** argv) {
     }
     return 0;
   }
-  if (args.empty() || args.size() > 2 || std::atof(args[0].c_str()) <= 0) {
-    std::fprintf(stderr, "usage: %s SECONDS [SEED] | --seeds FOLDER | --replay FILE...\n", argv[0]);
+  const char* wanted = std::getenv("MORTAR_FUZZ_SECONDS");
+  const double seconds = std::atof(wanted != nullptr ? wanted : "60");
+  const std::uint64_t seed = args.empty() ? 1 : std::strtoull(args[0].c_str(), nullptr, 10);
+  if (args.size() > 1 || seed == 0 || seconds <= 0) {
+    std::fprintf(stderr, "usage: %s [SEED] | --seeds FOLDER | --replay FILE...\n", argv[0]);
     return 2;
   }
-  return run(std::atof(args[0].c_str()),
-             args.size() == 2 ? std::strtoull(args[1].c_str(), nullptr, 10) : 1);
+  return run(seconds, seed);
 }
