@@ -17,6 +17,6 @@ if(binding_sources)
   mortar_enable_warnings(mortar_ffi)
   # Python has libtvm_ffi.so loaded before it loads this library.
   set_target_properties(mortar_ffi PROPERTIES PREFIX "" LINKER_LANGUAGE CXX)
-  install(TARGETS mortar_ffi LIBRARY DESTINATION mortar/_lib COMPONENT python)
-  install(FILES ${MORTAR_HIGHWAY_LIBRARY} DESTINATION mortar/_lib COMPONENT python)
+  install(TARGETS mortar_ffi LIBRARY DESTINATION mortar/_lib COMPONENT python EXCLUDE_FROM_ALL)
+  install(FILES ${MORTAR_HIGHWAY_LIBRARY} DESTINATION mortar/_lib COMPONENT python EXCLUDE_FROM_ALL)
 endif()

@@ -9,8 +9,8 @@ if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release)
 endif()
 
-# A build tree runs where it is copied to: libraries lie beside the programs that need them.
-set(CMAKE_BUILD_RPATH $ORIGIN)
+# Build and install trees run where they are copied to: libraries lie beside what needs them.
+set(CMAKE_BUILD_RPATH $ORIGIN $ORIGIN/runtime)
 set(CMAKE_BUILD_RPATH_USE_ORIGIN ON)
 set(CMAKE_INSTALL_RPATH $ORIGIN)
 

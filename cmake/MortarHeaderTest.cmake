@@ -11,3 +11,4 @@ endforeach()
 add_library(mortar_header_test OBJECT ${header_sources})
 target_include_directories(mortar_header_test PRIVATE include)
 mortar_enable_warnings(mortar_header_test)
+target_compile_options(mortar_header_test PRIVATE -Wconversion -Wpedantic)  # users may have these

@@ -6,6 +6,7 @@ find_package(GTest REQUIRED)
 add_library(mortar_testing SHARED)
 mortar_link_objects(mortar_testing)
 target_link_libraries(mortar_testing PUBLIC mortar_objects)
+set(test_programs)
 set_target_properties(mortar_testing PROPERTIES LINKER_LANGUAGE CXX)
 
 file(GLOB test_sources CONFIGURE_DEPENDS tests/cpp/*_test.cpp)
@@ -17,7 +18,18 @@ foreach(source IN LISTS test_sources)
     mortar_testing nlohmann_json::nlohmann_json GTest::gtest_main)
   mortar_enable_warnings(${name})
   add_test(NAME ${name} COMMAND ${name})
+  list(APPEND test_programs ${name})
 endforeach()
+
+# What ./run gpu-test needs of a tree, to be carried to a machine with a GPU:
+#   cmake --install build/release --component tests --prefix build/gpu --strip
+set(carried mortar_testing ${test_programs})
+if(TARGET mortar_ffi)
+  list(APPEND carried mortar_ffi)
+endif()
+install(TARGETS ${carried} RUNTIME DESTINATION . LIBRARY DESTINATION .
+  COMPONENT tests EXCLUDE_FROM_ALL)
+install(FILES ${MORTAR_HIGHWAY_LIBRARY} DESTINATION . COMPONENT tests EXCLUDE_FROM_ALL)
 
 # Fuzz drivers for the readers of untrusted files; they mean little without the sanitizers.
 if(MORTAR_SANITIZE)

@@ -12,7 +12,7 @@ endfunction()
 set(prefix ${BUILD}/installed)
 set(example ${BUILD}/installed_example)
 file(REMOVE_RECURSE ${prefix} ${example})
-must_run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${prefix} --component cpp)
+must_run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${prefix})
 must_run(${CMAKE_COMMAND} -G Ninja -S ${SOURCE}/examples/cpp -B ${example}
   -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_PREFIX_PATH=${prefix})
 must_run(${CMAKE_COMMAND} --build ${example})

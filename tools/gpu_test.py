@@ -14,6 +14,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from suite import ROOT, Counts, Suite, console, read_junit, run
 from test_all import python_tests
 
@@ -22,12 +23,8 @@ _PARALLEL = 4  # sanitized programs at once: each keeps one core busy and little
 
 
 def find_gpu() -> str | None:
-    """The name of the first GPU, or None without one."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(query, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
+    """The name of PyTorch's current GPU, or None without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def cpp_test(program: Path, reports: Path) -> Counts:
@@ -81,7 +78,7 @@ def main() -> int:
     stages = arguments.only or ["cpp", "python", "sanitizers"]
     gpu = find_gpu()
     if gpu is None:
-        print("gpu-test: this machine has no NVIDIA GPU (nvidia-smi finds none)", file=sys.stderr)
+        print("gpu-test: PyTorch finds no CUDA device on this machine", file=sys.stderr)
         return 2
     programs = sorted(p for p in arguments.build.glob("*_test") if os.access(p, os.X_OK))
     if not programs:

@@ -13,8 +13,9 @@ _CPP = (".h", ".cpp", ".cu", ".cuh")
 
 
 def _tool(name: str) -> Path:
-    """The program installed beside this Python, whatever else is on the PATH."""
-    return Path(sys.executable).parent / name
+    """The program installed beside this Python, or else the one on the PATH."""
+    beside = Path(sys.executable).parent / name
+    return beside if beside.is_file() else Path(name)
 
 
 def _problems(command: list) -> Iterator[str]:
