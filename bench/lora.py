@@ -36,8 +36,7 @@ VIEWS = [
          "compat", ("two calls", "vllm")),
     View("Planner", "plan", "mortar", ("torch.sort", "vllm")),
     View("Host cost of an eager call", "host", "mortar", ("vllm",), floors=False),
-    View("Multi-LoRA on the CPU: y += delta", "cpu", "mortar",
-         ("peft", "addmm", "grouped", "masked", "gathered")),
+    View("Multi-LoRA on the CPU: y += delta", "cpu", "mortar", ("peft", "torch")),
 ]  # fmt: skip
 
 

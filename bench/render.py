@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, ROOT, View, load, table_of, views_of
+from harness import RESULTS, ROOT, View, best_of, load, table_of, views_of
 
 DOCS = ROOT / "docs"
 PAGE = "results.md"
@@ -47,6 +47,7 @@ def _machine(result: Mapping[str, Any]) -> str:
         software += [f"clocks: {', '.join(clocks)}"] if clocks else []
     else:
         software.append(f"{info['threads']} threads, {info['capability']}")
+        software.append(f"load average before {info.get('load_average', 'unknown')}")
     rates = [f"copy roof {result['roof_bytes_per_s'] / 1e9:,.0f} GB/s"]
     rates.append(f"floors at {result['floor_bytes_per_s'] / 1e9:,.0f} GB/s")
     flags = "".join(f", {name}" for name in ("warm", "quick") if result.get(name))
@@ -140,8 +141,9 @@ def plot(view: View, result: Mapping[str, Any], target: Path) -> None:
         axis.scatter(floors, places, marker="|", s=90, color="black", label="floor", zorder=3)
         # The subject last: where marks coincide, it lies on top.
         for i, name in reversed(list(enumerate(names))):
-            points = [(row["providers"][name]["us"], y) for y, row in enumerate(members)
-                      if name in row["providers"]]  # fmt: skip
+            best = [(y, row["providers"], best_of(row, name, view.subject if i else ""))
+                    for y, row in enumerate(members)]  # fmt: skip
+            points = [(providers[which]["us"], y) for y, providers, which in best if which]
             if points:
                 axis.scatter(*zip(*points, strict=True), marker=_MARKERS[i % 6], s=30, label=name,
                              facecolors=_COLOURS[0] if i == 0 else "none",

@@ -125,8 +125,11 @@ def main(
         print("\n".join(case.label for case in todo) or f"bench: no row matches {args.rows!r}")
         return 0 if todo else 2
 
-    console = Console(width=None if sys.stdout.isatty() else 240)
+    console = Console(width=None if sys.stdout.isatty() else 320)
     info = machine.describe(device) | {"command": _command(family, args)}
+    if info.get("load_average", 0) > 1:
+        console.print(f"the load average is {info['load_average']}: other programs are running, "
+                      "and these timings will show them")  # fmt: skip
     roof = machine.copy_roof(device, args.quick)
     ceiling = machine.ceiling(info, roof)
     partial = bool(args.rows or args.quick or args.warm)

@@ -108,6 +108,7 @@ def describe(device: torch.device) -> dict[str, object]:
         info["sms"] = torch.cuda.get_device_properties(device).multi_processor_count
     else:
         info["threads"] = torch.get_num_threads()
+        info["load_average"] = round(os.getloadavg()[0], 1)
         info["capability"] = torch.backends.cpu.get_cpu_capability()
     return info
 

@@ -33,7 +33,8 @@ _FILE_FIELDS = {"schema": int, "family": str, "machine": dict, "roof_bytes_per_s
 class View:
     """A table over the rows of one `table`: `subject` against whoever else was timed.
 
-    `peers` names the other columns; `floors` is off where bytes say nothing (host cost)."""
+    `peers` names the other columns: a provider, or a group, of which the fastest is shown;
+    `floors` is off where bytes say nothing (host cost)."""
 
     title: str
     table: str

@@ -54,8 +54,7 @@ def table_of(view: View, result: Mapping[str, Any]) -> Table | None:
     if not rows:
         return None
     keys = list(dict.fromkeys(name for row in rows for name in row["case"]))
-    shown = {name for row in rows for name in row["providers"]}
-    peers = [name for name in view.peers if name in shown]
+    peers = [name for name in view.peers if any(best_of(row, name, view.subject) for row in rows)]
     headers = [*keys, f"{view.subject}, us", "quartiles"]
     if view.floors:
         headers += ["GB/s", "% roof", "floor", "x floor"]
@@ -81,15 +80,26 @@ def table_of(view: View, result: Mapping[str, Any]) -> Table | None:
                       Cell(number(floor)), Cell(number(us / floor) if floor else "")]  # fmt: skip
         verdict = judge(row, view.subject)
         cells += [_limit(verdict.must_us, verdict.must), _limit(verdict.aim_us, verdict.aim)]
-        cells += [_peer(row, peer, us) for peer in peers]
+        cells += [_peer(row, peer, view.subject) for peer in peers]
     return table
 
 
-def _peer(row: Mapping[str, Any], peer: str, us: float) -> Cell:
-    timing = row["providers"].get(peer)
-    if timing is None:
+def best_of(row: Mapping[str, Any], peer: str, subject: str) -> str | None:
+    """The provider of that name, or else the fastest of that group; None if neither took part."""
+    providers = row["providers"]
+    if peer in providers:
+        return peer
+    group = [n for n, p in providers.items() if p["group"] == peer and n != subject]
+    return min(group, key=lambda name: providers[name]["us"], default=None)
+
+
+def _peer(row: Mapping[str, Any], peer: str, subject: str) -> Cell:
+    name = best_of(row, peer, subject)
+    if name is None:
         return Cell("failed" if peer in row["failed"] else "")
-    return Cell(f"{number(timing['us'])} ({number(timing['us'] / us)})")
+    us = row["providers"][name]["us"]
+    which = "" if name == peer else f" {name}"
+    return Cell(f"{number(us)}{which} ({number(us / row['providers'][subject]['us'])})")
 
 
 def _summary(view: View, rows: list[dict[str, Any]], peers: list[str]) -> str:
@@ -101,8 +111,8 @@ def _summary(view: View, rows: list[dict[str, Any]], peers: list[str]) -> str:
     parts = [f"{name} {sum(met)}/{len(met)}" for name, met in (("must", must), ("aim", aim)) if met]
     means = []
     for peer in peers:
-        ratios = [r["providers"][peer]["us"] / r["providers"][view.subject]["us"]
-                  for r in timed if peer in r["providers"]]  # fmt: skip
+        pairs = [(row["providers"], best_of(row, peer, view.subject)) for row in timed]
+        ratios = [p[name]["us"] / p[view.subject]["us"] for p, name in pairs if name]
         if ratios:
             mean = statistics.geometric_mean(ratios)
             means.append(f"{number(mean)}x as fast as {peer} ({len(ratios)} rows)")

@@ -189,6 +189,8 @@ def test_table_derives_everything_from_the_measurement():
     assert shown["must"] == "3.20 ✓" and shown["peer (x)"] == "4.80 (2.00)"
     assert "absent (x)" not in shown
     assert table.summary.startswith("must 1/1, aim 1/1")
+    by_group = harness.table_of(View("Toy", "axpy", "right", ("torch",)), result([row]))
+    assert by_group.headers[-1] == "torch (x)" and by_group.rows[0][-1].text == "4.80 peer (2.00)"
     row["providers"]["peer"]["synchronises"] = True
     table = harness.table_of(View("Toy", "axpy", "right", ("peer",)), result([row]))
     assert table.headers[-1] == "peer* (x)" and "with the wait" in table.summary
