@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+
 from suite import ROOT, Counts, Suite, console, read_junit, run
 from test_all import python_tests
 

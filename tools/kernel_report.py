@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rich.table import Table
+
 from suite import ROOT, Counts, console
 
 _ENTRY = re.compile(

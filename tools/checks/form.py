@@ -35,7 +35,7 @@ def clang_format(fix: bool = False) -> Iterator[str]:
     command = [_tool("clang-format"), "--style=file", *mode, *tracked_files(*_CPP)]
     for complaint in _problems(command):
         places = re.findall(r"^(\S+?):(\d+):\d+: error", complaint, re.MULTILINE)
-        first = {file: line for file, line in reversed(places)}
+        first = dict(reversed(places))
         yield from (f"{file}:{line}: not formatted; ./run format" for file, line in first.items())
         if not places:
             yield complaint
