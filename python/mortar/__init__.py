@@ -14,10 +14,8 @@ from . import _ffi
 __version__ = "0.1.0"
 
 _SUBMODULES = ("adapter_store", "compat", "dynamic_conv", "lora", "nn", "reference")
-_OP_FAMILIES = {
-    "lora": "lora_plan",
-    "dynamic_conv": "dynamic_conv_forward",
-}  # and a function of each
+# Families with torch ops, and a function that the library has where it was built with them.
+_OP_FAMILIES = {"lora": "lora_plan", "dynamic_conv": "dynamic_conv_forward"}
 
 
 def __getattr__(name: str):
