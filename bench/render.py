@@ -129,7 +129,7 @@ def plot(view: View, result: Mapping[str, Any], target: Path) -> None:
     panels = _panels(rows)
     tallest = max(len(members) for members in panels.values())
     figure, axes = plt.subplots(
-        1, len(panels), squeeze=False, layout="constrained",
+        1, len(panels), squeeze=False, sharex=True, layout="constrained",
         figsize=(4.2 * len(panels) + 1.5, 0.26 * tallest + 1.9),
     )  # fmt: skip
     names = [view.subject, *view.peers]

@@ -13,6 +13,6 @@ from .timing import Timing, time_cpu, time_graphs, time_host, time_synchronised
 __all__ = [
     "RESULTS", "ROOT", "TARGETS", "Case", "Limit", "Options", "Provider", "Table", "Target",
     "Timing", "Traffic", "View", "best_of", "copy_roof", "judge", "load", "main",
-    "number", "relative_error", "run_case", "save", "table_of", "time_cpu", "time_graphs", "time_host",
-    "time_synchronised", "validate", "views_of",
+    "number", "relative_error", "run_case", "save", "table_of", "time_cpu", "time_graphs",
+    "time_host", "time_synchronised", "validate", "views_of",
 ]  # fmt: skip
