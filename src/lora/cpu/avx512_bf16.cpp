@@ -134,22 +134,19 @@ constexpr int kVecs = 4;
 constexpr std::int64_t kColumns = kVecs * kLanes;
 static_assert(kColumns <= kMaxColumnTile);
 
-/// Nearest bfloat16, ties to even, exact for subnormals (vcvtneps2bf16 would flush them).
-MORTAR_INLINE __m256i round_bf16(__m512 v) {
-  const __m512i bits = _mm512_castps_si512(v);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
-  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  const __m512i rounded = _mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x400000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+MORTAR_INLINE __m512 widen(__m256i v) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
 }
 
-MORTAR_INLINE void update(__m512 sum, bool add, __mmask16 mask, BFloat16* y) {
+/// 32 columns of one row of y. vcvtne2ps2bf16 rounds to nearest even, keeps NaN quiet, and flushes
+/// subnormals.
+MORTAR_INLINE void update(__m512 low, __m512 high, bool add, BFloat16* y) {
   if (add) {
-    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, y));
-    sum = _mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), sum);
+    low = _mm512_add_ps(widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(y))), low);
+    high = _mm512_add_ps(widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(y + kLanes))),
+                         high);
   }
-  _mm256_mask_storeu_epi16(y, mask, round_bf16(sum));
+  _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
 template <int kTokens>
@@ -176,15 +173,16 @@ void expand_tiles(const ExpandBlock& block, std::int64_t token) {
         for (int v = 0; v < kVecs; ++v) sum[t][v] = _mm512_dpbf16_ps(sum[t][v], hv, bv[v]);
       }
     }
+    const std::int64_t columns = block.num_columns - n;
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
       BFloat16* y = static_cast<BFloat16*>(block.y_rows[token + t]) + n;
-#pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) {
-        const std::int64_t columns = std::clamp<std::int64_t>(block.num_columns - n - v * kLanes,
-                                                              0, kLanes);
-        update(sum[t][v], block.add, static_cast<__mmask16>((1u << columns) - 1), y + v * kLanes);
-      }
+      BFloat16 edge[kColumns] = {};
+      BFloat16* to = columns >= kColumns ? y : edge;
+      if (to == edge) std::memcpy(edge, y, columns * sizeof(BFloat16));
+      update(sum[t][0], sum[t][1], block.add, to);
+      update(sum[t][2], sum[t][3], block.add, to + 2 * kLanes);
+      if (to == edge) std::memcpy(y, edge, columns * sizeof(BFloat16));
     }
   }
 }
