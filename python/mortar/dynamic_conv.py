@@ -51,12 +51,13 @@ def _refuse_gradient(op: str, instead: str, *tensors: Tensor | None) -> None:
         )
 
 
-def _new_state(x: Tensor, cu_seqlens: Tensor | None, state_len: int) -> Tensor:
-    """An unfilled [N, D, state_len]; an empty [0] stands for no state where state_len is -1."""
+def _outputs(x: Tensor, cu_seqlens: Tensor | None, state_len: int) -> tuple[Tensor, Tensor | None]:
+    """Unfilled y and final state [N, D, state_len], or None for the state where that is -1."""
+    y = torch.empty_like(x)
     if state_len < 0:
-        return x.new_empty(0)
+        return y, None
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return x.new_empty(sequences, x.shape[2], state_len)
+    return y, x.new_empty(sequences, x.shape[2], state_len)
 
 
 def _dense_in_channels(gradient: Tensor) -> Tensor:
@@ -75,15 +76,19 @@ def _dynamic_conv_out(x, kernels, cu_seqlens, initial_state, y, final_state, sil
 
 
 def _dynamic_conv(x, kernels, cu_seqlens, initial_state, state_len, silu):
-    y, final_state = _dynamic_conv_fake(x, kernels, cu_seqlens, initial_state, state_len, silu)
-    _forward(
-        x, kernels, cu_seqlens, initial_state, y, final_state if state_len >= 0 else None, silu
-    )
-    return y, final_state
+    y, final_state = _outputs(x, cu_seqlens, state_len)
+    _forward(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
+    return y, _or_empty(final_state, x)
 
 
 def _dynamic_conv_fake(x, kernels, cu_seqlens, initial_state, state_len, silu):
-    return torch.empty_like(x), _new_state(x, cu_seqlens, state_len)
+    y, final_state = _outputs(x, cu_seqlens, state_len)
+    return y, _or_empty(final_state, x)
+
+
+def _or_empty(state: Tensor | None, x: Tensor) -> Tensor:
+    """Operators return tensors only: an empty one stands for no state."""
+    return x.new_empty(0) if state is None else state
 
 
 def _dynamic_conv_backward(
@@ -110,8 +115,8 @@ def _dynamic_conv_backward(
 def _dynamic_conv_backward_fake(
     dy, dfinal_state, x, kernels, cu_seqlens, initial_state, silu, state_gradient
 ):
-    dinitial_state = torch.empty_like(initial_state) if state_gradient else x.new_empty(0)
-    return torch.empty_like(x), torch.empty_like(kernels), dinitial_state
+    dinitial_state = torch.empty_like(initial_state) if state_gradient else None
+    return torch.empty_like(x), torch.empty_like(kernels), _or_empty(dinitial_state, x)
 
 
 def _refuse_step_gradient(*tensors: Tensor) -> None:
@@ -143,17 +148,15 @@ _backward_op = define(
 
 
 class _DynamicConv(torch.autograd.Function):
-    """The gradient of `torch.ops.mortar.dynamic_conv`. Keeps the inputs and nothing else."""
+    """The convolution with its gradient. Keeps the inputs and nothing else."""
 
     @staticmethod
     def forward(ctx, x, kernels, cu_seqlens, initial_state, state_len, silu):
         ctx.save_for_backward(x, kernels, cu_seqlens, initial_state)
         ctx.silu = silu
         ctx.set_materialize_grads(False)
-        with torch._C._AutoDispatchBelowAutograd():
-            y, final_state = _op(x, kernels, cu_seqlens, initial_state, state_len, silu)
-        if state_len < 0:
-            ctx.mark_non_differentiable(final_state)
+        y, final_state = _outputs(x, cu_seqlens, state_len)
+        _out_op(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
         return y, final_state
 
     @staticmethod
@@ -176,7 +179,8 @@ class _DynamicConv(torch.autograd.Function):
 
 def _dynamic_conv_autograd(x, kernels, cu_seqlens, initial_state, state_len, silu):
     if _wants_gradient(x, kernels, initial_state):
-        return _DynamicConv.apply(x, kernels, cu_seqlens, initial_state, state_len, silu)
+        y, final_state = _DynamicConv.apply(x, kernels, cu_seqlens, initial_state, state_len, silu)
+        return y, _or_empty(final_state, x)
     with torch._C._AutoDispatchBelowAutograd():
         return _op(x, kernels, cu_seqlens, initial_state, state_len, silu)
 
@@ -242,12 +246,13 @@ def dynamic_conv(
     length = -1
     if output_final_state:
         length = _final_state_len(x, kernels, initial_state, state_len)
-    if _wants_gradient(x, kernels, initial_state):
-        y, final_state = _op(x, kernels, cu_seqlens, initial_state, length, silu)
-    else:
-        y = torch.empty_like(x)
-        final_state = _new_state(x, cu_seqlens, length) if output_final_state else None
+    if not _wants_gradient(x, kernels, initial_state):
+        y, final_state = _outputs(x, cu_seqlens, length)
         _out_op(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
+    elif torch.compiler.is_compiling():
+        y, final_state = _op(x, kernels, cu_seqlens, initial_state, length, silu)
+    else:  # what _op comes to, without its way through the dispatcher: 4 of 12 us on the host
+        y, final_state = _DynamicConv.apply(x, kernels, cu_seqlens, initial_state, length, silu)
     return (y, final_state) if output_final_state else y
 
 

@@ -221,19 +221,21 @@ def causal_conv_step_triton(x, cache, kernels):
     raise NotImplementedError("original")
 """,
     "dynamic_conv": """
-import torch
+from collections import OrderedDict
+from torch import nn
 from .dconv_fwdbwd import dynamic_conv_triton_autograd
 from .dconv_fwd_cache import dynamic_conv_triton_cache
 from .dconv_step import causal_conv_step_triton
 
-class DynamicShortConvolution(torch.nn.Module):
+class DynamicShortConvolution(nn.Module):
     def __init__(self, hidden_size, kernel_size):
         super().__init__()
         self.kernel_size, self.activation = kernel_size, "silu"
-        self.kernel_generator = torch.nn.Sequential()
-        self.kernel_generator.add_module("w1", torch.nn.Linear(hidden_size, hidden_size, bias=False))
-        self.kernel_generator.add_module("act", torch.nn.SiLU())
-        self.kernel_generator.add_module("w2", torch.nn.Linear(hidden_size, hidden_size * kernel_size))
+        self.kernel_generator = nn.Sequential(OrderedDict(
+            w1=nn.Linear(hidden_size, hidden_size, bias=False),
+            act=nn.SiLU(),
+            w2=nn.Linear(hidden_size, hidden_size * kernel_size),
+        ))
 
     def get_kernel(self, x):
         return self.kernel_generator(x).unflatten(-1, (-1, self.kernel_size))
