@@ -31,7 +31,7 @@ constexpr TensorKind kOtherTensors[] = {
     {".lora_B.bias", "it is a bias of the adapter (lora_bias)"},
     {".token_adapter.", "it replaces rows of the embedding (trainable_token_indices)"},
     {".modules_to_save.", "it replaces a whole module of the base model (modules_to_save)"},
-    {".base_layer.", "it is a weight of the base model (save_embedding_layers)"},
+    {".base_layer.", "it is a weight of the base model, saved with a LoRA on an embedding layer"},
     {"",
      "it is no lora_A or lora_B weight of PEFT (base_model.model.<module>.lora_A.weight); a "
      "weight of the base model is written with save_embedding_layers"},
