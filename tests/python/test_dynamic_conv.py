@@ -239,7 +239,7 @@ def test_a_bad_number_reaches_its_own_window_only(device):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_overflow_and_extremes_of_silu(device, dtype):
-    """Large sums saturate SiLU instead of giving NaN: to 0 on the left, to themselves on the right."""
+    """Large sums saturate SiLU instead of giving NaN: 0 on the left, themselves on the right."""
     x = torch.tensor([-300.0, -90.0, -20.0, 0.0, 20.0, 90.0, 300.0], device=device).to(dtype)
     case = Case(x.view(1, 7, 1), torch.ones(1, 7, 1, 1, device=device, dtype=dtype),
                 activation="silu", dy=torch.ones(1, 7, 1, device=device, dtype=dtype))  # fmt: skip

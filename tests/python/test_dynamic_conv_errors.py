@@ -64,8 +64,12 @@ FORWARD = {
     "x float64": ({"x": empty(1, 6, 5, dtype=torch.float64)}, "x", TypeError),
     "kernels int": ({"kernels": empty(1, 6, 5, 4, dtype=torch.int32)}, "k", TypeError),
     "x not dense": ({"x": strided((1, 6, 5), (60, 10, 2))}, "x", ValueError),
-    "kernels not dense in W": ({"kernels": strided((1, 6, 5, 4), (240, 40, 8, 2))}, "k", ValueError),
-    "kernels not dense in D": ({"kernels": strided((1, 6, 5, 4), (240, 40, 8, 1))}, "k", ValueError),
+    "kernels not dense in W": (
+        {"kernels": strided((1, 6, 5, 4), (240, 40, 8, 2))}, "k", ValueError,
+    ),
+    "kernels not dense in D": (
+        {"kernels": strided((1, 6, 5, 4), (240, 40, 8, 1))}, "k", ValueError,
+    ),
     "packed with B 2": (
         {"x": empty(2, 6, 5), "kernels": empty(2, 6, 5, 4), "y": empty(2, 6, 5)}, "cu_seqlens",
         ValueError,
@@ -142,7 +146,7 @@ def test_backward(device, changes, argument, error):
 
 
 def test_good_arguments_pass(device):
-    """What the cases above start from is accepted, so that each of them fails for its own reason."""
+    """What the cases above start from is accepted: each of them fails for its own reason."""
     arguments = forward_arguments(device)
     torch.ops.mortar.dynamic_conv_out(*arguments.values())
     assert not (arguments["y"] == POISON).any()

@@ -53,7 +53,7 @@ def test_sizes(device, rows, channels):
 
 @pytest.mark.parametrize("extra", [0, 1])
 def test_slots_and_padding(device, extra):
-    """Any order, padding between, unused slots untouched; ids outside the state count as padding."""
+    """Any order, padding between, unused slots untouched; ids outside the state are padding."""
     x, kernels, state = inputs(device, 7, 21, 4, 3 + extra, slots=9)
     for ids in ([3, -1, 0, 8, -1, 5, 1], [-1] * 7, [8, 9, 2**31 - 1, -(2**31), -2, 0, 1]):
         slots = torch.tensor(ids, dtype=torch.int32, device=device)
@@ -63,8 +63,8 @@ def test_slots_and_padding(device, extra):
 def test_padding_rows_may_hold_anything(device):
     x, kernels, state = inputs(device, 3, 9, 4, 4)
     x[1], kernels[1] = POISON, POISON
-    y = dynamic_conv_step(x, kernels, state,
-                          slots=torch.tensor([2, -1, 0], dtype=torch.int32, device=device))  # fmt: skip
+    slots = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
+    y = dynamic_conv_step(x, kernels, state, slots=slots)
     assert (y[1] == 0).all() and not y.isnan().any() and not state.isnan().any()
 
 

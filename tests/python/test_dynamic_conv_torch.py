@@ -48,8 +48,8 @@ def test_opcheck_backward(device):
     dense = (case.x, case.kernels, None, case.initial_state, True, True)
     opcheck(ops.dynamic_conv_backward.default, (case.dy, case.dfinal_state, *dense))
     packed = random_case(device, 1, channels=3, width=2, lengths=[4, 0, 1])
-    opcheck(ops.dynamic_conv_backward.default,
-            (packed.dy, None, packed.x, packed.kernels, packed.cu_seqlens, None, False, False))  # fmt: skip
+    inputs = (packed.x, packed.kernels, packed.cu_seqlens, None)
+    opcheck(ops.dynamic_conv_backward.default, (packed.dy, None, *inputs, False, False))
 
 
 def test_opcheck_mutating(device):
@@ -72,12 +72,13 @@ def test_opcheck_mutating(device):
 def test_any_upstream_gradient(device, mode):
     """Gradients as autograd hands them over: expanded, broadcast, dense in another order."""
     case = random_case(device, 2, 6, 5, 3)
+    steps = torch.arange(6.0, device=device)
     reduce = {
         "sum": lambda y: y.sum(),
-        "broadcast": lambda y: (y.sum(-1) * torch.arange(6.0, device=device)).sum(),
-        "transposed": lambda y: (y.transpose(1, 2).contiguous() * torch.arange(6.0, device=device)).sum(),
+        "broadcast": lambda y: (y.sum(-1) * steps).sum(),
+        "transposed": lambda y: (y.transpose(1, 2).contiguous() * steps).sum(),
         "double": lambda y: (y * y + y).sum(),
-    }[mode]  # fmt: skip
+    }[mode]
     with torch.no_grad():
         y = dynamic_conv(case.x, case.kernels)
     y.requires_grad_()
