@@ -72,7 +72,8 @@ class LoraOperands {
     for (int a = 0; a < c.adapters; ++a) {
       for (int s = 0; s < slices(); ++s) max_rank_ = std::max(max_rank_, rank_of(a, s));
     }
-    c.table ? make_table(rng) : make_stacked(rng);
+    std::mt19937 weights_rng(seed + 1000);  // batches of any size share their weights
+    c.table ? make_table(weights_rng) : make_stacked(weights_rng);
     set_map(make_map(c, rng));
   }
 
@@ -88,14 +89,16 @@ class LoraOperands {
   /// Changes the map and rebuilds the groups in place, as a serving step does.
   void set_map(std::vector<std::int32_t> new_map) {
     map = std::move(new_map);
-    const bool first = !token_adapter.view().defined() || token_adapter.view().size(0) == 0;
-    if (first) token_adapter = int_tensor(map, device);
+    if (!has_map_) {
+      token_adapter = int_tensor(map, device);
+      plan = GuardedTensor(DType::kInt32, {lora_plan_size(c.tokens, c.adapters)}, {}, device);
+      has_map_ = true;
+    }
     std::copy(map.begin(), map.end(), token_adapter.data<std::int32_t>());
     token_adapter.upload();
     if (c.segments) {
       make_segments();
     } else {
-      if (first) plan = GuardedTensor(DType::kInt32, {lora_plan_size(c.tokens, c.adapters)}, {}, device);
       lora_plan(token_adapter.view(), c.adapters, plan.view(), Stream{});
     }
   }
@@ -247,6 +250,7 @@ class LoraOperands {
     starts_ = int_tensor(starts, device);
   }
 
+  bool has_map_ = false;
   int max_rank_ = 0;
   std::vector<GuardedTensor> a_, b_;
   GuardedTensor ranks_, scales_, table_, host_table_;

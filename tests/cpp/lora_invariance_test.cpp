@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+// What must not change a bit: running again, other tokens in the batch, a token's place in it, the
+// number of threads, the form of groups and weights. And what must not spread: NaN and Inf.
+#include <gtest/gtest.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "lora_expect.h"
+
+namespace mortar::testing {
+namespace {
+
+constexpr DType kF32 = DType::kFloat32, kF16 = DType::kFloat16, kBF16 = DType::kBFloat16;
+
+struct Types {
+  const char* name;
+  DType x, w, y;
+};
+const Types kTypes[] = {{"F32", kF32, kF32, kF32},
+                        {"BF16", kBF16, kBF16, kBF16},
+                        {"F16", kF16, kF16, kF16},
+                        {"BF16WF32", kBF16, kF32, kBF16},
+                        {"BF16YF32", kBF16, kBF16, kF32}};
+void PrintTo(const Types& t, std::ostream* out) { *out << t.name; }
+
+using Row = std::vector<std::uint8_t>;
+
+class LoraInvariance : public ::testing::TestWithParam<std::tuple<LoraTarget, Types>> {
+ protected:
+  LoraCase small_case() const {
+    const Types& types = std::get<1>(GetParam());
+    LoraCase c;
+    c.name = types.name;
+    c.x = types.x;
+    c.w = types.w;
+    c.y = types.y;
+    c.tokens = 24;
+    c.hidden = 264;
+    c.widths = {96, 40};
+    c.adapters = 4;
+    c.ranks = {16, 8, 24, 5};
+    return c;
+  }
+  Device device() const { return std::get<0>(GetParam()).device; }
+
+  /// Bytes of row t of y.
+  static Row row_of(const GuardedTensor& y, std::int64_t t) {
+    const Tensor view = y.host();
+    const std::int64_t size = dtype_size(view.dtype);
+    const auto* p = y.data<std::uint8_t>() + t * view.strides[0] * size;
+    return Row(p, p + view.shape[1] * size);
+  }
+
+  /// A batch whose token i has the rows of x and y, and the adapter, of token source[i] of `from`.
+  static std::vector<Row> run_subset(const LoraOperands& from, std::vector<std::int64_t> source,
+                                     const GuardedTensor& original_y) {
+    LoraCase c = from.c;
+    c.tokens = static_cast<std::int64_t>(source.size());
+    LoraOperands op(c, from.device);
+    std::vector<std::int32_t> map(source.size());
+    copy_rows(from.x, source, op.x);
+    copy_rows(original_y, source, op.y);
+    for (std::size_t i = 0; i < source.size(); ++i) map[i] = from.map[source[i]];
+    op.set_map(map);
+    run_apply(op);
+    op.y.download();
+    std::vector<Row> rows;
+    for (std::size_t i = 0; i < source.size(); ++i) rows.push_back(row_of(op.y, i));
+    return rows;
+  }
+
+  static void copy_rows(const GuardedTensor& from, const std::vector<std::int64_t>& source,
+                        GuardedTensor& to) {
+    const Tensor a = from.host(), b = to.host();
+    for (std::size_t i = 0; i < source.size(); ++i) {
+      for (std::int64_t n = 0; n < b.shape[1]; ++n) {
+        to.set(i * b.strides[0] + n, from.get(source[i] * a.strides[0] + n));
+      }
+    }
+    to.upload();
+  }
+
+  const UseTarget use_{std::get<0>(GetParam())};
+};
+
+TEST_P(LoraInvariance, SmallRepeatsAThousandTimes) {
+  LoraOperands op(small_case(), device());
+  const GuardedTensor original = op.y;
+  const Tensor from = original.host();
+  const std::int64_t bytes = from.numel() * dtype_size(from.dtype);
+  GuardedTensor workspace = op.apply_workspace();
+  Row first(bytes), again(bytes);
+  for (int i = 0; i < 1000; ++i) {
+    copy_to_device(op.y.view().data, from.data, bytes, device());
+    lora_apply(op.x.view(), op.weights(), op.groups(), op.y.view(), 0, 1.0f, true,
+               workspace.view(), Stream{});
+    copy_to_host(again.data(), op.y.view().data, bytes, device());
+    if (i == 0) first = again;
+    ASSERT_EQ(first, again) << "run " << i;
+  }
+}
+
+TEST_P(LoraInvariance, SmallPermutedBatchGivesPermutedRows) {
+  LoraOperands op(small_case(), device());
+  const GuardedTensor original = op.y;
+  std::vector<std::int64_t> order(op.c.tokens);
+  std::iota(order.begin(), order.end(), 0);
+  const std::vector<Row> plain = run_subset(op, order, original);
+  std::mt19937 rng(3);
+  for (int i = 0; i < 5; ++i) {
+    std::shuffle(order.begin(), order.end(), rng);
+    const std::vector<Row> rows = run_subset(op, order, original);
+    for (std::size_t t = 0; t < order.size(); ++t) EXPECT_EQ(rows[t], plain[order[t]]);
+  }
+}
+
+TEST_P(LoraInvariance, TokenAloneAmongFewAndAmongThousands) {
+  LoraCase c = small_case();
+  c.tokens = 2000;
+  c.hidden = 1040;
+  c.adapters = 3;
+  LoraOperands op(c, device());
+  const GuardedTensor original = op.y;
+  std::vector<std::int64_t> all(c.tokens);
+  std::iota(all.begin(), all.end(), 0);
+  const std::vector<Row> prefill = run_subset(op, all, original);
+  for (std::int64_t first : {0, 777, 1984}) {
+    std::vector<std::int64_t> few(16);
+    std::iota(few.begin(), few.end(), first);
+    const std::vector<Row> batch = run_subset(op, few, original);
+    for (int i = 0; i < 16; ++i) EXPECT_TRUE(batch[i] == prefill[first + i]) << first + i;
+    for (int i : {0, 5}) {
+      EXPECT_TRUE(run_subset(op, {first + i}, original)[0] == prefill[first + i]) << first + i;
+    }
+  }
+}
+
+TEST_P(LoraInvariance, SmallPlanAndSegmentsGiveTheSameBits) {
+  std::vector<Row> rows[2];
+  for (bool segments : {false, true}) {
+    LoraCase c = small_case();
+    c.segments = segments;
+    LoraOperands op(c, device());
+    run_apply(op);
+    op.y.download();
+    for (std::int64_t t = 0; t < c.tokens; ++t) rows[segments].push_back(row_of(op.y, t));
+  }
+  EXPECT_EQ(rows[0], rows[1]);
+}
+
+/// The same numbers behind other strides and addresses.
+TEST_P(LoraInvariance, SmallAlignmentDoesNotMatter) {
+  std::vector<Row> rows[2];
+  for (bool strided : {false, true}) {
+    LoraCase c = small_case();
+    c.strided = strided;
+    LoraOperands op(c, device());
+    LoraOperands plain(small_case(), device());
+    std::vector<std::int64_t> order(c.tokens);
+    std::iota(order.begin(), order.end(), 0);
+    copy_rows(plain.x, order, op.x);
+    const Tensor from = plain.y.host(), to = op.y.host();
+    for (std::int64_t t = 0; t < c.tokens; ++t) {
+      for (std::int64_t n = 0; n < from.shape[1]; ++n) {
+        op.y.set(t * to.strides[0] + n, plain.y.get(t * from.strides[0] + n));
+      }
+    }
+    op.y.upload();
+    op.set_map(plain.map);
+    lora_apply(op.x.view(), plain.weights(), op.groups(), op.y.view(), 0, 1.0f, true,
+               op.apply_workspace().view(), Stream{});
+    op.y.download();
+    for (std::int64_t t = 0; t < c.tokens; ++t) {
+      Row row = row_of(op.y, t);
+      row.resize(from.shape[1] * dtype_size(c.y));
+      rows[strided].push_back(row);
+    }
+  }
+  EXPECT_EQ(rows[0], rows[1]);
+}
+
+TEST_P(LoraInvariance, SmallNanAndInfStayInTheirRow) {
+  LoraCase c = small_case();
+  c.map = Map::kDistinct;
+  LoraOperands clean(c, device());
+  run_apply(clean);
+  clean.y.download();
+  LoraOperands dirty(c, device());
+  const Tensor x = dirty.x.host();
+  dirty.x.set(3 * x.strides[0] + 17, std::numeric_limits<float>::quiet_NaN());
+  dirty.x.set(11 * x.strides[0] + c.hidden - 1, std::numeric_limits<float>::infinity());
+  dirty.x.upload();
+  run_apply(dirty);
+  dirty.y.download();
+  for (std::int64_t t = 0; t < c.tokens; ++t) {
+    if (t != 3 && t != 11) {
+      EXPECT_EQ(row_of(clean.y, t), row_of(dirty.y, t)) << "token " << t;
+      continue;
+    }
+    const Tensor y = dirty.y.host();
+    for (std::int64_t n = 0; n < y.shape[1]; ++n) {
+      EXPECT_FALSE(std::isfinite(dirty.y.get(t * y.strides[0] + n))) << t << ", " << n;
+    }
+  }
+}
+
+TEST_P(LoraInvariance, SmallNanInABaseTokenIsNotRead) {
+  LoraCase c = small_case();
+  LoraOperands op(c, device());
+  std::vector<std::int32_t> map = op.map;
+  map[2] = map[9] = -1;
+  op.set_map(map);
+  const Tensor x = op.x.host();
+  for (std::int64_t k = 0; k < c.hidden; ++k) {
+    op.x.set(2 * x.strides[0] + k, std::numeric_limits<float>::quiet_NaN());
+    op.x.set(9 * x.strides[0] + k, std::numeric_limits<float>::infinity());
+  }
+  op.x.upload();
+  expect_apply_matches(op);
+}
+
+TEST_P(LoraInvariance, ThreadCountDoesNotMatter) {
+  LoraCase c = small_case();
+  c.tokens = 300;
+  c.hidden = 2056;
+  c.widths = {512, 200};
+  std::vector<Row> rows[3];
+  const int threads = omp_get_max_threads();
+  for (int n : {1, 2, 3}) {
+    omp_set_num_threads(n);
+    LoraOperands op(c, device());
+    run_apply(op);
+    op.y.download();
+    for (std::int64_t t = 0; t < c.tokens; ++t) rows[n - 1].push_back(row_of(op.y, t));
+  }
+  omp_set_num_threads(threads);
+  EXPECT_EQ(rows[0], rows[1]);
+  EXPECT_EQ(rows[0], rows[2]);
+}
+
+std::string case_name(const ::testing::TestParamInfo<std::tuple<LoraTarget, Types>>& info) {
+  return std::get<0>(info.param).name + "_" + std::get<1>(info.param).name;
+}
+INSTANTIATE_TEST_SUITE_P(Targets, LoraInvariance,
+                         ::testing::Combine(::testing::ValuesIn(lora_targets()),
+                                            ::testing::ValuesIn(kTypes)),
+                         case_name);
+
+}  // namespace
+}  // namespace mortar::testing
