@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``mortar.compat.peft`` puts on a model: a session, the batch in progress, layer forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .. import lora
+
+BASE = "__base__"  # PEFT's name for "no adapter"
+_ABSENT = object()
+
+
+class Batch:
+    """The adapters of one batch's samples, and the plans made of them."""
+
+    def __init__(
+        self, names: tuple[str, ...], ids: Sequence[int], num_adapters: int, stream: Any
+    ) -> None:
+        self.names = names
+        self.size = len(names)
+        self.stream = stream
+        self._ids = torch.tensor(ids, dtype=torch.int32)
+        self._num_adapters = num_adapters
+        self._plans: dict[tuple[int, torch.device], lora.Plan] = {}
+
+    def plan(self, num_tokens: int, device: torch.device) -> lora.Plan:
+        """The plan of num_tokens tokens, an equal share per sample; made by the first layer.
+
+        One forward may need several: encoders and decoders differ in their tokens per sample.
+        """
+        plan = self._plans.get((num_tokens, device))
+        if plan is None:
+            ids = self._ids.repeat_interleave(num_tokens // self.size).to(device)
+            plan = lora.plan(ids, self._num_adapters)
+            self._plans[num_tokens, device] = plan
+        return plan
+
+
+class Session:
+    """What one model serves: the adapters' ids, the batch in progress, and how to undo it all."""
+
+    batch: Batch | None = None
+    """None while no mixed batch runs: layers then do what they did before."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.ids = {name: number for number, name in enumerate(names)}
+        self._last: Batch | None = None
+        self._patched: list[tuple[Any, str, Any]] = []
+
+    def patch(self, owner: Any, attribute: str, value: Any) -> None:
+        """Sets an attribute of an instance until ``undo``."""
+        self._patched.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
+        vars(owner)[attribute] = value
+
+    def undo(self) -> None:
+        while self._patched:
+            owner, attribute, previous = self._patched.pop()
+            if previous is _ABSENT:
+                del vars(owner)[attribute]
+            else:
+                vars(owner)[attribute] = previous
+
+    def checked(self, names: Any, training: bool) -> tuple[str, ...]:
+        """The names of a batch, "__base__" for None; raises what PEFT raises."""
+        if training:
+            raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
+        if not isinstance(names, list | tuple):
+            raise TypeError(f"Got adapter names of type {type(names)}, expected a list of str.")
+        named = tuple(BASE if name is None else name for name in names)
+        unknown = set(named) - self.ids.keys() - {BASE}
+        if unknown:
+            listed = ", ".join(sorted(map(str, unknown)))
+            raise ValueError(f"Trying to infer with non-existing adapter(s): {listed}")
+        return named
+
+    @contextmanager
+    def serving(self, names: tuple[str, ...]) -> Iterator[None]:
+        """Names the samples of every forward within.
+
+        The batch outlives the context: a decode step with the names of the step before (on the
+        same stream) finds its plan made.
+        """
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        batch = self._last
+        if batch is None or batch.names != names or batch.stream != stream:
+            ids = [-1 if name == BASE else self.ids[name] for name in names]
+            batch = self._last = Batch(names, ids, len(self.ids), stream)
+        previous, self.batch = self.batch, batch
+        try:
+            yield
+        finally:
+            self.batch = previous
+
+    def __deepcopy__(self, memo: dict) -> None:
+        raise RuntimeError(
+            "mortar.compat.peft: a model in service cannot be copied, restore(model) it first"
+        )
+
+
+class ServedForward:
+    """The forward of a target layer: its base layer, then one call for all adapters."""
+
+    def __init__(
+        self, session: Session, base: Callable, original: Callable, weights: lora.Weights
+    ) -> None:
+        self._session = session
+        self._base = base
+        self._original = original
+        self._weights = weights
+        self._hidden = weights.hidden
+        self._width = weights.widths[0]
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        batch = self._session.batch
+        if batch is None:
+            return self._original(x, *args, **kwargs)
+        if len(x) != batch.size:
+            raise ValueError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{batch.size} and {len(x)} respectively."
+            )
+        y = self._base(x, *args, **kwargs)
+        if not y.is_contiguous():
+            y = y.contiguous()
+        num_tokens = x.numel() // self._hidden
+        if num_tokens:
+            lora.apply(
+                y.view(num_tokens, self._width),
+                x.reshape(num_tokens, self._hidden),
+                self._weights,
+                batch.plan(num_tokens, x.device),
+            )
+        return y

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves mixed batches of PEFT LoRA adapters through Mortar.
+
+    model = PeftModel.from_pretrained(base, "adapters/sql", adapter_name="sql")
+    model.load_adapter("adapters/chat", adapter_name="chat")
+    mortar.compat.peft.accelerate(model.eval())
+    with torch.inference_mode():
+        model(input_ids, adapter_names=["sql", "chat", "__base__"])      # PEFT's own API
+        model.generate(input_ids=input_ids, adapter_names=["sql", "chat", None])
+    mortar.compat.peft.restore(model)
+
+PEFT runs a mixed batch as a loop: in every layer, for every adapter, it gathers samples,
+multiplies twice and scatters. Here the names become ids once per forward, the tokens are grouped
+by adapter once for all layers, and every layer makes one ``mortar.lora.apply``.
+
+``attach`` does the same for a plain model of transformers and the folders of a
+``mortar.AdapterStore``, without PEFT::
+
+    mortar.compat.peft.attach(model, store)
+    model.generate(input_ids, adapter_names=["sql", None])
+
+Samples, not tokens, are named: ``adapter_names`` has one entry per row of the batch, "__base__" or
+None for the base model; ``generate`` repeats each name for its beams. Adapters may differ in rank,
+scale, dtype (float32 adapters under a bfloat16 model) and target modules. Results differ from
+PEFT's in rounding only: the delta is summed in float32 and rounded once, where it is added.
+
+Both set ``forward`` on module instances and touch neither the module tree nor a parameter, so
+``state_dict``, ``save_pretrained`` and the rest of PEFT go on working. As with PEFT's own mixed
+batch, one model must not run in several threads at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import lora
+from ._serving import BASE, ServedForward, Session
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer, LoraModel
+
+    from ..adapter_store import AdapterStore
+
+__all__ = ["accelerate", "attach", "restore"]
+
+_KEY = "_mortar_session"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MAX_RANK = 512
+_ALIGNMENT = 16  # bytes
+
+# PEFT's layers over quantised base layers: base(x), plus the plain delta. They are no subclass of
+# its Linear and exist only where their package is installed, so they are told by their file.
+_QUANTISED = tuple(
+    f"peft.tuners.lora.{kind}" for kind in ("aqlm", "awq", "bnb", "eetq", "gptq", "hqq")
+)
+
+
+def accelerate(model: PeftModel) -> PeftModel:
+    """Lets a PEFT model run its mixed batches (``adapter_names=``) through Mortar.
+
+    Linear layers with plain LoRA are served, whatever their ranks, scales and dtypes, over
+    quantised base layers and Conv1D too. Other layers (embeddings, convolutions, DoRA and other
+    variants, LoRA biases, float64) are left to PEFT, with one warning that lists them. Left to
+    PEFT as well is whatever is not a mixed batch without gradients: training, one active adapter
+    for all, merged or disabled adapters. PEFT's errors come as before.
+
+    Adapters may be loaded, deleted, rescaled, moved or changed in place afterwards: the tables are
+    rebuilt before the next mixed batch where they have to be.
+
+    Args:
+        model: a PeftModel with LoRA adapters.
+
+    Returns:
+        model.
+
+    Raises:
+        TypeError: not a PeftModel with LoRA adapters.
+        ValueError: in service already, or without a layer that Mortar can serve (and why).
+    """
+    from peft import PeftModel
+    from peft.tuners.lora import LoraModel
+
+    lora_model = model.base_model if isinstance(model, PeftModel) else None
+    if not isinstance(lora_model, LoraModel):
+        raise TypeError(
+            "accelerate: model must be a PeftModel with LoRA adapters (attach serves a plain "
+            f"model), got {type(model).__name__}"
+        )
+    if _KEY in vars(lora_model):
+        raise ValueError(
+            "accelerate: model must not be in service already, restore(model) it first"
+        )
+    session = _PeftSession(lora_model)
+    if not session.num_served:
+        session.undo()
+        raise ValueError(
+            f"accelerate: model must have linear layers with plain LoRA, got {session.left}"
+        )
+    if session.left:
+        warnings.warn(f"accelerate: layers left to PEFT: {session.left}", stacklevel=2)
+    vars(lora_model)[_KEY] = session
+    return model
+
+
+def attach(
+    model: torch.nn.Module, store: AdapterStore, names: Sequence[str] | None = None
+) -> torch.nn.Module:
+    """Lets a plain model serve adapters from an AdapterStore.
+
+    Adds the keyword ``adapter_names`` to ``model.forward`` and, where it has one, to
+    ``model.generate``: one name or None per row of the batch. Without it the model is as before.
+
+    Args:
+        model: a model of transformers (or any module whose inputs begin with the batch), on its
+            device, in eval mode when it serves. A target may be any module that maps the last
+            dimension linearly: nn.Linear, Conv1D, a quantised linear.
+        store: with the adapters open. Their tensors go to the device of each target; on the CPU
+            they are used where they lie in the file.
+        names: the adapters to serve. None: all that are open.
+
+    Returns:
+        model.
+
+    Raises:
+        ValueError: the model is in service already, or an adapter targets a module that the model
+            lacks or that has other sizes. The model is then as it was.
+
+    While gradients are enabled and wanted, a mixed batch is a RuntimeError: run it under
+    ``torch.inference_mode()`` or ``torch.no_grad()``.
+    """
+    if _KEY in vars(model):
+        raise ValueError("attach: model must not be in service already, restore(model) it first")
+    names = list(store.names() if names is None else names)
+    if not names:
+        raise ValueError("attach: names must hold at least one adapter, got none")
+    modules = dict(model.named_modules())
+    targets = {m.name: name for name in reversed(names) for m in store.get(name).modules}
+    weights = {}
+    for target, adapter in sorted(targets.items()):
+        if target not in modules:
+            raise ValueError(
+                f"attach: model must have the module {target} that adapter {adapter} targets, "
+                f"got {type(model).__name__} without it"
+            )
+        weights[target] = _stored_weights(store, names, target, modules[target])
+
+    session = Session(names)
+    for target, table in weights.items():
+        module = modules[target]
+        session.patch(
+            module, "forward", ServedForward(session, module.forward, module.forward, table)
+        )
+    for method in ("forward", "generate"):
+        if hasattr(model, method):
+            session.patch(model, method, _naming(session, model, getattr(model, method)))
+    vars(model)[_KEY] = session
+    return model
+
+
+def restore(model: torch.nn.Module) -> torch.nn.Module:
+    """Undoes ``accelerate`` or ``attach``: the model behaves as before, to the last bit.
+
+    Raises:
+        ValueError: the model is not in service.
+    """
+    for owner in (model, getattr(model, "base_model", None)):
+        session = vars(owner).pop(_KEY, None) if owner is not None else None
+        if session is not None:
+            session.undo()
+            return model
+    raise ValueError("restore: model must be in service, got one that neither accelerate nor attach "
+                     "has been called on")  # fmt: skip
+
+
+# ------------------------------------------------------------------ plain models and AdapterStore
+
+
+def _stored_weights(
+    store: AdapterStore, names: Sequence[str], target: str, module: torch.nn.Module
+) -> lora.Weights:
+    found = [m for m in (store.get(name).find(target) for name in names) if m is not None]
+    sizes = _sizes(module)
+    for entry in found:
+        got = (entry.a.shape[1], entry.b.shape[0])
+        if sizes not in (None, got):
+            raise ValueError(
+                f"attach: adapters of {target} must map {sizes[0]} to {sizes[1]} features, "
+                f"got one that maps {got[0]} to {got[1]}"
+            )
+    # Adapters that were saved in different dtypes meet in the widest.
+    dtype = functools.reduce(torch.promote_types, (entry.a.dtype for entry in found))
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), "cpu")
+    return lora.Weights.from_adapters(*store.slices(target, names, device=device, dtype=dtype))
+
+
+def _sizes(module: torch.nn.Module) -> tuple[int, int] | None:
+    """(K, N) of a linear layer, None if it does not say."""
+    if hasattr(module, "in_features"):
+        return module.in_features, module.out_features
+    if hasattr(module, "nx"):  # Conv1D of transformers
+        return module.nx, module.nf
+    return None
+
+
+def _naming(session: Session, model: torch.nn.Module, method: Callable) -> Callable:
+    """`method` with the keyword adapter_names. Its signature stays: generate inspects forward's."""
+    is_generate = method.__name__ == "generate"
+
+    @functools.wraps(method)
+    def named(*args: Any, adapter_names: Sequence[str | None] | None = None, **kwargs: Any) -> Any:
+        if adapter_names is None:
+            return method(*args, **kwargs)
+        names = session.checked(adapter_names, model.training)
+        if is_generate:
+            names = _repeated(names, _sequences_per_sample(model, kwargs), model)
+        with session.serving(names):
+            return method(*args, **kwargs)
+
+    return named
+
+
+def _sequences_per_sample(model: torch.nn.Module, kwargs: dict[str, Any]) -> int:
+    """How often generate repeats each row: once per beam or returned sequence."""
+    config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+    settings = (
+        kwargs.get(setting, getattr(config, setting, None))
+        for setting in ("num_beams", "num_return_sequences")
+    )
+    return max(setting or 1 for setting in settings)
+
+
+def _repeated(names: tuple[str, ...], times: int, model: torch.nn.Module) -> tuple[str, ...]:
+    # The encoder sees each sample once, the decoder once per beam.
+    if times > 1 and getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            "attach: generate of an encoder-decoder model must have one sequence per sample, "
+            f"got {times}"
+        )
+    return tuple(name for name in names for _ in range(times))
+
+
+# ------------------------------------------------------------------ PEFT models
+
+
+class _PeftSession(Session):
+    """Takes the place of the context in which PEFT hands adapter_names to its layers."""
+
+    num_served: int
+    left: str
+    """What is left to PEFT, and why; empty if nothing is."""
+
+    def __init__(self, lora_model: LoraModel) -> None:
+        super().__init__(())
+        self._model = lora_model
+        self._peft_hooks = lora_model._enable_peft_forward_hooks
+        self._install()
+
+    def _install(self) -> None:
+        from peft.tuners.lora import LoraLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        modules = list(self._model.modules())
+        self._layers = [module for module in modules if isinstance(module, LoraLayer)]
+        refusals = {layer: _refusal(layer) for layer in self._layers}
+        served = [layer for layer, reason in refusals.items() if reason is None]
+        left = Counter(filter(None, refusals.values()))
+        self.num_served = len(served)
+        self.left = ", ".join(f"{count} x {reason}" for reason, count in sorted(left.items()))
+
+        adapters = {n for layer in self._layers for n in (*layer.lora_A, *layer.lora_embedding_A)}
+        self.ids = {name: number for number, name in enumerate(sorted(adapters))}
+        self._last = None
+        self._configs = dict(self._model.peft_config)
+        self._watched = [_Watched(layer) for layer in served]
+        for layer in served:
+            forward = _PeftForward(self, layer.base_layer, layer.forward, _weights(layer, self.ids))
+            self.patch(layer, "forward", forward)
+        for module in modules:
+            if refusals.get(module) or isinstance(module, AuxiliaryTrainingWrapper):
+                self.patch(module, "forward", _NamedForward(self, module.forward))
+        self.patch(self._model, "_enable_peft_forward_hooks", self._hooks)
+
+    @contextmanager
+    def _hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        names = kwargs.get("adapter_names")
+        if names is None or not self._can_serve(kwargs):
+            with self._peft_hooks(*args, **kwargs):
+                yield
+            return
+        names = self.checked(names, self._model.training)
+        beams = kwargs.get("num_beams")
+        if isinstance(beams, int) and beams > 1:
+            names = tuple(name for name in names for _ in range(beams))
+        with self.serving(names):
+            yield
+
+    def _can_serve(self, kwargs: dict[str, Any]) -> bool:
+        """Whether this forward is Mortar's; brings the tables up to date if so."""
+        if kwargs.get("alora_offsets") is not None:
+            return False
+        if kwargs.get("num_beams") not in (None, 1) and _has_encoder(self._model):
+            return False  # the encoder sees each sample once, the decoder once per beam
+        for layer in self._layers:
+            if layer.merged_adapters or layer._disable_adapters or layer.training:
+                return False
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()):
+            return False
+        if self._has_changed():
+            self.undo()
+            self._install()
+        return True
+
+    def _has_changed(self) -> bool:
+        configs = self._model.peft_config  # a loaded adapter may have brought new layers
+        return (
+            configs.keys() != self._configs.keys()
+            or any(configs[name] is not config for name, config in self._configs.items())
+            or any(watched.changed() for watched in self._watched)
+        )
+
+
+class _PeftForward(ServedForward):
+    """Leaves to PEFT what wants a gradient: a saliency map over the inputs, say."""
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        batch = self._session.batch
+        if batch is not None and x.requires_grad and torch.is_grad_enabled():
+            return self._original(x, *args, adapter_names=list(batch.names), **kwargs)
+        return super().__call__(x, *args, **kwargs)
+
+
+class _NamedForward:
+    """The forward of a layer that is left to PEFT: with the names, as PEFT would call it."""
+
+    def __init__(self, session: Session, original: Callable) -> None:
+        self._session = session
+        self._original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._session.batch is not None:
+            kwargs["adapter_names"] = list(self._session.batch.names)
+        return self._original(*args, **kwargs)
+
+
+class _Watched:
+    """Tells whether a layer's table still describes it."""
+
+    def __init__(self, layer: LoraLayer) -> None:
+        # The dictionaries behind the ModuleDicts: a look-up per forward, layer and adapter.
+        self._factors = (layer.lora_A._modules, layer.lora_B._modules)
+        self._scaling = layer.scaling
+        self._state = self._now()
+
+    def _now(self) -> list[float]:
+        linears = (linear for factors in self._factors for linear in factors.values())
+        return [w._parameters["weight"].data_ptr() for w in linears] + [*self._scaling.values()]
+
+    def changed(self) -> bool:
+        return self._now() != self._state
+
+
+def _weights(layer: LoraLayer, ids: dict[str, int]) -> lora.Weights:
+    pairs = [
+        (layer.lora_A[name].weight.data, layer.lora_B[name].weight.data)
+        if name in layer.lora_A
+        else None
+        for name in ids
+    ]
+    scales = [layer.scaling.get(name, 1.0) for name in ids]
+    return lora.Weights.from_adapters(pairs, scales)
+
+
+def _refusal(layer: LoraLayer) -> str | None:
+    """Why a layer is left to PEFT; None if Mortar can serve it."""
+    from peft.tuners.lora import Linear
+
+    kind = type(layer)
+    if not isinstance(layer, Linear) and kind.__module__ not in _QUANTISED:
+        return f"{kind.__name__} layers"
+    for variant in layer.lora_variant.values():
+        return type(variant).__name__
+    if not layer.lora_A:
+        return "layers without adapters"
+    linears = (*layer.lora_A.values(), *layer.lora_B.values())
+    if any(type(linear) is not torch.nn.Linear for linear in linears):
+        return f"adapters of {type(layer.lora_A).__name__}"
+    if any(linear.bias is not None for linear in linears):
+        return "LoRA biases"
+    weights = [linear.weight.data for linear in linears]
+    dtypes = sorted({str(w.dtype) for w in weights})
+    if len(dtypes) > 1 or weights[0].dtype not in _DTYPES:
+        return f"adapters of {' and '.join(dtypes)}"
+    devices = {str(w.device) for w in weights}
+    if len(devices) > 1 or weights[0].device.type not in ("cpu", "cuda"):
+        return f"adapters on {' and '.join(sorted(devices))}"
+    if any(type(w) is not torch.Tensor or not w.is_contiguous() for w in weights):
+        return "adapters that are not dense tensors"
+    if any(w.data_ptr() % _ALIGNMENT for w in weights):
+        return f"adapters not aligned to {_ALIGNMENT} bytes"
+    if max(layer.r.values()) > _MAX_RANK:
+        return f"ranks over {_MAX_RANK}"
+    return None
+
+
+def _has_encoder(lora_model: LoraModel) -> bool:
+    return bool(getattr(getattr(lora_model.model, "config", None), "is_encoder_decoder", False))
