@@ -15,6 +15,7 @@ if(binding_sources)
   target_include_directories(mortar_ffi PRIVATE include src)
   target_link_libraries(mortar_ffi PRIVATE tvm_ffi::header tvm_ffi::shared)
   mortar_enable_warnings(mortar_ffi)
+  target_compile_options(mortar_ffi PRIVATE -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=)
   # Python has libtvm_ffi.so loaded before it loads this library.
   set_target_properties(mortar_ffi PROPERTIES PREFIX "" LINKER_LANGUAGE CXX)
   install(TARGETS mortar_ffi LIBRARY DESTINATION mortar/_lib COMPONENT python EXCLUDE_FROM_ALL)

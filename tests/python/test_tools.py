@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The project's own checks find what they are there for."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def tools(monkeypatch, tmp_path):
+    """The modules of tools/, looking at an empty repository in tmp_path."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import suite
+    from checks import documents, includes, text
+
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    for module in (suite, documents, includes, text):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+
+    def write(name: str, content: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+        subprocess.run(["git", "add", name], cwd=tmp_path, check=True)
+
+    suite.write = write
+    yield suite
+    del suite.write
+
+
+@pytest.mark.parametrize(
+    ("file", "include", "wrong"),
+    [
+        ("src/lora/lora.cpp", '"lora/problem.h"', False),
+        ("src/lora/lora.cpp", '"mortar/lora.h"', False),
+        ("src/lora/lora.cpp", '"dynamic_conv/problem.h"', True),
+        ("src/core/check.cpp", '"lora/problem.h"', True),
+        ("src/device/mma.cuh", '"core/int_math.h"', False),
+        ("include/mortar/lora.h", '"core/check.h"', True),
+        ("include/mortar/lora.h", "<cuda_runtime.h>", True),
+        ("src/lora/lora.cpp", "<tvm/ffi/tensor.h>", True),
+        ("bindings/tvm_ffi/lora.cpp", "<tvm/ffi/tensor.h>", False),
+        ("bindings/tvm_ffi/lora.cpp", '"lora/problem.h"', True),
+    ],
+)
+def test_include_direction(tools, file, include, wrong):
+    from checks import includes
+
+    tools.write(file, f"#include {include}\n")
+    assert bool(list(includes.include_direction())) == wrong
+
+
+def test_documents_name_only_what_exists(tools):
+    from checks import documents
+
+    tools.write("src/lora/a.h", "")
+    tools.write("src/lora/b.cpp", "")
+    tools.write(
+        "README.md", "`src/lora/{a.h,b.cpp}` [b](src/lora/b.cpp) `src/<family>/a.h` `a.h`\n"
+    )
+    assert list(documents.paths_exist()) == []
+    tools.write("README.md", "`src/lora/c.h` [c](docs/c.md) `no_such.cpp`\n")
+    assert len(list(documents.paths_exist())) == 3
+
+
+def test_commands_in_documents(tools, monkeypatch):
+    from checks import documents
+
+    usage = (ROOT / "run").read_text()
+    tools.write("run", usage)
+    tools.write("README.md", "`./run demo conv`, `./run gpu-test`\n")
+    assert list(documents.commands_exist()) == []
+    tools.write("README.md", "./run everything\n")
+    assert list(documents.commands_exist()) == ["README.md: there is no `./run everything`"]
+
+
+def test_banned_text(tools):
+    from checks import text
+
+    tools.write("good.py", "# SPDX-License-Identifier: Apache-2.0\nratio = work/total\n")
+    assert list(text.banned_text()) == []
+    skip = "pytest." + "skip"
+    tools.write("bad.py", f"open('{'/'}home/me/x')\n{skip}('later')\n")
+    found = list(text.banned_text())
+    assert [line.partition(": ")[0] for line in found] == ["bad.py:1", "bad.py:2"]
+    assert list(text.source_form()) == ["bad.py: the SPDX line is missing"]
+
+
+_PTXAS = """\
+ptxas info    : Compiling entry function '_ZN6mortar4lora5applyIfEEv6Params' for '{arch}'
+ptxas info    : Function properties for _ZN6mortar4lora5applyIfEEv6Params
+    {spill} bytes stack frame, {spill} bytes spill stores, {spill} bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, {spill} bytes cumulative stack, 256 bytes smem
+"""
+
+
+@pytest.mark.parametrize("spill", [0, 8])
+def test_spills_fail(tools, tmp_path, monkeypatch, spill):
+    import kernel_report
+
+    monkeypatch.setattr(kernel_report, "ROOT", tmp_path)
+    tools.write("src/lora/cuda/apply.cu", "")
+    tools.write("tools/allowed_spills.toml", "")
+    log = tmp_path / "build/CMakeFiles/mortar_objects.dir/src/lora/cuda/apply.cu.o.stderr"
+    log.parent.mkdir(parents=True)
+    log.write_text(_PTXAS.format(arch="sm_80", spill=0) + _PTXAS.format(arch="sm_90a", spill=spill))
+    kernels = kernel_report.read_kernels(tmp_path / "build")
+    assert [(k.function, k.arch, k.registers, k.shared) for k in kernels] == [
+        ("apply", "sm_80", 40, 256),
+        ("apply", "sm_90a", 40, 256),
+    ]
+    counts = kernel_report.check_kernels(tmp_path / "build")
+    assert (counts.passed, counts.failed) == ((2, 0) if spill == 0 else (1, 1))
+    allowed = '[[allow]]\nkernel = "lora::apply"\nbytes = 16\nreason = "a test"\n'
+    tools.write("tools/allowed_spills.toml", allowed)
+    counts = kernel_report.check_kernels(tmp_path / "build")
+    assert (counts.passed, counts.failed) == ((2, 1) if spill == 0 else (2, 0))
+
+
+def test_skipped_tests_are_not_passed(tools, tmp_path):
+    (tmp_path / "report.xml").write_text(
+        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>'
+        '<testcase name="c"><failure/></testcase><testcase name="d" status="notrun"/>'
+        "</testsuite></testsuites>"
+    )
+    assert tools.read_junit(tmp_path / "report.xml") == tools.Counts(passed=1, failed=1, skipped=2)
+    suite = tools.Suite()
+    suite.stage("tests", lambda: tools.read_junit(tmp_path / "report.xml"))
+    assert suite.finish() == 1
+
+
+def test_run_lists_its_commands():
+    done = subprocess.run([ROOT / "run"], text=True, capture_output=True, check=True)
+    for command in ["setup", "build", "demo", "test", "bench", "gpu-test", "wheel", "format"]:
+        assert f"\n  {command} " in done.stdout
+    wrong = subprocess.run([ROOT / "run", "absent"], text=True, capture_output=True)
+    assert wrong.returncode == 1 and "no command 'absent'" in wrong.stderr
