@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// Contents of device tensors that the host cannot check, sizes of workspaces, and the traffic
+// that benchmarks divide by.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "lora_expect.h"
+
+namespace mortar::testing {
+namespace {
+
+constexpr DType kF32 = DType::kFloat32, kBF16 = DType::kBFloat16;
+
+class LoraRobustness : public ::testing::TestWithParam<LoraTarget> {
+ protected:
+  Device device() const { return GetParam().device; }
+  const UseTarget use_{GetParam()};
+};
+
+/// Only groups 0 and 3 are sound; the rest point outside of everything.
+TEST_P(LoraRobustness, SmallWildSegmentsStayInBounds) {
+  constexpr std::int32_t kBig = std::numeric_limits<std::int32_t>::max();
+  constexpr std::int32_t kLow = std::numeric_limits<std::int32_t>::min();
+  for (DType dtype : {kF32, kBF16}) {
+    LoraCase c;
+    c.tokens = 6;
+    c.x = c.w = c.y = dtype;
+    LoraOperands op(c, device());
+    GuardedTensor sorted = int_tensor(std::vector<std::int32_t>{0, kBig, -7, 2, 5, 6, kLow}, device());
+    GuardedTensor ids = int_tensor(std::vector<std::int32_t>{1, 0, 3, 2, kBig, kLow, 0, 0}, device());
+    GuardedTensor starts =
+        int_tensor(std::vector<std::int32_t>{0, -3, 0, 4, 0, 0, kBig, 5, kLow}, device());
+    GuardedTensor counts =
+        int_tensor(std::vector<std::int32_t>{4, 2, 4, 1, 4, 4, kBig, kBig}, device());
+    const LoraGroups groups =
+        LoraGroups::from_segments(sorted.view(), ids.view(), counts.view(), starts.view());
+    op.map = {1, -1, 1, -1, -1, 2};
+    const LoraWeights host = op.host_weights();
+    const auto h = lora::reference_shrink(op.x.host(), host, op.map, 1.0);
+    const auto expected = lora::reference_expand(h, host, op.map, op.y.host(), 0, true);
+    GuardedTensor workspace = op.apply_workspace();
+    lora_apply(op.x.view(), op.weights(), groups, op.y.view(), 0, 1.0f, true, workspace.view(),
+               Stream{});
+    workspace.download();
+    EXPECT_TRUE(workspace.guards_intact());
+    expect_outputs(op, expected, kF32, "wild segments");
+  }
+}
+
+/// Ranks in a table that are negative or above max_rank, and null pointers, leave a slice alone.
+TEST_P(LoraRobustness, SmallWildTableEntriesLeaveSlicesAlone) {
+  LoraCase c;
+  c.tokens = 5;
+  c.adapters = 5;
+  c.map = Map::kDistinct;
+  LoraOperands op(c, device());
+  const LoraWeights stacked = op.weights();
+  GuardedTensor table(DType::kInt64, {5, 1, 4}, {}, device());
+  auto* entries = table.data<LoraTableEntry>();
+  for (int l = 0; l < 5; ++l) {
+    entries[l] = {reinterpret_cast<std::uint64_t>(stacked.a[0].data),
+                  reinterpret_cast<std::uint64_t>(stacked.b[0].data), 8, 1.0f, 0};
+  }
+  entries[0].rank = -1;
+  entries[1].rank = 9;
+  entries[2].a = 0;
+  entries[3].b = 0;
+  entries[4].rank = std::numeric_limits<std::int32_t>::min();
+  table.upload();
+  const LoraWeights weights = LoraWeights::from_table(table.view(), kF32, 8, c.hidden, c.widths);
+  GuardedTensor workspace = op.apply_workspace();
+  lora_apply(op.x.view(), weights, op.groups(), op.y.view(), 0, 1.0f, false, workspace.view(),
+             Stream{});
+  op.y.download();
+  EXPECT_TRUE(op.y.all_unchanged());
+}
+
+/// Ranks of a stacked tensor's `ranks` below 0 or above its padded rank are clamped.
+TEST_P(LoraRobustness, SmallWildRanksAreClamped) {
+  LoraCase c;
+  c.tokens = 6;
+  c.adapters = 2;
+  c.map = Map::kDistinct;
+  LoraOperands op(c, device());
+  LoraWeights weights = op.weights();
+  GuardedTensor ranks = int_tensor(std::vector<std::int32_t>{-5, 1000}, device());
+  weights.ranks = ranks.view();
+  LoraWeights host = op.host_weights();
+  host.ranks = ranks.host();
+  const auto h = lora::reference_shrink(op.x.host(), host, op.map, 1.0);
+  const auto expected = lora::reference_expand(h, host, op.map, op.y.host(), 0, true);
+  GuardedTensor workspace = op.apply_workspace();
+  lora_apply(op.x.view(), weights, op.groups(), op.y.view(), 0, 1.0f, true, workspace.view(),
+             Stream{});
+  expect_outputs(op, expected, kF32, "wild ranks");
+}
+
+/// At most 1 % of x, y and weights together, or 4 MB if larger.
+TEST_P(LoraRobustness, SmallWorkspaceStaysWithinItsLimit) {
+  for (std::int64_t tokens : {1, 16, 300, 8192, 65536}) {
+    for (std::int64_t hidden : {64, 4096, 14336}) {
+      for (int rank : {8, 64, 512}) {
+        for (int slices : {1, 3, 8}) {
+          for (DType dtype : {kF32, kBF16}) {
+            const std::int64_t adapters = 32, width = 4096;
+            Tensor x(nullptr, dtype, {tokens, hidden}, device());
+            std::vector<Tensor> a(slices, Tensor(nullptr, dtype, {adapters, rank, hidden}, device()));
+            std::vector<Tensor> b(slices, Tensor(nullptr, dtype, {adapters, width, rank}, device()));
+            const LoraWeights weights = LoraWeights::stacked(a, b);
+            const std::int64_t elements = tokens * (hidden + slices * width) +
+                                          adapters * slices * rank * (hidden + width);
+            const std::int64_t limit =
+                std::max<std::int64_t>(4 << 20, elements * dtype_size(dtype) / 100);
+            EXPECT_LE(lora_apply_workspace(x, weights), limit)
+                << tokens << " tokens, K " << hidden << ", rank " << rank << ", " << slices
+                << " slices of " << dtype_name(dtype);
+            EXPECT_LE(lora_shrink_workspace(x, weights), limit);
+          }
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Targets, LoraRobustness, ::testing::ValuesIn(lora_targets()),
+                         [](const auto& target) { return target.param.name; });
+
+/// Three tokens of rank 8, none of rank 64, two without this slice: bytes by hand.
+TEST(LoraTrafficTest, SmallCountsOnlyAdaptersInUse) {
+  const std::int64_t widths[] = {100, 50}, tokens[] = {3, 0, 2};
+  const int ranks[] = {8, 16, 64, 64, 0, 4};
+  const LoraTraffic add = lora_traffic(1000, widths, ranks, tokens, kBF16, kF32, true);
+  EXPECT_EQ(add.weight_bytes, 4 * (8 * 1100 + 16 * 1050 + 4 * 1050));
+  EXPECT_EQ(add.x_bytes, 2 * 5 * 1000);
+  EXPECT_EQ(add.y_bytes, 2 * 2 * (3 * 150 + 2 * 50));
+  EXPECT_EQ(add.flops, 2 * (3 * (8 * 1100 + 16 * 1050) + 2 * 4 * 1050));
+  EXPECT_EQ(add.bytes(), add.weight_bytes + add.x_bytes + add.y_bytes);
+  const LoraTraffic overwrite = lora_traffic(1000, widths, ranks, tokens, kBF16, kF32, false);
+  EXPECT_EQ(overwrite.y_bytes * 2, add.y_bytes);
+}
+
+}  // namespace
+}  // namespace mortar::testing
