@@ -105,10 +105,12 @@ class Weights:
                 f"got {len(scales)}"
             )
         first, _ = present[0]
-        if widths is None:
+        if widths is not None:
+            num_slices = len(widths)
+        else:
             widths = [_width(rows, s) for s in range(num_slices)]
         if max_rank is None:
-            max_rank = max(a.shape[0] for a, _ in present if a.ndim == 2)
+            max_rank = max(a.shape[0] if a.ndim else 0 for a, _ in present)
         length = len(rows) if capacity is None else capacity
         if length < len(rows):
             raise ValueError(
@@ -225,11 +227,12 @@ def _slices(adapter: Adapter) -> list[Pair | None] | None:
     if len(entries) == 2 and all(isinstance(t, torch.Tensor) for t in entries):
         entries = [(entries[0], entries[1])]
     for entry in entries:
-        pair = entry is None or (
-            len(entry) == 2 and all(isinstance(t, torch.Tensor) for t in entry)
-        )
-        if not pair:
-            raise TypeError("lora_weights: a slice must be a pair of tensors (A, B) or None")
+        is_pair = isinstance(entry, list | tuple) and len(entry) == 2
+        if entry is not None and not (is_pair and all(isinstance(t, torch.Tensor) for t in entry)):
+            raise TypeError(
+                "lora_weights: a slice must be a pair of tensors (A, B) or None, got "
+                f"{type(entry).__name__} {'of another kind' if is_pair else ''}".rstrip()
+            )
     return entries
 
 

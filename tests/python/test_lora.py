@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from lora_cases import (
     BF16,
     FP16,
@@ -19,7 +20,6 @@ from lora_cases import (
     make,
     shrink_bound,
 )
-
 from mortar import lora, reference
 
 DTYPES = [BF16, FP16, FP32]

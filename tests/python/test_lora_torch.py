@@ -8,11 +8,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from lora_cases import Problem, apply_bound, assert_within, make
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
+from lora_cases import Problem, apply_bound, assert_within, make
 from mortar import _lora_ops, lora, reference
 
 PROBLEM = Problem(tokens=21, hidden=70, widths=(24, 9), ranks=(8, 3))

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""mortar.compat.vllm against the float64 reference, over grids like those of vLLM's own tests, and
+the semantics that its callers rely on."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from lora_cases import BF16, FP16, FP32, ROUNDOFF, SMALLEST, assert_within, magnitudes
+from mortar import reference
+from mortar.compat.vllm import lora_expand, lora_shrink
+from vllm_cases import STALE, make_inputs, prepare
+
+RANKS = [1, 4, 8, 16, 32, 64, 128, 256]
+# Sizes of served models and their shards: no multiple of 8 among many of them, odd ones too.
+HIDDEN_SIZES = [
+    2, 3, 7, 8, 14, 19, 37, 54, 64, 107, 128, 148, 231, 256, 347, 462, 513, 925, 1024, 2049, 2752,
+    4096, 6848, 11008, 14784, 27392, 49408, 128256,
+]  # fmt: skip
+
+
+def num_active(kind: str, slots: int):
+    return slots + 1 if kind == "int" else torch.tensor([slots + 1], dtype=torch.int32)
+
+
+def check_shrink(inputs, scaling=0.5, active=None):
+    x, h = inputs.x, inputs.h.fill_(float("nan"))
+    slots = inputs.a[0].shape[0]
+    lora_shrink(x, inputs.a, h, *inputs.metadata, active or slots + 1, scaling)
+    want = reference.lora.shrink(x, inputs.adapters, inputs.mapping, scale=scaling)
+    size = reference.lora.shrink(
+        x.abs(), magnitudes(inputs.adapters), inputs.mapping, scale=abs(scaling)
+    )
+    terms = x.shape[1] + 4
+    bound = size * (terms * ROUNDOFF[FP32] + ROUNDOFF[h.dtype]) + SMALLEST[h.dtype]
+    assert_within(h, want, bound)
+    assert (h[:, inputs.mapping == -1] == 0).all()
+
+
+def check_expand(inputs, add_inputs=True, offset=0, active=None):
+    before = inputs.y.clone()
+    slots = inputs.a[0].shape[0]
+    args = (inputs.mapping, inputs.widths, add_inputs, offset)
+    want = reference.lora.expand(inputs.y, inputs.h, inputs.adapters, *args)
+    size = reference.lora.expand(
+        torch.zeros_like(want), inputs.h.abs(), magnitudes(inputs.adapters), *args
+    )
+    lora_expand(
+        inputs.h,
+        inputs.b,
+        inputs.y,
+        *inputs.metadata,
+        active or slots + 1,
+        offset_start=offset,
+        add_inputs=add_inputs,
+    )
+    dtype = inputs.y.dtype
+    terms = inputs.h.shape[2] + 4
+    bound = size * (terms * ROUNDOFF[FP32] + ROUNDOFF[dtype]) + SMALLEST[dtype]
+    assert_within(inputs.y, want, bound + 1.01 * ROUNDOFF[dtype] * want.abs())
+    base = inputs.mapping == -1
+    assert torch.equal(inputs.y[base], before[base])
+    inside = slice(offset, offset + sum(inputs.widths))
+    after = inputs.y.clone()
+    after[:, inside] = before[:, inside]
+    assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("kind", ["int", "tensor"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("slices", [1, 2, 3])
+@pytest.mark.parametrize("rank", RANKS)
+def test_ranks(device, rank, slices, dtype, kind):
+    inputs = make_inputs(device, 20, 2049, (257,) * slices, rank, 2, dtype)
+    active = num_active(kind, 2)
+    check_shrink(inputs, active=active)
+    check_expand(inputs, active=active)
+
+
+@pytest.mark.parametrize("slots", [1, 8, 32, 128])
+@pytest.mark.parametrize("tokens", [1, 4, 64, 300])
+def test_slots(device, tokens, slots):
+    inputs = make_inputs(device, tokens, 130, (33, 17), 8, slots, map="one")
+    check_shrink(inputs)
+    inputs = make_inputs(device, tokens + 1, 130, (33, 17), 8, slots, map="blocks")
+    check_expand(inputs)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("slices", [1, 2, 3])
+@pytest.mark.parametrize("hidden", HIDDEN_SIZES)
+def test_hidden_sizes(device, hidden, slices, dtype):
+    inputs = make_inputs(device, 6, hidden, (5,) * slices, 32, 2, dtype)
+    check_shrink(inputs)
+    inputs = make_inputs(device, 6, 5, (hidden,) * slices, 32, 2, dtype)
+    check_expand(inputs)
+
+
+@pytest.mark.parametrize("tokens", [2, 17, 130, 520])
+@pytest.mark.parametrize("map", ["random", "one", "blocks"])
+def test_batches(device, tokens, map):
+    inputs = make_inputs(device, tokens, 200, (40, 72), 16, 8, map=map)
+    check_shrink(inputs)
+    check_expand(inputs)
+
+
+@pytest.mark.parametrize("four_dims", [False, True])
+@pytest.mark.parametrize("h_dtype", [FP32, BF16])
+@pytest.mark.parametrize("add_inputs", [True, False])
+def test_forms(device, four_dims, h_dtype, add_inputs):
+    """Slices of different widths (k and v are narrower than q), both forms of weights, both
+    kinds of shrink buffer."""
+    inputs = make_inputs(device, widths=(64, 8, 24), rank=16, h_dtype=h_dtype, four_dims=four_dims)
+    check_shrink(inputs, scaling=2.0)
+    check_expand(inputs, add_inputs)
+
+
+@pytest.mark.parametrize("add_inputs", [True, False])
+def test_offset_start(device, add_inputs):
+    """A shard of y, as the fully sharded layers write it."""
+    inputs = make_inputs(device, widths=(16, 9))
+    inputs.y = torch.randn(24, 60).to(BF16).to(device)
+    check_expand(inputs, add_inputs, offset=13)
+
+
+def test_the_flag_means_no_write_at_all(device):
+    inputs = make_inputs(device, map="base")
+    assert inputs.metadata[-1].item()
+    h, y = torch.full_like(inputs.h, 7), inputs.y.clone()
+    lora_shrink(inputs.x, inputs.a, h, *inputs.metadata, 5, 1.0)
+    assert (h == 7).all()
+    lora_expand(inputs.h, inputs.b, y, *inputs.metadata, 5, add_inputs=False)
+    assert torch.equal(y, inputs.y)
+
+
+def test_all_ids_minus_one_without_the_flag(device):
+    """What a replayed graph sees when its batch has no adapter: the flag is not looked at."""
+    inputs = make_inputs(device)
+    prepare(inputs.metadata, torch.full_like(inputs.mapping, -1))
+    inputs.metadata[-1][0] = False
+    inputs.mapping.fill_(-1)
+    before = inputs.y.clone()
+    check_shrink(inputs)
+    lora_expand(inputs.h, inputs.b, inputs.y, *inputs.metadata, 5, add_inputs=False)
+    assert torch.equal(inputs.y, before)
+
+
+def test_stale_tail_of_the_indices(device):
+    """A padded batch: rows past the step's tokens have stale indices, and are nobody's."""
+    inputs = make_inputs(device, tokens=24)
+    inputs.metadata[1].fill_(STALE)
+    prepare(inputs.metadata, inputs.mapping[:15].clone())
+    inputs.metadata[1][15:] = torch.tensor([0, 1, -5, STALE, 24, 3, 2, 1, 0], dtype=torch.int32)
+    inputs.mapping[15:] = -1
+    check_shrink(inputs)
+    check_expand(inputs)
+
+
+@pytest.mark.parametrize("kind", ["int", "tensor"])
+def test_num_active_limits_the_groups(device, kind):
+    inputs = make_inputs(device, tokens=30, map="blocks")  # groups -1, 0, 1, 2, 3
+    want, y = inputs.y.clone(), inputs.y.clone()
+    lora_expand(inputs.h, inputs.b, want, *inputs.metadata, 5, add_inputs=True)
+    two = 2 if kind == "int" else torch.tensor([2], dtype=torch.int32)
+    lora_expand(inputs.h, inputs.b, y, *inputs.metadata, two, add_inputs=True)
+    first = inputs.mapping <= 0
+    assert torch.equal(y[first], want[first])
+    assert torch.equal(y[~first], inputs.y[~first])
+
+
+def test_more_active_than_there_are(device):
+    inputs = make_inputs(device)
+    check_shrink(inputs, active=1000)
+    check_expand(inputs, active=1000)
+
+
+def test_ids_of_slots_that_do_not_exist(device):
+    """Never read out of bounds: such a group is skipped."""
+    inputs = make_inputs(device, tokens=30, map="blocks")
+    inputs.metadata[4][3] = 77
+    inputs.mapping[inputs.mapping == 2] = 77
+    before = inputs.y.clone()
+    lora_shrink(inputs.x, inputs.a, inputs.h.fill_(7), *inputs.metadata, 5, 1.0)
+    lora_expand(inputs.h, inputs.b, inputs.y, *inputs.metadata, 5, add_inputs=True)
+    lost = inputs.mapping == 77
+    assert lost.any() and (inputs.h[:, lost] == 0).all()
+    assert torch.equal(inputs.y[lost], before[lost])
+
+
+def test_float32_everywhere(device):
+    inputs = make_inputs(device, dtype=FP32)
+    check_shrink(inputs)
+    check_expand(inputs)
+
+
+def test_repeats_bitwise_whatever_the_batch(device):
+    inputs = make_inputs(device, tokens=40, hidden=700, widths=(30,), rank=32)
+    lora_shrink(inputs.x, inputs.a, inputs.h, *inputs.metadata, 5, 1.0)
+    row = int((inputs.mapping == 2).nonzero()[0])
+    alone = make_inputs(device, tokens=1, hidden=700, widths=(30,), rank=32)
+    prepare(alone.metadata, inputs.mapping[row : row + 1])
+    lora_shrink(inputs.x[row : row + 1], inputs.a, alone.h, *alone.metadata, 5, 1.0)
+    assert torch.equal(alone.h[:, 0], inputs.h[:, row])
+
+
+def spoil_mixed_slices(i):
+    i.a[1], i.b[1] = i.a[1].half(), i.b[1].half()
+    return TypeError, r"[ab]\[1\] must have dtype bfloat16 as [ab]\[0\] has, got float16"
+
+
+def spoil_rank(i):
+    i.h = torch.zeros(2, 24, 7, device=i.x.device)
+    return ValueError, r"h must have at least 8 columns \(the largest rank\), got 7"
+
+
+def spoil_tokens(i):
+    i.h = torch.zeros(2, 23, 8, device=i.x.device)
+    return ValueError, r"h must have shape \(2, 24, any\), got \(2, 23, 8\)"
+
+
+def spoil_ids(i):
+    i.metadata[4] = i.metadata[4].long()
+    return TypeError, "ids must have dtype int32, got int64"
+
+
+def spoil_counts(i):
+    i.metadata[2] = i.metadata[2][:3]
+    return ValueError, r"counts must have shape \(5\), got \(3\)"
+
+
+def spoil_starts(i):
+    i.metadata[3] = i.metadata[3][:3]
+    return ValueError, "starts must have at least 5 elements as ids has, got 3"
+
+
+def spoil_indices(i):
+    i.metadata[1] = i.metadata[1].float()
+    return TypeError, "sorted_tokens must have dtype int32, got float32"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        spoil_mixed_slices,
+        spoil_rank,
+        spoil_tokens,
+        spoil_ids,
+        spoil_counts,
+        spoil_starts,
+        spoil_indices,
+    ],
+)
+def test_refuses(device, spoil):
+    inputs = make_inputs(device, widths=(16, 8))
+    error, message = spoil(inputs)
+    h, y = inputs.h.clone(), inputs.y.clone()
+    with pytest.raises(error, match=f"^lora_(shrink|weights): {message}"):
+        lora_shrink(inputs.x, inputs.a, inputs.h, *inputs.metadata, 5, 1.0)
+    with pytest.raises(error, match=f"^lora_(expand|weights): {message}"):
+        lora_expand(inputs.h, inputs.b, inputs.y, *inputs.metadata, 5)
+    assert torch.equal(inputs.h, h) and torch.equal(inputs.y, y)
+
+
+def test_gradients_are_refused(device):
+    inputs = make_inputs(device)
+    inputs.x.requires_grad_()
+    with pytest.raises(RuntimeError, match="lora_shrink: arguments must not require gradients"):
+        lora_shrink(inputs.x, inputs.a, inputs.h, *inputs.metadata, 5, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["int", "tensor"])
+def test_opcheck(device, kind):
+    inputs = make_inputs(device, tokens=6, hidden=10, widths=(7, 3), rank=2, slots=2)
+    overload = "default" if kind == "int" else "tensor"
+    active = num_active(kind, 2)
+    opcheck(
+        getattr(torch.ops.mortar.vllm_lora_shrink, overload),
+        (inputs.x, inputs.a, inputs.h, *inputs.metadata, active, 1.0),
+    )
+    opcheck(
+        getattr(torch.ops.mortar.vllm_lora_expand, overload),
+        (inputs.h, inputs.b, inputs.y, *inputs.metadata, active, 0, True),
+    )
+
+
+@pytest.mark.parametrize("kind", ["int", "tensor"])
+def test_compile_fullgraph(device, kind):
+    """As in a compiled layer of the engine: the number of active adapters does not recompile."""
+    inputs = make_inputs(device, widths=(16, 8))
+
+    def layer(x, y, active):
+        h = torch.empty(2, x.shape[0], 8, dtype=torch.float32, device=x.device)
+        lora_shrink(x, inputs.a, h, *inputs.metadata, active, 1.0)
+        lora_expand(h, inputs.b, y, *inputs.metadata, active, add_inputs=True)
+        return y
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for many in (5, 3):
+        active = many if kind == "int" else torch.tensor([many], dtype=torch.int32)
+        want = layer(inputs.x, inputs.y.clone(), active)
+        assert torch.equal(compiled(inputs.x, inputs.y.clone(), active), want)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's drop-ins inside CUDA graphs, and their host cost."""
+
+import pytest
+import torch
+
+from lora_cases import make_map
+from mortar.compat.vllm import lora_expand, lora_shrink
+from test_lora_cuda import capture, median_host_us
+from vllm_cases import make_inputs, prepare
+
+
+@pytest.mark.parametrize("captured", [1, 3, 9])
+@pytest.mark.parametrize("kind", ["int", "tensor"])
+def test_graph_replays_with_other_tables(captured, kind):
+    """Captured for up to ``captured`` groups (the engine rounds up); replayed with other maps, with
+    fewer groups, and with no adapter at all."""
+    inputs = make_inputs("cuda", tokens=50, widths=(64, 16), slots=8)
+    active = captured if kind == "int" else torch.tensor([captured], dtype=torch.int32)
+    y = inputs.y.clone()
+
+    def body():
+        y.copy_(inputs.y)
+        lora_shrink(inputs.x, inputs.a, inputs.h, *inputs.metadata, active, 1.0)
+        lora_expand(inputs.h, inputs.b, y, *inputs.metadata, active, add_inputs=True)
+
+    graph = capture(body)
+    generator = torch.Generator().manual_seed(3)
+    for groups in (captured, max(1, captured - 1), 1, 0):
+        mapping = make_map("random", 50, max(groups - 1, 1), generator).cuda()
+        if groups <= 1:
+            mapping.fill_(groups - 1)
+        prepare(inputs.metadata, mapping)
+        graph.replay()
+        want = inputs.y.clone()
+        h = torch.zeros_like(inputs.h)
+        lora_shrink(inputs.x, inputs.a, h, *inputs.metadata, 9, 1.0)
+        lora_expand(h, inputs.b, want, *inputs.metadata, 9, add_inputs=True)
+        assert torch.equal(y, want)
+        if groups:
+            assert torch.equal(inputs.h, h)
+
+
+@pytest.mark.parametrize("kind", ["int", "tensor"])
+@pytest.mark.parametrize("op", ["shrink", "expand"])
+def test_host_cost(op, kind):
+    inputs = make_inputs("cuda", tokens=8, hidden=1024, widths=(1024, 256, 256), rank=16)
+    active = 5 if kind == "int" else torch.tensor([5], dtype=torch.int32)
+    calls = {
+        "shrink": lambda: lora_shrink(inputs.x, inputs.a, inputs.h, *inputs.metadata, active, 1.0),
+        "expand": lambda: lora_expand(
+            inputs.h, inputs.b, inputs.y, *inputs.metadata, active, 0, True
+        ),
+    }
+    with torch.inference_mode():
+        cost = median_host_us(calls[op])
+    print(f"host cost of {op} ({kind}): {cost:.1f} us")
+    assert cost <= 10

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a GPU can show: CUDA graphs, streams, devices, sizes past 2^31, host cost. Collected
+only where there is one."""
+
+import statistics
+import time
+
+import pytest
+import torch
+
+from lora_cases import BF16, Problem, apply_bound, assert_within, make
+from mortar import lora, reference
+
+PROBLEM = Problem(tokens=64, hidden=512, widths=(256, 64), ranks=(8, 16, 32, 5))
+FORMS = ["table", "stacked"]
+
+
+def capture(body) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        body()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_graph_replays_with_another_map(form):
+    """Captured with one map, replayed with others: other tokens, other adapters, none at all."""
+    t = make(PROBLEM, "cuda")
+    weights, ids, y = t.weights(form), t.token_adapter, t.y.clone()
+    plan = lora.plan(ids, 4)
+
+    def body():
+        y.copy_(t.y)
+        lora.plan(ids, 4, out=plan)
+        lora.apply(y, t.x, weights, plan)
+
+    graph = capture(body)
+    for new in (ids.clone(), ids.flip(0), ids * 0 + 2, ids * 0 - 1, ids.clamp(max=1), ids * 0 + 9):
+        ids.copy_(new)
+        graph.replay()
+        assert_within(
+            y,
+            want := reference.lora.apply(t.y, t.x, t.adapters, ids, t.widths, t.scales),
+            apply_bound(t, want),
+        )
+        eager = lora.apply(t.y.clone(), t.x, weights, lora.plan(ids, 4))
+        assert torch.equal(y, eager)
+
+
+def test_graph_sees_an_updated_adapter():
+    t = make(PROBLEM, "cuda")
+    weights, plan, y = t.table(), t.plan(), t.y.clone()
+
+    def body():
+        y.copy_(t.y)
+        lora.apply(y, t.x, weights, plan)
+
+    graph = capture(body)
+    t.adapters[2] = [
+        (torch.randn(9, 512, device="cuda").to(BF16), torch.randn(n, 9, device="cuda").to(BF16))
+        for n in t.widths
+    ]
+    t.scales[2] = -0.5
+    weights.update(2, t.adapters[2], -0.5)
+    graph.replay()
+    want = reference.lora.apply(t.y, t.x, t.adapters, t.token_adapter, t.widths, t.scales)
+    t.scales[2] = 0.5  # the bound wants sizes
+    assert_within(y, want, apply_bound(t, want))
+
+
+def test_graph_of_a_compiled_layer():
+    t = make(PROBLEM, "cuda")
+    weights, plan = t.table(), t.plan()
+    want = lora.apply(t.y * 2, t.x, weights, plan)
+    torch._dynamo.reset()
+    layer = torch.compile(
+        lambda x, y, plan: lora.apply(y * 2, x, weights, plan),
+        fullgraph=True,
+        mode="reduce-overhead",
+    )
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert torch.equal(layer(t.x, t.y, plan), want)
+
+
+def test_two_streams_at_once():
+    """Different problems on two streams, many times over: nothing is shared behind the scenes."""
+    problems = [make(Problem(tokens=300, hidden=1024, seed=s), "cuda") for s in (1, 2)]
+    calls = [(t, t.table(), t.plan()) for t in problems]
+    wants = [lora.apply(t.y.clone(), t.x, weights, plan) for t, weights, plan in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    got = [[], []]
+    for _ in range(50):
+        for stream, (t, weights, _), out in zip(streams, calls, got, strict=True):
+            with torch.cuda.stream(stream):
+                out.append(lora.apply(t.y.clone(), t.x, weights, t.plan()))
+    torch.cuda.synchronize()
+    for results, want in zip(got, wants, strict=True):
+        assert all(torch.equal(result, want) for result in results)
+
+
+def test_runs_on_the_current_stream():
+    """x is written late on a side stream; the ops must wait for it and the default stream not."""
+    t = make(PROBLEM, "cuda")
+    weights = t.table()
+    want = lora.apply(t.y.clone(), t.x, weights, t.plan())
+    x, ids = torch.zeros_like(t.x), torch.full_like(t.token_adapter, -1)
+    y = t.y.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(t.x)
+        ids.copy_(t.token_adapter)
+        lora.apply(y, x, weights, lora.plan(ids, 4))
+    assert not stream.query()
+    stream.synchronize()
+    assert torch.equal(y, want)
+
+
+if torch.cuda.device_count() > 1:
+
+    def test_runs_on_the_device_of_its_tensors():
+        t = make(PROBLEM, "cuda:1")
+        with torch.cuda.device(0):
+            want = reference.lora.apply(t.y, t.x, t.adapters, t.token_adapter, t.widths, t.scales)
+            y = lora.apply(t.y, t.x, t.table(), t.plan())
+            assert torch.cuda.current_device() == 0
+        assert_within(y, want, apply_bound(t, want))
+
+
+@pytest.mark.parametrize("which", ["x", "y", "plan", "weights"])
+def test_mixed_devices(which):
+    t = make(PROBLEM, "cuda")
+    args = {"x": t.x, "y": t.y, "plan": t.plan(), "weights": t.table()}
+    other = make(PROBLEM, "cpu")
+    args[which] = {"x": other.x, "y": other.y, "plan": other.plan(), "weights": other.table()}[
+        which
+    ]
+    before = args["y"].clone()
+    with pytest.raises(TypeError, match="^lora_apply: .* must be on c.*, got c"):
+        lora.apply(**args)
+    assert torch.equal(args["y"], before)
+
+
+def test_more_than_2_to_the_31_elements():
+    """x and y beyond 2^31 elements; the rows at the far end are right."""
+    tokens, hidden = 2**20, 2064
+    x = torch.zeros(tokens, hidden, dtype=BF16, device="cuda")
+    y = torch.zeros(tokens, hidden, dtype=BF16, device="cuda")
+    assert x.numel() > 2**31
+    some = torch.tensor([0, 1, tokens // 2, tokens - 2, tokens - 1], device="cuda")
+    t = make(Problem(tokens=5, hidden=hidden, widths=(hidden,), ranks=(8, 16)), "cuda")
+    t.token_adapter.copy_(torch.tensor([0, 1, 1, 0, 1]))
+    ids = torch.full((tokens,), -1, dtype=torch.int32, device="cuda")
+    x[some], y[some], ids[some] = t.x, t.y, t.token_adapter
+    want = reference.lora.apply(t.y, t.x, t.adapters, t.token_adapter, t.widths, t.scales)
+    weights = t.table()
+    lora.apply(y, x, weights, lora.plan(ids, 2))
+    assert_within(y[some], want, apply_bound(t, want))
+    y[some] = 0
+    assert not y.any()
+    ids.fill_(1)
+    ids[some] = t.token_adapter
+    y[some] = t.y
+    lora.apply(y, x, weights, lora.plan(ids, 2))
+    assert_within(y[some], want, apply_bound(t, want))
+
+
+def median_host_us(call, repeats: int = 400) -> float:
+    """Host time of a call, queue kept short so that it never waits for the device."""
+    for _ in range(50):
+        call()
+    times = []
+    for i in range(repeats):
+        if i % 50 == 0:
+            torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        call()
+        times.append((time.perf_counter_ns() - start) / 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("op", ["plan", "shrink", "expand", "apply"])
+def test_host_cost(op, form):
+    t = make(Problem(tokens=8, hidden=1024, widths=(1024, 256, 256), ranks=(16, 16)), "cuda")
+    weights, plan = t.weights(form), t.plan()
+    h = torch.zeros(3, 8, 16, device="cuda")
+    calls = {
+        "plan": lambda: lora.plan(t.token_adapter, 2, out=plan),
+        "shrink": lambda: lora.shrink(t.x, weights, plan, h),
+        "expand": lambda: lora.expand(t.y, h, weights, plan),
+        "apply": lambda: lora.apply(t.y, t.x, weights, plan),
+    }
+    with torch.no_grad():
+        cost = median_host_us(calls[op])
+    print(f"host cost of {op} ({form}): {cost:.1f} us")
+    assert cost <= 10

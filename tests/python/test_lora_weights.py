@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""mortar.lora.Weights: the device table, its replacement in place, and what it refuses."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from lora_cases import BF16, FP16, FP32, Problem, apply_bound, assert_within, make
+from mortar import lora, reference
+from mortar._ffi import lib
+
+PROBLEM = Problem(tokens=20, hidden=40, widths=(24, 16), ranks=(8, 3, 5))
+
+
+def pair(rank=4, hidden=40, width=24, dtype=BF16, device="cpu"):
+    a, b = torch.randn(rank, hidden), torch.randn(width, rank)
+    return a.to(dtype).to(device), b.to(dtype).to(device)
+
+
+def check_against_reference(t, weights):
+    want = reference.lora.apply(t.y, t.x, t.adapters, t.token_adapter, t.widths, t.scales)
+    plan = lora.plan(t.token_adapter, weights.num_adapters)
+    assert_within(lora.apply(t.y.clone(), t.x, weights, plan), want, apply_bound(t, want))
+
+
+def test_attributes(device):
+    for weights in (make(PROBLEM, device).table(), make(PROBLEM, device).stacked()):
+        assert weights.num_adapters == 3 and weights.num_slices == 2 and weights.max_rank == 8
+        assert weights.hidden == 40 and weights.widths == [24, 16] and weights.dtype is BF16
+        assert not weights.requires_grad
+
+
+def test_one_slice_takes_bare_pairs(device):
+    bare = [pair(device=device), pair(rank=7, device=device)]
+    x, ids = torch.randn(3, 40, device=device), torch.tensor([0, 1, 0], dtype=torch.int32)
+    plan = lora.plan(ids.to(device), 2)
+    results = [
+        lora.apply(torch.zeros(3, 24, device=device), x, lora.Weights.from_adapters(form), plan)
+        for form in (bare, [[p] for p in bare], [[list(p)] for p in bare])
+    ]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_scales_per_slice_and_empty_slots(device):
+    t = make(PROBLEM, device)
+    t.scales = [[0.5, -2.0], 3.0, [0.0, 1.0]]
+    t.adapters.insert(1, None)
+    weights = lora.Weights.from_adapters(t.adapters, [t.scales[0], 1.0, *t.scales[1:]])
+    t.adapters[1] = [None, None]
+    t.scales.insert(1, 1.0)
+    ids = torch.arange(20, dtype=torch.int32, device=device) % 4
+    t.token_adapter = ids
+    want = reference.lora.apply(t.y, t.x, t.adapters, ids, t.widths, t.scales)
+    got = lora.apply(t.y.clone(), t.x, weights, lora.plan(ids, 4))
+    # The bound scales its sizes like the result, so it wants them positive.
+    t.scales = [[0.5, 2.0], 1.0, 3.0, [0.0, 1.0]]
+    assert_within(got, want, apply_bound(t, want))
+
+
+def test_tensors_stay_alive(device):
+    t = make(PROBLEM, device)
+    weights = t.table()
+    alive = weakref.ref(t.adapters[0][0][0])
+    keep = [[(a.clone(), b.clone()) for a, b in row] for row in t.adapters]
+    t.adapters.clear()
+    gc.collect()
+    assert alive() is not None
+    t.adapters.extend(keep)
+    check_against_reference(t, weights)
+
+
+def test_update_replaces_one_adapter_in_place(device):
+    t = make(PROBLEM, device)
+    weights = lora.Weights.from_adapters(t.adapters, t.scales, capacity=5, max_rank=30)
+    table = weights.apply_args[0]
+    assert weights.num_adapters == 5 and weights.max_rank == 30
+    check_against_reference(t, weights)
+
+    t.adapters[1] = [pair(30, device=device), None]
+    t.scales[1] = 0.125
+    weights.update(1, t.adapters[1], 0.125)
+    check_against_reference(t, weights)
+
+    new = [pair(6, device=device), pair(9, width=16, device=device)]
+    weights.update(4, new, [1.0, 0.5])
+    t.adapters += [[None, None], new]
+    t.scales += [1.0, [1.0, 0.5]]
+    t.token_adapter = torch.arange(20, dtype=torch.int32, device=device) % 5
+    check_against_reference(t, weights)
+
+    weights.update(0, None)
+    t.adapters[0] = [None, None]
+    check_against_reference(t, weights)
+    assert weights.apply_args[0] is table
+    assert len(weights.tensors()) == 2 + 4 + 4
+
+
+def test_a_failed_update_changes_nothing(device):
+    t = make(PROBLEM, device)
+    weights = t.table()
+    before = weights.apply_args[0].clone()
+    for bad in ([pair(9, device=device), None], [pair(device=device)], [pair(4, 41), None]):
+        with pytest.raises((ValueError, TypeError), match="lora_weights: "):
+            weights.update(0, bad)
+    with pytest.raises(ValueError, match=r"slot must be in \[0, 3\), got 3"):
+        weights.update(3, None)
+    assert torch.equal(weights.apply_args[0], before)
+    check_against_reference(t, weights)
+
+
+def test_stacked_cannot_be_updated(device):
+    with pytest.raises(TypeError, match="update needs weights made by from_adapters, got stacked"):
+        make(PROBLEM, device).stacked().update(0, None)
+
+
+def misaligned(rows, columns):
+    return torch.zeros(rows * columns + 1, dtype=BF16)[1:].view(rows, columns)
+
+
+FROM_ADAPTERS = [
+    ([], {}, ValueError, r"adapters must hold at least one \(A, B\), got none"),
+    ([None], {}, ValueError, r"adapters must hold at least one \(A, B\), got none"),
+    ([[3]], {}, TypeError, r"a slice must be a pair of tensors \(A, B\) or None, got int"),
+    ([[pair()[:1]]], {}, TypeError, r"must be a pair of tensors \(A, B\) or None, got tuple"),
+    ([pair()], {"scales": [1, 2]}, ValueError, "scales must have one entry per adapter = 1, got 2"),
+    ([pair()], {"scales": [[1, 2]]}, ValueError, "one number or one per slice = 1, got 2"),
+    ([pair(), [pair(), pair()]], {}, ValueError, "adapter 0 must have 2 slices, got 1"),
+    ([[pair(), None]], {}, ValueError, "widths must be given, as no adapter has a pair for slice"),
+    ([pair()], {"widths": [23]}, ValueError, r"B of adapter 0, slice 0 must have shape \(23, 4\)"),
+    ([pair()], {"widths": [24, 3]}, ValueError, "adapter 0 must have 2 slices, got 1"),
+    ([pair(), pair()], {"capacity": 1}, ValueError, "capacity must be at least .* = 2, got 1"),
+    ([pair()], {"capacity": 4097}, ValueError, "number of adapters must be 1 to 4096, got 4097"),
+    ([pair()], {"max_rank": 3}, ValueError, "A of adapter 0, slice 0 must have .* 1 to 3, got 4"),
+    ([pair()], {"max_rank": 513}, ValueError, "max_rank must be 1 to 512, got 513"),
+    ([pair(0)], {}, ValueError, "max_rank must be 1 to 512, got 0"),
+    ([pair(513)], {}, ValueError, "max_rank must be 1 to 512, got 513"),
+    (
+        [pair(), pair(0)],
+        {},
+        ValueError,
+        "A of adapter 1, .* a rank of 1 to 4, got 0",
+    ),
+    ([pair(), pair(hidden=41)], {}, ValueError, r"A of adapter 1, .* \(4, 40\), got \(4, 41\)"),
+    ([pair(), pair(width=23)], {}, ValueError, r"B of adapter 1, .* \(24, 4\), got \(23, 4\)"),
+    ([pair(), (pair()[0], pair(5)[1])], {}, ValueError, r"B of .* \(24, 4\), got \(24, 5\)"),
+    ([pair(), pair(dtype=FP16)], {}, TypeError, "A of adapter 1, .* torch.bfloat16, got torch.f"),
+    (
+        [(pair()[0], pair(dtype=FP32)[1])],
+        {},
+        TypeError,
+        "B of .* torch.bfloat16, got torch.float32",
+    ),
+    ([pair(dtype=torch.float64)], {}, TypeError, "dtype must be float32 or .*, got float64"),
+    ([pair(), pair(device="meta")], {}, TypeError, "A of adapter 1, .* must be on cpu, got meta"),
+    ([(torch.zeros(40, 4, dtype=BF16).T, pair()[1])], {}, ValueError, "A .* must be contiguous"),
+    ([(pair()[0], misaligned(24, 4))], {}, ValueError, "B .* must be aligned to 16 bytes"),
+    (
+        [(torch.zeros(4), pair()[1])],
+        {},
+        ValueError,
+        r"A of .* shape \(4, 4\), got \(4,\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "adapters, options, error, message", FROM_ADAPTERS, ids=[case[-1] for case in FROM_ADAPTERS]
+)
+def test_from_adapters_refuses(adapters, options, error, message):
+    with pytest.raises(error, match="lora_weights: .*" + message):
+        lora.Weights.from_adapters(adapters, **options)
+
+
+def a3(*shape, dtype=BF16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+A, B = a3(3, 8, 40), a3(3, 24, 8)
+STACKED = [
+    ([], [], {}, ValueError, "number of slices must be 1 to 8, got 0"),
+    ([A] * 9, [B] * 9, {}, ValueError, "number of slices must be 1 to 8, got 9"),
+    ([A, A], [B], {}, ValueError, "a and b must have one tensor per slice each, got 2 and 1"),
+    ([A[0]], [B], {}, ValueError, r"a\[0\] must have 3 dimensions, got shape \(8, 40\)"),
+    ([A], [B[0]], {}, ValueError, r"b\[0\] must have 3 dimensions, got shape \(24, 8\)"),
+    ([A], [a3(2, 24, 8)], {}, ValueError, r"b\[0\] must hold 3 adapters as a\[0\] does"),
+    ([A], [a3(3, 24, 7)], {}, ValueError, r"b\[0\] must have rank 8 in its last dimension"),
+    ([A, a3(3, 8, 41)], [B, B], {}, ValueError, r"a\[1\] must have width K = 40"),
+    ([A, A.float()], [B, B], {}, TypeError, r"a\[1\] must have dtype bfloat16 as a\[0\] has"),
+    ([A], [B.half()], {}, TypeError, r"b\[0\] must have dtype bfloat16 .*, got float16"),
+    ([A.int()], [B.int()], {}, TypeError, r"a\[0\] must have dtype float32 or .*, got int32"),
+    ([A.bool()], [B], {}, TypeError, "a must have dtype .*, got bool"),
+    ([a3(3, 0, 40)], [a3(3, 24, 0)], {}, ValueError, "rank .* must be 1 to 512, got 0"),
+    ([a3(3, 513, 4)], [a3(3, 2, 513)], {}, ValueError, "rank .* must be 1 to 512, got 513"),
+    ([a3(0, 8, 40)], [a3(0, 24, 8)], {}, ValueError, "number of adapters must be 1 to 4096, got 0"),
+    ([a3(3, 40, 8).mT], [B], {}, ValueError, r"a\[0\] must have stride 1 in its last dimension"),
+    ([A], [B], {"ranks": torch.zeros(2, dtype=torch.int32)}, ValueError, r"ranks .* \(3\), got"),
+    ([A], [B], {"ranks": torch.zeros(3)}, TypeError, "ranks must have dtype int32, got float32"),
+    ([A], [B], {"scales": torch.zeros(4)}, ValueError, r"scales must have shape \(3\), got \(4\)"),
+    ([A], [B], {"scales": a3(3)}, TypeError, "scales must have dtype float32, got bfloat16"),
+    ([A], [B], {"scales": torch.zeros(6)[::2]}, ValueError, "scales must be contiguous"),
+]
+
+
+@pytest.mark.parametrize(
+    "a, b, options, error, message", STACKED, ids=[case[-1] for case in STACKED]
+)
+def test_stacked_refuses(a, b, options, error, message):
+    with pytest.raises(error, match="lora_weights: .*" + message):
+        lora.Weights.stacked(a, b, **options)
+
+
+def test_stacked_takes_the_four_dimensions_of_vllm(device):
+    t = make(PROBLEM, device)
+    flat = t.stacked()
+    a, b, ranks, scales = flat.apply_args
+    deep = lora.Weights.stacked([m[:, None] for m in a], [m[:, None] for m in b], ranks, scales)
+    plan = t.plan()
+    want = lora.apply(t.y.clone(), t.x, flat, plan)
+    assert torch.equal(lora.apply(t.y.clone(), t.x, deep, plan), want)
+
+
+def test_traffic_counts_what_is_used():
+    """Weights of adapters with tokens, x once, y read and written."""
+    sizes = lib.lora_traffic(40, [24, 16], [8, 8, 3, 0, 5, 5], [10, 4, 0], BF16, FP32, True)
+    weights = (8 * (40 + 24) + 8 * (40 + 16) + 3 * (40 + 24)) * 4
+    y = 2 * 2 * (10 * (24 + 16) + 4 * 24)
+    flops = 2 * (10 * 8 * (64 + 56) + 4 * 3 * 64)
+    assert list(sizes) == [weights, 2 * 40 * 14, y, flops]
