@@ -35,4 +35,27 @@ struct CpuConfig {
   }
 };
 
+/// How the CUDA backend cuts (B, T, D): a CTA takes `threads` groups of adjacent channels through
+/// `steps` steps of time.
+struct CudaConfig {
+  int threads = 128;
+  int steps = 32;
+
+  /// Threads that must be in flight for the loads of one wave to hide the latency of memory.
+  static constexpr std::int64_t kThreadsPerSm = 1024;
+  static constexpr int kLeastSteps = 8;
+
+  /// `groups`: channel groups of one step; `most_steps`: 32 forward, 64 backward (whose halo, W - 1
+  /// steps of every chunk, costs more).
+  static CudaConfig make(std::int64_t batch, std::int64_t time, std::int64_t groups, int num_sms,
+                         int most_steps) {
+    CudaConfig c;
+    while (c.threads > 32 && c.threads / 2 >= groups) c.threads /= 2;
+    c.steps = most_steps;
+    const auto in_flight = [&] { return batch * groups * ceil_div<std::int64_t>(time, c.steps); };
+    while (c.steps > kLeastSteps && in_flight() < kThreadsPerSm * num_sms) c.steps /= 2;
+    return c;
+  }
+};
+
 }  // namespace mortar::dynamic_conv

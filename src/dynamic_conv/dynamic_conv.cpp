@@ -14,7 +14,7 @@ namespace {
 
 using dynamic_conv::Backend;
 
-const Backend& backend(const ArgCheck& arg, Device device) {
+const Backend& backend([[maybe_unused]] const ArgCheck& arg, Device device) {
   if (device.type == DeviceType::kCPU) return dynamic_conv::cpu::kBackend;
 #if MORTAR_HAS_CUDA
   return dynamic_conv::cuda::kBackend;

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// From runtime values to a kernel's traits, and the launch of a grid of tiles.
+#pragma once
+
+#include <initializer_list>
+#include <limits>
+
+#include "core/check.h"
+#include "device/launch.cuh"
+#include "dynamic_conv/config.h"
+#include "dynamic_conv/cuda/tile.cuh"
+
+namespace mortar::dynamic_conv::cuda {
+
+template <class Body>
+void with_type(DType dtype, const Body& body) {
+  if (dtype == DType::kFloat32) return body(float());
+  if (dtype == DType::kFloat16) return body(__half());
+  body(__nv_bfloat16());
+}
+
+/// body(VectorTraits<T, W>()) for the W that equals `width`; returns what it returns.
+template <class T, int W = kMaxWidth, class Body>
+bool with_width(int width, const Body& body) {
+  if constexpr (W == 0) {
+    return false;
+  } else {
+    if (width == W) return body(VectorTraits<T, W>());
+    return with_width<T, W - 1>(width, body);
+  }
+}
+
+/// Offers the vector traits, where dtypes agree, then the scalar ones; `body` returns whether it
+/// took the offer and always takes the last.
+template <class Problem, class Body>
+void with_traits(const Problem& shape, const Body& body) {
+  bool taken = false;
+  if (shape.x_dtype == shape.k_dtype) {
+    with_type(shape.x_dtype,
+              [&](auto t) { taken = with_width<decltype(t)>(shape.width, body); });
+  }
+  if (taken) return;
+  with_type(shape.x_dtype, [&](auto x) {
+    with_type(shape.k_dtype, [&](auto k) { body(ScalarTraits<decltype(x), decltype(k)>()); });
+  });
+}
+
+/// Whether every row of a signal starts at a multiple of `bytes`.
+inline bool aligned(const Signal& s, DType dtype, std::int64_t bytes) {
+  const std::int64_t size = dtype_size(dtype);
+  return reinterpret_cast<std::uintptr_t>(s.data) % static_cast<std::uintptr_t>(bytes) == 0 &&
+         s.batch_stride * size % bytes == 0 && s.time_stride * size % bytes == 0;
+}
+
+/// Whether the traits' vectors divide D and every access to these operands is aligned.
+template <class Traits, class Problem>
+bool fits(const Problem& shape, std::initializer_list<Signal> signals,
+          std::initializer_list<Signal> taps) {
+  bool fit = shape.channels % Traits::kChannels == 0;
+  for (const Signal& s : signals) fit &= aligned(s, shape.x_dtype, Traits::kSignalAlignment);
+  for (const Signal& s : taps) fit &= aligned(s, shape.k_dtype, Traits::kTapAlignment);
+  return fit;
+}
+
+/// One CTA per (batch row, chunk of time, block of channels); T = 0 has one empty chunk, in which
+/// states are passed on.
+template <auto kKernel, class Traits, class Params, class Problem>
+void launch_tiles(const char* op, const Problem& p, const CudaConfig* config, int most_steps,
+                  Stream stream) {
+  const std::int64_t groups = ceil_div<std::int64_t>(p.shape.channels, Traits::kChannels);
+  const CudaConfig c = config != nullptr
+                           ? *config
+                           : CudaConfig::make(p.shape.batch, p.shape.time, groups,
+                                              device::current_device().num_sms, most_steps);
+  const std::int64_t chunks =
+      p.shape.time == 0 ? 1 : ceil_div<std::int64_t>(p.shape.time, c.steps);
+  const std::int64_t columns = ceil_div<std::int64_t>(groups, c.threads);
+  const std::int64_t ctas = p.shape.batch * chunks * columns;
+  check(ctas <= std::numeric_limits<std::int32_t>::max(), op, ": x must need at most 2^31 - 1 ",
+        "blocks of ", c.steps, " steps and ", c.threads, " threads, got ", ctas);
+  Params params;
+  params.problem = p;
+  params.grid = {c.steps, static_cast<unsigned>(chunks), static_cast<unsigned>(columns)};
+  device::Launch launch;
+  launch.grid = dim3(static_cast<unsigned>(ctas));
+  launch.threads = static_cast<unsigned>(c.threads);
+  launch.stream = stream;
+  launch.pdl = true;
+  device::launch<kKernel>(op, launch, params);
+}
+
+}  // namespace mortar::dynamic_conv::cuda

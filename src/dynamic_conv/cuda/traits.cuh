@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compile-time choices of a kernel, and the access to W taps of V channels that follows from them.
+#pragma once
+
+#include <type_traits>
+
+#include "device/vector.cuh"
+#include "dynamic_conv/problem.h"
+
+namespace mortar::dynamic_conv::cuda {
+
+/// Channels of one thread: as many as make 16 bytes of taps (8 for W = 1), or the next even divisor where W is no
+/// power of two (12 to 28 bytes in equal power-of-two pieces: the warp's pieces interleave, but the
+/// first-level cache joins them).
+template <class T>
+constexpr int vector_channels(int width) {
+  const int taps = 16 / static_cast<int>(sizeof(T));  // in 16 bytes
+  if (width == 1) return taps / 2;
+  if (width == 2 || width == 3) return taps / 2;
+  if (width == 4) return taps / 4;
+  if (width == 8) return 1;
+  return sizeof(T) == 2 ? 2 : 1;
+}
+
+/// The largest power of two that divides n.
+constexpr int power_of_two_in(int n) { return n & -n; }
+
+/// N adjacent elements of one thread, in as few equal accesses of a power-of-two size as possible.
+template <class T, int N>
+struct Run {
+  static constexpr int kPieceElts = power_of_two_in(N) < 16 / int{sizeof(T)}
+                                        ? power_of_two_in(N)
+                                        : 16 / int{sizeof(T)};
+  static constexpr int kPieces = N / kPieceElts;
+  static constexpr int kAlignment = kPieceElts * int{sizeof(T)};
+
+  device::Bits<T, kPieceElts> piece[kPieces];
+
+  __device__ __forceinline__ void load(const T* p) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) piece[i] = device::load_once<T, kPieceElts>(p + i * kPieceElts);
+  }
+  __device__ __forceinline__ float get(int i) const {
+    return piece[i / kPieceElts].get(i % kPieceElts);
+  }
+  /// Stores value(0), ..., value(N - 1).
+  template <class Value>
+  __device__ static __forceinline__ void store(T* p, const Value& value) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      float v[kPieceElts];
+#pragma unroll
+      for (int e = 0; e < kPieceElts; ++e) v[e] = value(i * kPieceElts + e);
+      device::store_once<T, kPieceElts>(p + i * kPieceElts, v);
+    }
+  }
+};
+
+/// W known and all rows aligned to the vectors below.
+template <class T, int W>
+struct VectorTraits {
+  using X = T;
+  using K = T;
+  static constexpr bool kVector = true;
+  static constexpr int kWidth = W;
+  static constexpr int kChannels = vector_channels<T>(W);
+  static constexpr int kSignalAlignment = kChannels * int{sizeof(T)};
+  static constexpr int kTapAlignment = Run<T, kChannels * W>::kAlignment;
+
+  struct Taps {
+    Run<T, kChannels * W> run;
+
+    __device__ __forceinline__ void load(const T* p, int) { run.load(p); }
+    /// Tap that multiplies the input `lag` steps ago.
+    __device__ __forceinline__ float get(int channel, int lag) const {
+      return run.get(channel * W + W - 1 - lag);
+    }
+  };
+
+  /// dk[c][w] = g[c] * x[W - 1 - w][c].
+  __device__ static __forceinline__ void store_gradient(T* dk, const float (&g)[kChannels],
+                                                        const float (&x)[W][kChannels], int) {
+    Run<T, kChannels * W>::store(dk, [&](int i) { return g[i / W] * x[W - 1 - i % W][i / W]; });
+  }
+};
+
+/// Any W up to the maximum, any alignment, any pair of dtypes: one channel a thread.
+template <class X_, class K_>
+struct ScalarTraits {
+  using X = X_;
+  using K = K_;
+  static constexpr bool kVector = false;
+  static constexpr int kWidth = kMaxWidth;
+  static constexpr int kChannels = 1;
+  static constexpr int kSignalAlignment = sizeof(X);
+  static constexpr int kTapAlignment = sizeof(K);
+
+  struct Taps {
+    device::Bits<K, 1> tap[kMaxWidth];  // by lag
+
+    __device__ __forceinline__ void load(const K* p, int width) {
+#pragma unroll
+      for (int lag = 0; lag < kMaxWidth; ++lag) {
+        if (lag < width) tap[lag] = device::load<K, 1>(p + width - 1 - lag);
+      }
+    }
+    __device__ __forceinline__ float get(int, int lag) const { return tap[lag].get(0); }
+  };
+
+  __device__ static __forceinline__ void store_gradient(K* dk, const float (&g)[1],
+                                                        const float (&x)[kMaxWidth][1], int width) {
+#pragma unroll
+    for (int lag = 0; lag < kMaxWidth; ++lag) {
+      if (lag < width) dk[width - 1 - lag] = device::from_float<K>(g[0] * x[lag][0]);
+    }
+  }
+};
+
+inline constexpr int kMaxThreads = 128;  ///< of a CTA: small ones let registers be shared out finely
+
+/// CTAs that an SM must hold, which caps the registers of a thread: `fixed` for addresses and the
+/// walk, what is in flight, and one per value of the `windows` and of the sums. A cap that is too
+/// low spills values in flight, and a spill waits for its load.
+template <class Traits>
+constexpr int min_ctas(int fixed, int signals, int ahead, int windows) {
+  constexpr int kTaps = int{sizeof(typename Traits::Taps)} / 4;
+  constexpr int kSignal = (Traits::kChannels * int{sizeof(typename Traits::X)} + 3) / 4;
+  const int registers = fixed + ahead * (kTaps + signals * kSignal) +
+                        (windows * (Traits::kWidth - 1) + 2) * Traits::kChannels;
+  return 65536 / (kMaxThreads * round_up(registers, 8));
+}
+
+/// s = sum over lags of tap * x, oldest input first: the one order of every backend.
+template <class Traits>
+__device__ __forceinline__ void convolve(const typename Traits::Taps& taps,
+                                         const float (&x)[Traits::kWidth][Traits::kChannels],
+                                         int width, float (&s)[Traits::kChannels]) {
+#pragma unroll
+  for (int c = 0; c < Traits::kChannels; ++c) {
+    s[c] = 0;
+#pragma unroll
+    for (int lag = Traits::kWidth - 1; lag >= 0; --lag) {
+      if (Traits::kVector || lag < width) s[c] = fmaf(taps.get(c, lag), x[lag][c], s[c]);
+    }
+  }
+}
+
+/// 1 / (1 + exp(-s)) from exp(-|s|), which never overflows. The fast exponential's error, 2 +
+/// 1.2 |s| units of exp(-|s|), stays below one unit of the result's scale.
+__device__ __forceinline__ float sigmoid(float s) {
+  const float e = __expf(-fabsf(s));
+  return __fdividef(s < 0 ? e : 1.0f, 1.0f + e);
+}
+
+}  // namespace mortar::dynamic_conv::cuda
