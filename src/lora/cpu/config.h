@@ -7,11 +7,6 @@
 
 namespace mortar::lora::cpu {
 
-/// Bytes of x rows that a block of tokens may span: they are read once per 8 ranks and shall stay
-/// in a second-level cache of 1 MB beside A.
-inline constexpr std::int64_t kShrinkBlockBytes = 256 * 1024;
-/// Ranks whose sums a block keeps before they are written to h.
-inline constexpr std::int64_t kShrinkRankChunk = 64;
 /// Ranks of an item when there are too few tokens to keep all threads busy.
 inline constexpr std::int64_t kSplitRanks = 8;
 

@@ -40,7 +40,7 @@ ExpandPass::ExpandPass(const HiddenRows& h, const WeightsView& weights, const Gr
   }
   if (num_threads > 1) {
     const std::int64_t share = ceil_div<std::int64_t>(blocks * width, 4 * num_threads);
-    column_cap_ = std::clamp(round_up(share, kMaxColumnTile), kMaxColumnTile, kMaxColumns);
+    column_cap_ = std::clamp(round_up(share, kPackColumns), kPackColumns, kMaxColumns);
   }
 }
 
@@ -53,8 +53,8 @@ void ExpandPass::run() {
 std::int64_t ExpandPass::column_block(const SliceWeights& w) const {
   const std::int64_t column_bytes =
       round_up<std::int64_t>(num_units(w.rank, weights_.dtype), 4) * kWordBytes;
-  const std::int64_t columns = kPackBytes / column_bytes / kMaxColumnTile * kMaxColumnTile;
-  return std::clamp(columns, kMaxColumnTile, column_cap_);
+  const std::int64_t columns = kPackBytes / column_bytes / kPackColumns * kPackColumns;
+  return std::clamp(columns, kPackColumns, column_cap_);
 }
 
 std::int64_t ExpandPass::items_of(const Part& part) const {
@@ -119,17 +119,17 @@ void ExpandPass::run_block(const Part& part, const SliceWeights& w, int slice,
   pack.stride_bytes = w.b_row_stride * w_size;
   pack.num_rows = num_columns;
   pack.out = packed;
-  pack.out_stride = round_up(num_columns, kMaxColumnTile);
+  const std::int64_t units = num_units(w.rank, weights_.dtype);
+  pack.panel_stride = round_up<std::int64_t>(units, 4) * kPackColumns;
   kernels_.pack(pack);
 
-  const std::int64_t units = num_units(w.rank, weights_.dtype);
   const std::int64_t entries = units * kWordBytes / w_size;
   const std::int64_t entry_size = pairs_ ? sizeof(std::uint16_t) : sizeof(float);
   ExpandBlock block;
   block.h = hidden;
-  block.h_stride = entries;
+  block.h_stride = pairs_ ? units : entries;
   block.b = packed;
-  block.b_stride = pack.out_stride;
+  block.panel_stride = pack.panel_stride;
   block.units = units;
   block.y_rows = y_rows;
   block.num_columns = num_columns;

@@ -9,7 +9,20 @@
 
 #include "mortar/tensor.h"
 
+#if defined(__clang__)
+#define MORTAR_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define MORTAR_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace mortar::lora::cpu {
+
+inline constexpr std::int64_t kMaxShrinkTokens = 48;
+inline constexpr std::int64_t kMaxShrinkRanks = 64;
+/// Bytes of A that a shrink keeps in the first-level cache: half of one of 32 KB.
+inline constexpr std::int64_t kChunkBytes = 16 * 1024;
+/// Columns of a panel of packed B.
+inline constexpr std::int64_t kPackColumns = 64;
 
 /// out[t * out_stride + r] = sum_k x_rows[t][k] * a[r * a_row_stride + k], in float32.
 ///
@@ -17,28 +30,28 @@ namespace mortar::lora::cpu {
 /// shorter last step counts as padded with zeros), and one fixed tree adds the lanes at the end.
 /// So the bits depend on K, the level and the two rows alone.
 struct ShrinkBlock {
-  const void* const* x_rows = nullptr;  ///< kMaxShrinkTokens at most
-  std::int64_t num_tokens = 0;
+  const void* const* x_rows = nullptr;
+  std::int64_t num_tokens = 0;  ///< 0 to kMaxShrinkTokens
   const void* a = nullptr;
   std::int64_t a_row_stride = 0;
-  std::int64_t num_ranks = 0;
-  std::int64_t hidden = 0;  ///< K
+  std::int64_t num_ranks = 0;  ///< 0 to kMaxShrinkRanks
+  std::int64_t hidden = 0;     ///< K
   float* out = nullptr;
   std::int64_t out_stride = 0;
 };
 using ShrinkKernel = void (*)(const ShrinkBlock&);
 
-/// y_rows[t][n] (+)= sum_r h[t][r] * b[r][n] for n < num_columns; the sum runs over r in order, in
+/// y_rows[t][n] (+)= sum_r h[t][r] * b[n][r] for n < num_columns; the sum runs over r in order, in
 /// float32, from zero; then one float32 add of y and one rounding.
 ///
-/// `b` is packed by `PackKernel`. h has `2 * units` (16-bit b) or `units` (float32 b) entries per
-/// token, zero past the rank: floats, or bfloat16 for kernels of pairs.
+/// `b` is packed by `PackKernel`. h has an entry per 32-bit unit of b or, of 16-bit b, one per
+/// element, zero past the rank: float32, or pairs of bfloat16 for kernels of pairs.
 struct ExpandBlock {
   const void* h = nullptr;
-  std::int64_t h_stride = 0;  ///< in entries
+  std::int64_t h_stride = 0;  ///< entries from one token to the next
   std::int64_t num_tokens = 0;
   const std::uint32_t* b = nullptr;
-  std::int64_t b_stride = 0;  ///< words from one unit to the next: a multiple of the column tile
+  std::int64_t panel_stride = 0;
   std::int64_t units = 0;
   void* const* y_rows = nullptr;
   std::int64_t num_columns = 0;
@@ -46,26 +59,24 @@ struct ExpandBlock {
 };
 using ExpandKernel = void (*)(const ExpandBlock&);
 
-/// Packs rows of B (one per column of y) into units: out[u * out_stride + n] is the u-th 32-bit
-/// word of row n, that is one float32 or two 16-bit values, zero past the end of the row and for
-/// n >= num_rows. Writes round_up(units, 4) rows of `out_stride` words.
+/// Packs rows of B (one per column of y) into panels of kPackColumns columns. A unit is the u-th
+/// 32-bit word of a row, that is one float32 or two 16-bit values, zero past the end of the row and
+/// for columns >= num_rows; that of column n lies at
+/// out[n / kPackColumns * panel_stride + u * kPackColumns + n % kPackColumns]. Written are
+/// round_up(units, 4) rows of every panel.
 struct PackBlock {
   const void* rows = nullptr;
   std::int64_t row_bytes = 0;     ///< bytes used of each row
   std::int64_t stride_bytes = 0;  ///< bytes from one row to the next
   std::int64_t num_rows = 0;
   std::uint32_t* out = nullptr;
-  std::int64_t out_stride = 0;  ///< a multiple of the column tile, >= num_rows
+  std::int64_t panel_stride = 0;  ///< words
 };
 using PackKernel = void (*)(const PackBlock&);
 
 /// dst[i] = src[i] * scale, each of any float dtype, rounded once.
 using ConvertKernel = void (*)(const void* src, DType src_dtype, float scale, std::int64_t count,
                                void* dst, DType dst_dtype);
-
-inline constexpr int kMaxShrinkTokens = 48;
-/// Widest column tile of any level.
-inline constexpr std::int64_t kMaxColumnTile = 64;
 
 /// Index of a float dtype in the tables below.
 constexpr int float_index(DType dtype) {
@@ -74,8 +85,8 @@ constexpr int float_index(DType dtype) {
 
 struct Kernels {
   const char* level = "";
-  ShrinkKernel shrink[3][3] = {};  ///< [x][a]
-  ExpandKernel expand[3][3] = {};  ///< [b][y], h in floats
+  ShrinkKernel shrink[3][3] = {};       ///< [x][a]
+  ExpandKernel expand[3][3] = {};       ///< [b][y], h in float32
   ExpandKernel expand_pairs = nullptr;  ///< b, y and h bfloat16; null: expand[1][1] serves
   PackKernel pack = nullptr;
   ConvertKernel convert = nullptr;

@@ -69,22 +69,25 @@ inline void transpose(const std::uint8_t* rows, std::int64_t stride, std::uint32
 }
 
 inline void pack(const PackBlock& block) {
+  using lora::cpu::kPackColumns;
   const auto* rows = static_cast<const std::uint8_t*>(block.rows);
-  for (std::int64_t n = 0; n < block.out_stride; n += kLanes) {
+  const std::int64_t columns = (block.num_rows + kPackColumns - 1) / kPackColumns * kPackColumns;
+  for (std::int64_t n = 0; n < columns; n += kLanes) {
     const std::int64_t num_rows = std::clamp<std::int64_t>(block.num_rows - n, 0, kLanes);
-    for (std::int64_t byte = 0; byte < block.row_bytes; byte += kBytes) {
-      std::uint32_t* out = block.out + byte / 4 * block.out_stride + n;
+    std::uint32_t* out =
+        block.out + n / kPackColumns * block.panel_stride + n % kPackColumns;
+    for (std::int64_t byte = 0; byte < block.row_bytes; byte += kBytes, out += kUnits * kPackColumns) {
       const std::uint8_t* from = rows + n * block.stride_bytes + byte;
       const std::int64_t bytes = std::min(kBytes, block.row_bytes - byte);
       if (num_rows == kLanes && bytes == kBytes) {
-        transpose(from, block.stride_bytes, out, block.out_stride);
+        transpose(from, block.stride_bytes, out, kPackColumns);
         continue;
       }
       std::uint8_t edge[kLanes * kBytes] = {};
       for (std::int64_t i = 0; i < num_rows; ++i) {
         std::memcpy(edge + i * kBytes, from + i * block.stride_bytes, bytes);
       }
-      transpose(edge, kBytes, out, block.out_stride);
+      transpose(edge, kBytes, out, kPackColumns);
     }
   }
 }

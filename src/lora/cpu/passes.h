@@ -47,7 +47,6 @@ class ShrinkPass {
   float scale_;
   bool fill_;
   RowRange rows_;
-  std::int64_t block_tokens_;
   bool split_ranks_;
   std::atomic<std::int64_t> next_{0};
 };

@@ -28,12 +28,9 @@ ShrinkPass::ShrinkPass(const RowsView& x, const WeightsView& weights, const Grou
       scale_(scale),
       fill_(fill),
       rows_(rows) {
-  const std::int64_t row_bytes = std::max<std::int64_t>(1, x.width * dtype_size(x.dtype));
-  block_tokens_ = std::clamp<std::int64_t>(kShrinkBlockBytes / row_bytes / 3 * 3, 3,
-                                           kMaxShrinkTokens);
   std::int64_t blocks = 0;
   for (std::int64_t g = 0; g < groups.size() && blocks < 2 * num_threads; ++g) {
-    blocks += ceil_div(groups.get(g).count, block_tokens_);
+    blocks += ceil_div(groups.get(g).count, kMaxShrinkTokens);
   }
   split_ranks_ = num_threads > 1 && blocks < 2 * num_threads;
 }
@@ -42,7 +39,7 @@ void ShrinkPass::run() {
   drain(
       groups_, rows_, next_,
       [this](const Part& part) {
-        return ceil_div(part.count, block_tokens_) * rank_items(part.adapter);
+        return ceil_div(part.count, kMaxShrinkTokens) * rank_items(part.adapter);
       },
       [this](const Part& part, std::int64_t item) { run_item(part, item); });
 }
@@ -60,8 +57,8 @@ std::int64_t ShrinkPass::rank_items(std::int64_t adapter) const {
 
 void ShrinkPass::run_item(const Part& part, std::int64_t item) {
   const std::int64_t rank_item_count = rank_items(part.adapter);
-  const std::int64_t begin = item / rank_item_count * block_tokens_;
-  const std::int64_t end = std::min(part.count, begin + block_tokens_);
+  const std::int64_t begin = item / rank_item_count * kMaxShrinkTokens;
+  const std::int64_t end = std::min(part.count, begin + kMaxShrinkTokens);
   Tokens tokens;
   for (std::int64_t i = begin; i < end; ++i) {
     const std::int64_t token = groups_.token(part.start + i);
@@ -90,23 +87,23 @@ void ShrinkPass::run_item(const Part& part, std::int64_t item) {
 
 void ShrinkPass::run_slice(const Tokens& tokens, const SliceWeights& w, int slice,
                            std::int64_t first_rank, std::int64_t num_ranks) const {
-  float sums[kMaxShrinkTokens * kShrinkRankChunk];
+  float sums[kMaxShrinkTokens * kMaxShrinkRanks];
   const DType h_dtype = h_.view.dtype;
   const std::int64_t h_size = dtype_size(h_dtype), w_size = dtype_size(weights_.dtype);
   const std::int64_t last_rank = first_rank + num_ranks;
-  for (std::int64_t r = first_rank; r < last_rank; r += kShrinkRankChunk) {
+  for (std::int64_t r = first_rank; r < last_rank; r += kMaxShrinkRanks) {
     ShrinkBlock block;
     block.x_rows = tokens.x;
     block.num_tokens = tokens.count;
     block.a = static_cast<const char*>(w.a) + r * w.a_row_stride * w_size;
     block.a_row_stride = w.a_row_stride;
-    block.num_ranks = std::min(kShrinkRankChunk, last_rank - r);
+    block.num_ranks = std::min(kMaxShrinkRanks, last_rank - r);
     block.hidden = weights_.hidden;
     block.out = sums;
-    block.out_stride = kShrinkRankChunk;
+    block.out_stride = kMaxShrinkRanks;
     kernels_.shrink[float_index(x_.dtype)][float_index(weights_.dtype)](block);
     for (std::int64_t t = 0; t < tokens.count; ++t) {
-      kernels_.convert(sums + t * kShrinkRankChunk, DType::kFloat32, scale_ * w.scale,
+      kernels_.convert(sums + t * kMaxShrinkRanks, DType::kFloat32, scale_ * w.scale,
                        block.num_ranks, h_.at(tokens.token[t], tokens.row[t], slice) + r * h_size,
                        h_dtype);
     }

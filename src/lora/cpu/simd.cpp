@@ -9,13 +9,20 @@
 #define HWY_TARGET_INCLUDE "lora/cpu/simd.cpp"
 #include "hwy/foreach_target.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "hwy/highway.h"
-#include "lora/cpu/expand-inl.h"
 #include "lora/cpu/pack-inl.h"
-#include "lora/cpu/shrink-inl.h"
 #include "lora/cpu/simd.h"
+#include "lora/cpu/units-inl.h"
 
 HWY_BEFORE_NAMESPACE();
+#undef MORTAR_LEVEL_NAMESPACE
+#define MORTAR_LEVEL_NAMESPACE HWY_NAMESPACE
+#include "lora/cpu/expand-inl.h"
+#include "lora/cpu/shrink-inl.h"
+
 namespace mortar {
 namespace HWY_NAMESPACE {
 namespace {
@@ -51,16 +58,16 @@ void convert(const void* src, DType src_dtype, float scale, std::int64_t count, 
 
 template <class X>
 constexpr void fill_shrink(lora::cpu::ShrinkKernel (&row)[3]) {
-  row[0] = lora_shrink::shrink<X, float>;
-  row[1] = lora_shrink::shrink<X, BFloat16>;
-  row[2] = lora_shrink::shrink<X, Float16>;
+  row[0] = shrink<ShrinkUnit<X, float>>;
+  row[1] = shrink<ShrinkUnit<X, BFloat16>>;
+  row[2] = shrink<ShrinkUnit<X, Float16>>;
 }
 
 template <class B>
 constexpr void fill_expand(lora::cpu::ExpandKernel (&row)[3]) {
-  row[0] = lora_expand::expand<B, float>;
-  row[1] = lora_expand::expand<B, BFloat16>;
-  row[2] = lora_expand::expand<B, Float16>;
+  row[0] = expand<ExpandUnit<B, float>>;
+  row[1] = expand<ExpandUnit<B, BFloat16>>;
+  row[2] = expand<ExpandUnit<B, Float16>>;
 }
 
 constexpr lora::cpu::Kernels make_table() {

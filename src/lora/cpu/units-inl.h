@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// The multiply-add units of the Highway levels: float32 vectors, into which every dtype is widened
+// exactly as it is loaded.
+#if defined(MORTAR_LORA_CPU_UNITS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MORTAR_LORA_CPU_UNITS_INL_H_
+#undef MORTAR_LORA_CPU_UNITS_INL_H_
+#else
+#define MORTAR_LORA_CPU_UNITS_INL_H_
+#endif
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/simd-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace mortar {
+namespace HWY_NAMESPACE {
+
+// Tiles fill the registers: 24 sums + 3 + 1 (shrink) or 4 + 1 (expand) of the 32 of AVX-512 and
+// NEON; 12 + 3 + 1, or 8 + 2 + 1 and temporaries, of AVX2's 16.
+inline constexpr bool kFewRegisters = HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_SCALAR;
+
+template <class XType, class AType>
+struct ShrinkUnit {
+  using X = XType;
+  using A = AType;
+  using Copy = float;
+  using Vec = FloatVec;
+  static constexpr std::int64_t kLanes = mortar::HWY_NAMESPACE::kLanes;
+  static constexpr std::int64_t kStep = kLanes;
+  static constexpr int kTileRanks = kFewRegisters ? 4 : 8;
+
+  static HWY_INLINE Vec zero() { return hn::Zero(FloatTag()); }
+  static HWY_INLINE Vec load(const float* p) { return hn::Load(FloatTag(), p); }
+  static HWY_INLINE void store(Vec v, float* p) { hn::Store(v, FloatTag(), p); }
+  static HWY_INLINE float add_lanes(Vec v) { return hn::GetLane(hn::SumOfLanes(FloatTag(), v)); }
+  static HWY_INLINE Vec load_x(const X* p) { return load_f32(p); }
+  template <class T>
+  static HWY_INLINE Vec load_a(const T* p) {
+    return load_f32(p);
+  }
+  static HWY_INLINE Vec dot(Vec x, Vec a, Vec sum) { return hn::MulAdd(x, a, sum); }
+  static HWY_INLINE void copy(const A* from, std::int64_t count, float* to) {
+    std::int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) store_f32(load_f32(from + i), to + i);
+    for (; i < count; ++i) to[i] = to_float(from[i]);
+  }
+};
+
+template <class B, class YType>
+struct ExpandUnit {
+  using Y = YType;
+  using Entry = float;
+  using Vec = FloatVec;
+  using Packed = BitsVec;
+  static constexpr std::int64_t kLanes = mortar::HWY_NAMESPACE::kLanes;
+  static constexpr int kTileTokens = kFewRegisters ? 4 : 6;
+  static constexpr int kTileVecs = kFewRegisters ? 2 : 4;
+  static constexpr int kParts = sizeof(float) / sizeof(B);
+
+  static HWY_INLINE Vec zero() { return hn::Zero(FloatTag()); }
+  static HWY_INLINE Packed load(const std::uint32_t* p) { return hn::Load(BitsTag(), p); }
+  static HWY_INLINE Vec broadcast(float h) { return hn::Set(FloatTag(), h); }
+  static HWY_INLINE Vec multiply(Vec h, Vec b, Vec sum) { return hn::MulAdd(h, b, sum); }
+
+  /// The kPart-th value of every unit.
+  template <int kPart>
+  static HWY_INLINE Vec part(Packed unit) {
+    const BitsTag u32;
+    if constexpr (std::is_same_v<B, float>) {
+      return hn::BitCast(FloatTag(), unit);
+    } else if constexpr (std::is_same_v<B, BFloat16>) {
+      return hn::BitCast(FloatTag(), kPart == 0 ? hn::ShiftLeft<16>(unit)
+                                                : hn::And(unit, hn::Set(u32, 0xffff0000u)));
+    } else {
+      alignas(64) Float16 half[kLanes];
+      store_u16(kPart == 0 ? hn::And(unit, hn::Set(u32, 0xffffu)) : hn::ShiftRight<16>(unit), half);
+      return load_f32(half);
+    }
+  }
+
+  static HWY_INLINE void update(const Vec (&sum)[kTileVecs], bool add, Y* y) {
+    for (int v = 0; v < kTileVecs; ++v) {
+      store_f32(add ? hn::Add(load_f32(y + v * kLanes), sum[v]) : sum[v], y + v * kLanes);
+    }
+  }
+};
+
+}  // namespace HWY_NAMESPACE
+}  // namespace mortar
+HWY_AFTER_NAMESPACE();
+
+#endif  // MORTAR_LORA_CPU_UNITS_INL_H_
