@@ -45,12 +45,12 @@ class PatternMap {
   /// The value for a module, `otherwise` if no key matches it. A key that equals the name counts
   /// even where, read as a regular expression, it does not match itself.
   const T& get(std::string_view module, const T& otherwise, const FileCheck& check) const {
+    const T* equal = nullptr;
     for (const auto& [pattern, value] : items_) {
       if (pattern.matches(module, check)) return value;
+      if (equal == nullptr && pattern.key() == module) equal = &value;
     }
-    for (const auto& [pattern, value] : items_) {
-      if (pattern.key() == module) return value;
-    }
+    if (equal != nullptr) return *equal;
     return otherwise;
   }
 

@@ -147,7 +147,7 @@ std::vector<AdapterModule> peft_modules(std::span<std::byte> file, const PeftCon
     module.a = to_view(*a, file, check);
     module.b = to_view(*b, file, check);
     module.rank = config.rank_of(name, check);
-    module.scale = config.scale_of(name, check);
+    module.scale = config.scale_of(name, module.rank, check);
     check.require(module.a.size(0) == module.rank, "tensor ", Quoted{a->name},
                   " must have shape (rank, K) with the rank of the config, ", module.rank, ", got ",
                   shape_string(module.a));

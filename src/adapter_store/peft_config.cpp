@@ -210,10 +210,9 @@ int PeftConfig::rank_of(std::string_view module, const FileCheck& check) const {
   return rank_pattern.get(module, rank, check);
 }
 
-float PeftConfig::scale_of(std::string_view module, const FileCheck& check) const {
-  const double own_rank = rank_of(module, check);
+float PeftConfig::scale_of(std::string_view module, int own_rank, const FileCheck& check) const {
   const double own_alpha = alpha_pattern.get(module, alpha, check);
-  const double scale = own_alpha / (use_rslora ? std::sqrt(own_rank) : own_rank);
+  const double scale = own_alpha / (use_rslora ? std::sqrt(double(own_rank)) : own_rank);
   const auto rounded = static_cast<float>(scale);
   check.require(std::isfinite(rounded) && rounded > 0, "lora_alpha must give a scale that float32 ",
                 "holds, got ", own_alpha, " for ", Quoted{module});

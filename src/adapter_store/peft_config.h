@@ -22,9 +22,9 @@ struct PeftConfig {
   PatternMap<double> alpha_pattern;
 
   int rank_of(std::string_view module, const FileCheck& check) const;
-  /// alpha / rank, or alpha / sqrt(rank) with rslora: in float64 and rounded once, as PEFT's
-  /// Python number is when it meets a float32 tensor.
-  float scale_of(std::string_view module, const FileCheck& check) const;
+  /// alpha / own_rank, or alpha / sqrt(own_rank) with rslora: in float64 and rounded once, as
+  /// PEFT's Python number is when it meets a float32 tensor.
+  float scale_of(std::string_view module, int own_rank, const FileCheck& check) const;
 };
 
 /// Reads a config and refuses, with the reason, every adapter that is not served by

@@ -13,6 +13,7 @@
 #include <fstream>
 #include <iterator>
 #include <random>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -42,15 +43,26 @@ bool read_current() {
   return read_adapter(reinterpret_cast<const std::uint8_t*>(current.data()), current.size());
 }
 
+/// Inserted into inputs: what JSON, the two formats and regular expressions give a meaning to.
+constexpr const char* kTokens = R"(
+  { } [ ] , : " \u0000 \ud800 \n \\1 null true -1 0 0.5 1e999 é
+  18446744073709551615 9223372036854775807 1152921504606846976 4294967296
+  F32 BF16 F4 U8 dtype shape data_offsets __metadata__ base_model.model. .lora_A .lora_B
+  .default .weight .base_layer r lora_alpha rank_pattern alpha_pattern use_dora
+  ( )* .* [^ {9,99} (?= (?R) (*COMMIT) )";
+
 class Mutator {
  public:
-  explicit Mutator(std::uint64_t seed) : random_(seed), seeds_(seeds()) {}
+  explicit Mutator(std::uint64_t seed) : random_(seed), seeds_(seeds()) {
+    std::istringstream tokens(kTokens);
+    tokens_.assign(std::istream_iterator<std::string>(tokens), {});
+  }
 
   /// A seed with one to eight changes, its header length repaired in two of three cases.
   std::string next() {
     const std::string& seed = seeds_[below(seeds_.size())];
     Input input = split(reinterpret_cast<const std::uint8_t*>(seed.data()), seed.size());
-    for (std::size_t n = 1 + below(8); n > 0; --n) {
+    for (std::size_t n = 1 + below(1 + below(8)); n > 0; --n) {
       change(below(3) == 0 ? input.config : input.model);
     }
     if (below(3) != 0) repair_header_length(input);
@@ -58,56 +70,6 @@ class Mutator {
   }
 
  private:
-  static constexpr std::string_view kTokens[] = {"{",
-                                                 "}",
-                                                 "[",
-                                                 "]",
-                                                 ",",
-                                                 ":",
-                                                 "\"",
-                                                 "\\u0000",
-                                                 "\\ud800",
-                                                 "null",
-                                                 "true",
-                                                 "-1",
-                                                 "0",
-                                                 "1e999",
-                                                 "0.5",
-                                                 "\xFF",
-                                                 "\xC3\xA9",
-                                                 "\\n",
-                                                 "F32",
-                                                 "BF16",
-                                                 "F4",
-                                                 "U8",
-                                                 "shape",
-                                                 "dtype",
-                                                 "data_offsets",
-                                                 "18446744073709551615",
-                                                 "9223372036854775807",
-                                                 "4294967296",
-                                                 "1152921504606846976",
-                                                 ".lora_A",
-                                                 ".lora_B",
-                                                 ".weight",
-                                                 ".default",
-                                                 "base_model.model.",
-                                                 "__metadata__",
-                                                 "r",
-                                                 "lora_alpha",
-                                                 "rank_pattern",
-                                                 "alpha_pattern",
-                                                 "use_dora",
-                                                 "(",
-                                                 ")*",
-                                                 ".*",
-                                                 "[^",
-                                                 "{9,99}",
-                                                 "\\\\1",
-                                                 "(?=",
-                                                 "(?R)",
-                                                 "(*COMMIT)"};
-
   std::size_t below(std::size_t n) { return n == 0 ? 0 : random_() % n; }
 
   void change(std::string& text) {
@@ -127,7 +89,7 @@ class Mutator {
         text.insert(at, text.substr(below(text.size() + 1), length));
         break;
       case 4:
-        text.insert(at, kTokens[below(std::size(kTokens))]);
+        text.insert(at, tokens_[below(tokens_.size())]);
         break;
       case 5:
         replace_number(text, at);
@@ -136,7 +98,7 @@ class Mutator {
         text.resize(at);
         break;
       default:
-        text.replace(at, length, kTokens[below(std::size(kTokens))]);
+        text.replace(at, length, tokens_[below(tokens_.size())]);
         break;
     }
   }
@@ -155,7 +117,7 @@ class Mutator {
   }
 
   std::mt19937_64 random_;
-  std::vector<std::string> seeds_;
+  std::vector<std::string> seeds_, tokens_;
 };
 
 int run(double seconds, std::uint64_t seed) {
