@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch._C import _len_torch_dispatch_stack as _num_dispatch_modes
+from torch._C._functorch import maybe_current_level as _functorch_level
 from torch.compiler import is_compiling
 
 _library = torch.library.Library("mortar", "FRAGMENT")
@@ -54,12 +55,15 @@ def shortcut(op: Callable, impl: Callable) -> Callable:
 
     The returned function calls ``impl`` itself where nothing traces or intercepts the call, and
     ``op`` elsewhere: under torch.compile, a dispatch mode (make_fx, FakeTensorMode, a profiler of
-    flops) or with a subclass as its first argument. Only for ops without an Autograd kernel.
+    flops) or with a subclass as its first argument. Inside torch.func it raises: a transform would
+    lose its gradients or tangents in an op without a derivative. Only for such ops.
     """
 
     def call(first, *args):
         if is_compiling() or _num_dispatch_modes() or type(first) is not torch.Tensor:
             return op(first, *args)
+        if _functorch_level() is not None:
+            raise RuntimeError(f"{op.name()}: cannot run inside transforms of torch.func")
         return impl(first, *args)
 
     return call

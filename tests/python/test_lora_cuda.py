@@ -115,7 +115,7 @@ def test_runs_on_the_current_stream():
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(200_000_000)
         x.copy_(t.x)
         ids.copy_(t.token_adapter)
         lora.apply(y, x, weights, lora.plan(ids, 4))

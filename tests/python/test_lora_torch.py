@@ -132,6 +132,26 @@ def test_fake_tensors_are_never_touched(device):
     assert torch.equal(t.y, before)
 
 
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "functionalize"])
+def test_transforms_of_torch_func_are_refused(device, transform):
+    t = make(PROBLEM, device)
+    weights, plan, before = t.table(), t.plan(), t.y.clone()
+
+    def layer(x):
+        return lora.apply(t.y, x, weights, plan).float().sum()
+
+    x = t.x.float()
+    run = {
+        "grad": lambda: torch.func.grad(layer)(x),
+        "jvp": lambda: torch.func.jvp(layer, (x,), (x,)),
+        "vmap": lambda: torch.vmap(layer)(x[None]),
+        "functionalize": lambda: torch.func.functionalize(layer)(x),
+    }[transform]
+    with pytest.raises(RuntimeError, match="cannot run inside transforms of torch.func"):
+        run()
+    assert torch.equal(t.y, before)
+
+
 def test_shortcut_and_dispatcher_agree(device):
     for op, args in op_calls(device):
         name = op.name().removeprefix("mortar::").replace(".", "_")

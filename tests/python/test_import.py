@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``import mortar``: with PyTorch, without it, and without the library."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import mortar
+
+
+def run(script: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_torch():
+    done = run(
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "import mortar\n"
+        "print(mortar.__version__, len(mortar.AdapterStore().names()))\n"
+        "try:\n"
+        "    mortar.lora\n"
+        "except ModuleNotFoundError as missing:\n"
+        "    print(missing.name)\n"
+    )
+    assert done.stdout.split() == [mortar.__version__, "0", "torch"], done.stderr
+
+
+def test_a_broken_torch_is_not_hidden(tmp_path):
+    (tmp_path / "torch.py").write_text("import no_such_module_of_torch")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run("import mortar", PYTHONPATH=path)
+    assert done.returncode != 0 and "no_such_module_of_torch" in done.stderr
+
+
+def test_import_registers_the_ops():
+    done = run(
+        "import mortar, torch\n"
+        "for name in ('lora_plan', 'lora_shrink', 'lora_expand', 'lora_apply'):\n"
+        "    assert hasattr(torch.ops.mortar, name), name\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_missing_library_is_named(tmp_path):
+    done = run("import mortar", MORTAR_LIBRARY=str(tmp_path / "nothing.so"))
+    assert done.returncode != 0
+    assert "mortar: no binding library at" in done.stderr and "nothing.so" in done.stderr
+
+
+def test_openmp_is_shared_with_torch():
+    """Two OpenMP runtimes in one process would fight over the cores."""
+    done = run(
+        "import mortar\n"
+        "lines = open('/proc/self/maps').read().splitlines()\n"
+        "print(len({line.split()[-1] for line in lines if 'libgomp' in line}))\n"
+    )
+    assert done.stdout.strip() == "1", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["lora", "reference", "compat"])
+def test_submodules_are_attributes(name):
+    assert getattr(mortar, name).__name__ == f"mortar.{name}"
+    assert name in dir(mortar)
+
+
+def test_unknown_attribute():
+    with pytest.raises(AttributeError, match="module 'mortar' has no attribute 'lore'"):
+        _ = mortar.lore
