@@ -53,6 +53,8 @@ TARGETS: dict[str, Target] = {
     "conv_forward": _kernel((2.0, 1.15), (2.0, 1.05)),
     "conv_backward": _kernel((2.0, 1.25), (2.0, 1.1)),
     "conv_step": _kernel((2.5, 1.3), (2.2, 1.1)),
+    "conv_width": _kernel((2.0, 1.3), (2.0, 1.1)),  # W other than 4, forward and backward
+    "conv_packed": _versus({"dense": 1 / 1.05}),  # against dense of the same size
     # Host cost of an eager call from PyTorch
     "host": Target(Limit(10.0), Limit(10.0)),
     # CPU, interleaved with the yardsticks
