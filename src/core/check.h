@@ -45,13 +45,15 @@ template <class... Args>
 /// Throws a value error made of `args` unless `condition` holds.
 template <class... Args>
 void check(bool condition, const Args&... args) {
-  if (!condition) [[unlikely]] fail_with(ErrorKind::kValue, args...);
+  if (!condition) [[unlikely]]
+    fail_with(ErrorKind::kValue, args...);
 }
 
 /// Throws a type error made of `args` unless `condition` holds.
 template <class... Args>
 void check_type(bool condition, const Args&... args) {
-  if (!condition) [[unlikely]] fail_with(ErrorKind::kType, args...);
+  if (!condition) [[unlikely]]
+    fail_with(ErrorKind::kType, args...);
 }
 
 /// Checks of one op's arguments; every message starts with "<op>: <argument>".
@@ -60,10 +62,12 @@ class ArgCheck {
   explicit constexpr ArgCheck(const char* op) : op_(op) {}
 
   void defined(const Tensor& t, const char* name) const {
-    if (!t.defined()) [[unlikely]] bad_defined(name);
+    if (!t.defined()) [[unlikely]]
+      bad_defined(name);
   }
   void ndim(const Tensor& t, const char* name, int expected) const {
-    if (t.ndim != expected) [[unlikely]] bad_ndim(t, name, expected);
+    if (t.ndim != expected) [[unlikely]]
+      bad_ndim(t, name, expected);
   }
   /// `expected` of -1 matches any size.
   void shape(const Tensor& t, const char* name,
@@ -71,7 +75,8 @@ class ArgCheck {
     bool same = t.ndim == static_cast<int>(expected.size());
     const std::int64_t* want = expected.begin();
     for (int d = 0; same && d < t.ndim; ++d) same = want[d] < 0 || t.shape[d] == want[d];
-    if (!same) [[unlikely]] bad_shape(t, name, expected);
+    if (!same) [[unlikely]]
+      bad_shape(t, name, expected);
   }
   void dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed) const {
     if (t.defined()) {
@@ -82,19 +87,23 @@ class ArgCheck {
     bad_dtype(t, name, allowed);
   }
   void device(const Tensor& t, const char* name, Device expected) const {
-    if (!t.defined() || t.device != expected) [[unlikely]] bad_device(t, name, expected);
+    if (!t.defined() || t.device != expected) [[unlikely]]
+      bad_device(t, name, expected);
   }
   void contiguous(const Tensor& t, const char* name) const {
-    if (!t.defined() || !t.is_contiguous()) [[unlikely]] bad_contiguous(t, name);
+    if (!t.defined() || !t.is_contiguous()) [[unlikely]]
+      bad_contiguous(t, name);
   }
   /// The last dimension must be dense (stride 1) unless it has at most one element.
   void last_dim_dense(const Tensor& t, const char* name) const {
     const bool dense = t.ndim > 0 && (t.size(-1) <= 1 || t.stride(-1) == 1);
-    if (!dense) [[unlikely]] bad_last_dim(t, name);
+    if (!dense) [[unlikely]]
+      bad_last_dim(t, name);
   }
   void aligned(const Tensor& t, const char* name, std::int64_t bytes) const {
     const bool ok = t.defined() && reinterpret_cast<std::uintptr_t>(t.data) % bytes == 0;
-    if (!ok) [[unlikely]] bad_alignment(t, name, bytes);
+    if (!ok) [[unlikely]]
+      bad_alignment(t, name, bytes);
   }
   /// The two views must not share memory. Views of two dimensions with one common row stride may
   /// interleave (columns of one buffer); others must span separate byte ranges.
@@ -111,8 +120,7 @@ class ArgCheck {
                                          std::initializer_list<std::int64_t> expected) const;
   [[noreturn, gnu::cold]] void bad_dtype(const Tensor& t, const char* name,
                                          std::initializer_list<DType> allowed) const;
-  [[noreturn, gnu::cold]] void bad_device(const Tensor& t, const char* name,
-                                          Device expected) const;
+  [[noreturn, gnu::cold]] void bad_device(const Tensor& t, const char* name, Device expected) const;
   [[noreturn, gnu::cold]] void bad_contiguous(const Tensor& t, const char* name) const;
   [[noreturn, gnu::cold]] void bad_last_dim(const Tensor& t, const char* name) const;
   [[noreturn, gnu::cold]] void bad_alignment(const Tensor& t, const char* name,

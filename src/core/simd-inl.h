@@ -17,8 +17,7 @@
 
 /// 1 where the level converts float16 in hardware; elsewhere lanes go one by one.
 #undef MORTAR_SIMD_HAS_F16
-#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || \
-    (HWY_TARGET == HWY_NEON && HWY_ARCH_ARM_A64)
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || (HWY_TARGET == HWY_NEON && HWY_ARCH_ARM_A64)
 #define MORTAR_SIMD_HAS_F16 1
 #else
 #define MORTAR_SIMD_HAS_F16 0
@@ -45,7 +44,8 @@ inline HWY_ATTR BitsVec load_u16(const void* p) {
 /// Stores the low 16 bits of every lane, which hold a value below 2^16.
 inline HWY_ATTR void store_u16(BitsVec v, void* p) {
   const hn::RebindToSigned<BitsTag> i32;
-  hn::StoreU(hn::DemoteTo(HalfTag(), hn::BitCast(i32, v)), HalfTag(), static_cast<std::uint16_t*>(p));
+  hn::StoreU(hn::DemoteTo(HalfTag(), hn::BitCast(i32, v)), HalfTag(),
+             static_cast<std::uint16_t*>(p));
 }
 
 inline HWY_ATTR FloatVec load_f32(const float* p) { return hn::LoadU(FloatTag(), p); }

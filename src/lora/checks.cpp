@@ -62,8 +62,9 @@ RowsView check_y(const ArgCheck& arg, const Tensor& y, const LoraWeights& weight
   check(offset >= 0, arg.op(), ": offset must be at least 0, got ", offset);
   std::int64_t width = 0;
   for (int s = 0; s < weights.num_slices; ++s) width += weights.widths[s];
-  check(offset <= y.shape[1] - width, arg.op(), ": y must have at least offset + sum of widths = ",
-        offset, " + ", width, " columns, got ", y.shape[1]);
+  check(offset <= y.shape[1] - width, arg.op(),
+        ": y must have at least offset + sum of widths = ", offset, " + ", width, " columns, got ",
+        y.shape[1]);
   return rows_view(y);
 }
 
@@ -116,7 +117,10 @@ GroupsView check_groups(const ArgCheck& arg, const LoraGroups& groups, std::int6
   if (groups.plan.defined()) {
     v.plan = check_ints(arg, groups.plan, "plan", device);
     arg.aligned(groups.plan, "plan", 16);
-    const std::int64_t size = PlanLayout::make(num_tokens, num_adapters).size;
+    const PlanLayout layout = PlanLayout::make(num_tokens, num_adapters);
+    const std::int64_t size = layout.size;
+    v.sorted = v.plan + layout.sorted;
+    v.num_sorted = num_tokens;
     check(groups.plan.shape[0] >= size, arg.op(), ": plan must have at least ", size,
           " elements for ", num_tokens, " tokens and ", num_adapters, " adapters, got ",
           groups.plan.shape[0]);

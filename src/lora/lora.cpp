@@ -31,7 +31,6 @@ lora::WorkspaceQuery workspace_query(const Tensor& x, const LoraWeights& weights
   q.num_adapters = weights.num_adapters;
   q.num_slices = weights.num_slices;
   q.max_rank = weights.max_rank;
-  for (int s = 0; s < weights.num_slices; ++s) q.sum_widths += weights.widths[s];
   q.activation = x.dtype;
   q.weight = weights.dtype;
   return q;
@@ -124,8 +123,8 @@ void lora_shrink(const Tensor& x, const LoraWeights& weights, const LoraGroups& 
     p.zero_rows = zero_rows.ptr<const std::int32_t>();
   }
   const Backend& be = backend(arg, x.device);
-  p.workspace = lora::check_workspace(
-      arg, workspace, be.shrink_workspace(workspace_query(x, weights)), x.device);
+  p.workspace = lora::check_workspace(arg, workspace,
+                                      be.shrink_workspace(workspace_query(x, weights)), x.device);
   p.scale = scale;
   arg.disjoint(h, "h", x, "x");
   arg.disjoint(h, "h", workspace, "workspace");
@@ -177,8 +176,8 @@ void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& g
   p.scale = scale;
   p.add_inputs = add_inputs;
   const Backend& be = backend(arg, x.device);
-  p.workspace = lora::check_workspace(
-      arg, workspace, be.apply_workspace(workspace_query(x, weights)), x.device);
+  p.workspace = lora::check_workspace(arg, workspace,
+                                      be.apply_workspace(workspace_query(x, weights)), x.device);
   arg.disjoint(y, "y", x, "x");
   arg.disjoint(y, "y", workspace, "workspace");
   arg.disjoint(workspace, "workspace", x, "x");
@@ -200,8 +199,8 @@ LoraTraffic lora_traffic(std::int64_t hidden, std::span<const std::int64_t> widt
                          DType activation, DType weight, bool add_inputs) {
   const ArgCheck arg("lora_traffic");
   check(ranks.size() == tokens.size() * widths.size(), arg.op(),
-        ": ranks must have one entry per adapter and slice = ", tokens.size(), " x ",
-        widths.size(), ", got ", ranks.size());
+        ": ranks must have one entry per adapter and slice = ", tokens.size(), " x ", widths.size(),
+        ", got ", ranks.size());
   LoraTraffic traffic;
   for (std::size_t a = 0; a < tokens.size(); ++a) {
     bool reads_x = false;

@@ -43,8 +43,8 @@ ReferenceHidden reference_shrink(const Tensor& x, const LoraWeights& weights,
 
 std::vector<ReferenceOutput> reference_expand(const ReferenceHidden& h, const LoraWeights& weights,
                                               std::span<const std::int32_t> token_adapter,
-                                              const Tensor& y, std::int64_t offset,
-                                              bool add_inputs, std::optional<DType> round_h) {
+                                              const Tensor& y, std::int64_t offset, bool add_inputs,
+                                              std::optional<DType> round_h) {
   const WeightsView view =
       check_weights(ArgCheck("reference_expand"), weights, Needs::kB, Device{});
   const std::int64_t columns = y.shape[1];

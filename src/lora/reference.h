@@ -48,8 +48,7 @@ struct ReferenceOutput {
 /// weights and y share a 16-bit dtype. y is read, not written.
 std::vector<ReferenceOutput> reference_expand(const ReferenceHidden& h, const LoraWeights& weights,
                                               std::span<const std::int32_t> token_adapter,
-                                              const Tensor& y, std::int64_t offset,
-                                              bool add_inputs,
+                                              const Tensor& y, std::int64_t offset, bool add_inputs,
                                               std::optional<DType> round_h = std::nullopt);
 
 }  // namespace mortar::lora

@@ -56,8 +56,9 @@ LoraWeights LoraWeights::stacked(std::span<const Tensor> a, std::span<const Tens
   w.num_adapters = first.shape[0];
   for (std::size_t s = 0; s < a.size(); ++s) {
     check_matrix(a[s], kANames[s], first, first_name);
-    check(a[s].shape[2] == first.shape[2], kArg.op(), ": ", kANames[s], " must have width K = ",
-          first.shape[2], " as ", first_name, " has, got shape ", shape_string(a[s]));
+    check(a[s].shape[2] == first.shape[2], kArg.op(), ": ", kANames[s],
+          " must have width K = ", first.shape[2], " as ", first_name, " has, got shape ",
+          shape_string(a[s]));
     check_rank("rank (dimension 1 of a)", a[s].shape[1]);
     w.a[s] = a[s];
     w.hidden = a[s].shape[2];

@@ -42,16 +42,29 @@ inline void PrintTo(const LoraCase& c, std::ostream* out) { *out << c.name; }
 inline std::vector<std::int32_t> make_map(const LoraCase& c, std::mt19937& rng) {
   std::vector<std::int32_t> map(c.tokens);
   std::uniform_int_distribution<std::int32_t> any(-1, c.adapters - 1);
-  const std::int32_t wild[] = {-2, -1000, c.adapters, c.adapters + 7,
+  const std::int32_t wild[] = {-2,
+                               -1000,
+                               c.adapters,
+                               c.adapters + 7,
                                std::numeric_limits<std::int32_t>::max(),
                                std::numeric_limits<std::int32_t>::min()};
   for (std::int64_t t = 0; t < c.tokens; ++t) {
     switch (c.map) {
-      case Map::kRandom: map[t] = any(rng); break;
-      case Map::kAllBase: map[t] = -1; break;
-      case Map::kOneAdapter: map[t] = c.adapters - 1; break;
-      case Map::kDistinct: map[t] = static_cast<std::int32_t>((t * 7 + 3) % c.adapters); break;
-      case Map::kOutOfRange: map[t] = t % 3 == 1 ? wild[t % 6] : any(rng); break;
+      case Map::kRandom:
+        map[t] = any(rng);
+        break;
+      case Map::kAllBase:
+        map[t] = -1;
+        break;
+      case Map::kOneAdapter:
+        map[t] = c.adapters - 1;
+        break;
+      case Map::kDistinct:
+        map[t] = static_cast<std::int32_t>((t * 7 + 3) % c.adapters);
+        break;
+      case Map::kOutOfRange:
+        map[t] = t % 3 == 1 ? wild[t % 6] : any(rng);
+        break;
     }
   }
   return map;
@@ -59,8 +72,7 @@ inline std::vector<std::int32_t> make_map(const LoraCase& c, std::mt19937& rng) 
 
 class LoraOperands {
  public:
-  LoraOperands(const LoraCase& lora_case, Device on, unsigned seed = 1)
-      : c(lora_case), device(on) {
+  LoraOperands(const LoraCase& lora_case, Device on, unsigned seed = 1) : c(lora_case), device(on) {
     std::mt19937 rng(seed);
     const Layout layout = c.strided ? Layout{1, 3} : Layout{};
     x = GuardedTensor(c.x, {c.tokens, c.hidden}, layout, on);

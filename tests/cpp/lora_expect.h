@@ -50,9 +50,7 @@ inline double unit_roundoff(DType dtype) {
 }
 
 /// Smallest positive value: what rounding costs near zero.
-inline double smallest(DType dtype) {
-  return dtype == DType::kFloat16 ? 0x1p-24 : 0x1p-126;
-}
+inline double smallest(DType dtype) { return dtype == DType::kFloat16 ? 0x1p-24 : 0x1p-126; }
 
 /// Error of a float32 sum of n products over the sum of their absolute values: roundings of random
 /// sign grow like sqrt(n); 4 standard deviations and 8 further operations.
@@ -70,8 +68,8 @@ inline double output_tolerance(const LoraOperands& op, const lora::ReferenceOutp
   const LoraCase& c = op.c;
   const bool rounds = c.w != DType::kFloat32 && c.y == c.w;
   const double h_roundoff = std::max(rounds ? unit_roundoff(c.w) : 0, unit_roundoff(h_dtype));
-  return sum_error(static_cast<double>(c.hidden)) * out.hidden_error +
-         h_roundoff * out.magnitude + smallest(DType::kFloat16) * op.max_rank() +
+  return sum_error(static_cast<double>(c.hidden)) * out.hidden_error + h_roundoff * out.magnitude +
+         smallest(DType::kFloat16) * op.max_rank() +
          sum_error(op.max_rank()) * (out.magnitude + std::abs(out.value)) +
          unit_roundoff(c.y) * std::abs(out.value);
 }
@@ -87,9 +85,9 @@ inline void expect_outputs(LoraOperands& op, const std::vector<lora::ReferenceOu
       const std::int64_t at = t * y.strides[0] + n;
       const lora::ReferenceOutput& want = expected[t * y.shape[1] + n];
       const double got = op.y.get(at);
-      const bool good = want.written ? std::abs(got - want.value) <=
-                                           output_tolerance(op, want, h_dtype)
-                                     : op.y.unchanged(at);
+      const bool good = want.written
+                            ? std::abs(got - want.value) <= output_tolerance(op, want, h_dtype)
+                            : op.y.unchanged(at);
       if (!good && ++failures <= 3) {
         ADD_FAILURE() << what << ": y[" << t << ", " << n << "] of adapter " << op.map[t] << " is "
                       << got << ", expected " << want.value << " +- "
@@ -109,8 +107,8 @@ inline void restore_y(LoraOperands& op, const GuardedTensor& original) {
 
 inline void run_apply(LoraOperands& op) {
   GuardedTensor workspace = op.apply_workspace();
-  lora_apply(op.x.view(), op.weights(), op.groups(), op.y.view(), op.c.offset, op.c.scale,
-             op.c.add, workspace.view(), Stream{});
+  lora_apply(op.x.view(), op.weights(), op.groups(), op.y.view(), op.c.offset, op.c.scale, op.c.add,
+             workspace.view(), Stream{});
   workspace.download();
   EXPECT_TRUE(workspace.guards_intact()) << "lora_apply wrote outside the workspace";
 }
@@ -118,8 +116,7 @@ inline void run_apply(LoraOperands& op) {
 inline void expect_apply_matches(LoraOperands& op) {
   const LoraWeights host = op.host_weights();
   const auto h = lora::reference_shrink(op.x.host(), host, op.map, op.c.scale);
-  const auto expected =
-      lora::reference_expand(h, host, op.map, op.y.host(), op.c.offset, op.c.add);
+  const auto expected = lora::reference_expand(h, host, op.map, op.y.host(), op.c.offset, op.c.add);
   run_apply(op);
   expect_outputs(op, expected, DType::kFloat32, "lora_apply");
 }
@@ -127,8 +124,7 @@ inline void expect_apply_matches(LoraOperands& op) {
 /// h with guards, wider than the ranks by `extra` columns.
 inline GuardedTensor make_hidden(const LoraOperands& op, DType dtype, std::int64_t extra) {
   const Layout layout = op.c.strided ? Layout{1, 2} : Layout{};
-  return GuardedTensor(dtype, {op.slices(), op.c.tokens, op.max_rank() + extra}, layout,
-                       op.device);
+  return GuardedTensor(dtype, {op.slices(), op.c.tokens, op.max_rank() + extra}, layout, op.device);
 }
 
 /// Columns past an adapter's rank are zero; base rows are zero with zero_rows, else untouched.
@@ -148,8 +144,7 @@ inline void expect_hidden(LoraOperands& op, GuardedTensor& h, const lora::Refere
         }
         const lora::Bounded want =
             r < expected.width ? expected.at(s, t, static_cast<int>(r)) : lora::Bounded{};
-        const double tolerance =
-            want.magnitude == 0 ? 0 : hidden_tolerance(op.c, want, h_dtype);
+        const double tolerance = want.magnitude == 0 ? 0 : hidden_tolerance(op.c, want, h_dtype);
         ASSERT_LE(std::abs(h.get(at) - want.value), tolerance)
             << "h[" << s << ", " << t << ", " << r << "] of adapter " << op.map[t];
       }

@@ -79,8 +79,8 @@ TEST_P(LoraGpu, SmallGraphReplaysWithAnotherMap) {
       cudaGraphExec_t exec = nullptr;
       cuda_ok(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal));
       lora_plan(op.token_adapter.view(), c.adapters, op.plan.view(), stream.mortar());
-      lora_apply(op.x.view(), weights, op.groups(), op.y.view(), 0, c.scale, true,
-                 workspace.view(), stream.mortar());
+      lora_apply(op.x.view(), weights, op.groups(), op.y.view(), 0, c.scale, true, workspace.view(),
+                 stream.mortar());
       cuda_ok(cudaStreamEndCapture(stream.get(), &graph));
       cuda_ok(cudaGraphInstantiate(&exec, graph, 0));
       std::mt19937 rng(9);
@@ -180,8 +180,8 @@ TEST_P(LoraGpu, MoreThanTwoToThe31Elements) {
 
     const std::int64_t x_bytes = hidden * dtype_size(dtype), y_bytes = width * dtype_size(dtype);
     for (int i = 0; i < 4; ++i) {
-      copy_to_device(x.ptr<char>() + rows[i] * x_bytes, small.x.data<char>() + i * x_bytes,
-                     x_bytes, device);
+      copy_to_device(x.ptr<char>() + rows[i] * x_bytes, small.x.data<char>() + i * x_bytes, x_bytes,
+                     device);
     }
     GuardedTensor ids = int_tensor(map, device);
     GuardedTensor plan(DType::kInt32, {lora_plan_size(tokens, 2)}, {}, device);

@@ -100,8 +100,8 @@ TEST_P(LoraInvariance, SmallRepeatsAThousandTimes) {
   Row first(bytes), again(bytes);
   for (int i = 0; i < 1000; ++i) {
     copy_to_device(op.y.view().data, from.data, bytes, device());
-    lora_apply(op.x.view(), op.weights(), op.groups(), op.y.view(), 0, 1.0f, true,
-               workspace.view(), Stream{});
+    lora_apply(op.x.view(), op.weights(), op.groups(), op.y.view(), 0, 1.0f, true, workspace.view(),
+               Stream{});
     copy_to_host(again.data(), op.y.view().data, bytes, device());
     if (i == 0) first = again;
     ASSERT_EQ(first, again) << "run " << i;

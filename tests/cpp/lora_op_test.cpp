@@ -52,7 +52,8 @@ std::vector<LoraCase> dtype_cases() {
 
 void add_type_triples(std::vector<LoraCase>& cases, LoraCase c) {
   const std::string name = c.name;
-  const std::pair<DType, DType> pairs[] = {{kF32, kF32}, {kBF16, kBF16}, {kF16, kF16}, {kBF16, kF32}};
+  const std::pair<DType, DType> pairs[] = {
+      {kF32, kF32}, {kBF16, kBF16}, {kF16, kF16}, {kBF16, kF32}};
   for (const auto& [x, w] : pairs) {
     c.x = c.y = x;
     c.w = w;
@@ -64,7 +65,8 @@ void add_type_triples(std::vector<LoraCase>& cases, LoraCase c) {
 /// 1, a vector, a tile and their neighbours, for each dimension in turn.
 std::vector<LoraCase> edge_cases() {
   std::vector<LoraCase> cases;
-  for (std::int64_t hidden : {0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65, 255, 257, 1023, 1025, 2049}) {
+  for (std::int64_t hidden :
+       {0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65, 255, 257, 1023, 1025, 2049}) {
     LoraCase c;
     c.name = "Hidden" + std::to_string(hidden);
     c.hidden = hidden;
@@ -189,9 +191,12 @@ std::string case_name(const ::testing::TestParamInfo<std::tuple<LoraTarget, Lora
 
 using ::testing::Combine;
 using ::testing::ValuesIn;
-INSTANTIATE_TEST_SUITE_P(Dtypes, LoraOp, Combine(ValuesIn(lora_targets()), ValuesIn(dtype_cases())), case_name);
-INSTANTIATE_TEST_SUITE_P(Edges, LoraOp, Combine(ValuesIn(lora_targets()), ValuesIn(edge_cases())), case_name);
-INSTANTIATE_TEST_SUITE_P(Forms, LoraOp, Combine(ValuesIn(lora_targets()), ValuesIn(form_cases())), case_name);
+INSTANTIATE_TEST_SUITE_P(Dtypes, LoraOp, Combine(ValuesIn(lora_targets()), ValuesIn(dtype_cases())),
+                         case_name);
+INSTANTIATE_TEST_SUITE_P(Edges, LoraOp, Combine(ValuesIn(lora_targets()), ValuesIn(edge_cases())),
+                         case_name);
+INSTANTIATE_TEST_SUITE_P(Forms, LoraOp, Combine(ValuesIn(lora_targets()), ValuesIn(form_cases())),
+                         case_name);
 
 }  // namespace
 }  // namespace mortar::testing

@@ -30,8 +30,10 @@ TEST_P(LoraRobustness, SmallWildSegmentsStayInBounds) {
     c.tokens = 6;
     c.x = c.w = c.y = dtype;
     LoraOperands op(c, device());
-    GuardedTensor sorted = int_tensor(std::vector<std::int32_t>{0, kBig, -7, 2, 5, 6, kLow}, device());
-    GuardedTensor ids = int_tensor(std::vector<std::int32_t>{1, 0, 3, 2, kBig, kLow, 0, 0}, device());
+    GuardedTensor sorted =
+        int_tensor(std::vector<std::int32_t>{0, kBig, -7, 2, 5, 6, kLow}, device());
+    GuardedTensor ids =
+        int_tensor(std::vector<std::int32_t>{1, 0, 3, 2, kBig, kLow, 0, 0}, device());
     GuardedTensor starts =
         int_tensor(std::vector<std::int32_t>{0, -3, 0, 4, 0, 0, kBig, 5, kLow}, device());
     GuardedTensor counts =
@@ -108,11 +110,13 @@ TEST_P(LoraRobustness, SmallWorkspaceStaysWithinItsLimit) {
           for (DType dtype : {kF32, kBF16}) {
             const std::int64_t adapters = 32, width = 4096;
             Tensor x(nullptr, dtype, {tokens, hidden}, device());
-            std::vector<Tensor> a(slices, Tensor(nullptr, dtype, {adapters, rank, hidden}, device()));
-            std::vector<Tensor> b(slices, Tensor(nullptr, dtype, {adapters, width, rank}, device()));
+            std::vector<Tensor> a(slices,
+                                  Tensor(nullptr, dtype, {adapters, rank, hidden}, device()));
+            std::vector<Tensor> b(slices,
+                                  Tensor(nullptr, dtype, {adapters, width, rank}, device()));
             const LoraWeights weights = LoraWeights::stacked(a, b);
-            const std::int64_t elements = tokens * (hidden + slices * width) +
-                                          adapters * slices * rank * (hidden + width);
+            const std::int64_t elements =
+                tokens * (hidden + slices * width) + adapters * slices * rank * (hidden + width);
             const std::int64_t limit =
                 std::max<std::int64_t>(4 << 20, elements * dtype_size(dtype) / 100);
             EXPECT_LE(lora_apply_workspace(x, weights), limit)

@@ -57,8 +57,8 @@ struct PairShrink {
   static MORTAR_INLINE Vec dot(__m512bh x, __m512bh a, Vec sum) {
     return _mm512_dpbf16_ps(sum, x, a);
   }
-  static MORTAR_INLINE void copy(const BFloat16* from, std::int64_t count, BFloat16* to) {
-    std::memcpy(to, from, count * sizeof(BFloat16));
+  static MORTAR_INLINE void copy(const BFloat16* from, BFloat16* to) {
+    std::memcpy(to, from, kStep * sizeof(BFloat16));
   }
 };
 

@@ -16,8 +16,7 @@ void zero_rows(const ShrinkProblem& p, int num_threads) {
   for (std::int64_t t = 0; t < p.num_tokens; ++t) {
     if (p.zero_rows[t] >= 0 && p.zero_rows[t] < p.weights.num_adapters) continue;
     for (int s = 0; s < p.weights.num_slices; ++s) {
-      char* h = static_cast<char*>(p.h.data) +
-                (s * p.h.slice_stride + t * p.h.row_stride) * size;
+      char* h = static_cast<char*>(p.h.data) + (s * p.h.slice_stride + t * p.h.row_stride) * size;
       std::fill(h, h + p.h.width * size, 0);
     }
   }
@@ -54,7 +53,8 @@ std::int64_t hidden_width(int num_slices, int max_rank) {
 }
 
 std::int64_t rows_per_chunk(int num_slices, int max_rank) {
-  return kHiddenBytes / (hidden_width(num_slices, max_rank) * static_cast<std::int64_t>(sizeof(float)));
+  return kHiddenBytes /
+         (hidden_width(num_slices, max_rank) * static_cast<std::int64_t>(sizeof(float)));
 }
 
 void apply(const ApplyProblem& p, Stream) {
@@ -67,8 +67,7 @@ void apply(const ApplyProblem& p, Stream) {
   h.view.dtype = DType::kFloat32;
   h.view.row_stride = h.view.width = hidden_width(w.num_slices, w.max_rank);
   h.view.slice_stride = w.max_rank;
-  const std::int64_t step =
-      std::min(p.num_tokens, rows_per_chunk(w.num_slices, w.max_rank));
+  const std::int64_t step = std::min(p.num_tokens, rows_per_chunk(w.num_slices, w.max_rank));
   for (std::int64_t row = 0; row < batch.num_rows; row += step) {
     const RowRange rows{row, std::min(batch.num_rows, row + step)};
     h.first_row = row;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loops of an expand, for any multiply-add unit: y[t, n] (+)= sum_r h[t, r] B[n, r] in register
-// tiles of kTileTokens tokens x kTileVecs vectors of columns. A step loads kTileVecs vectors of packed
-// B and broadcasts one entry of h per token.
+// tiles of kTileTokens tokens x kTileVecs vectors of columns. A step loads kTileVecs vectors of
+// packed B and broadcasts one entry of h per token.
 //
 // y is read and written once, a tile of each row at a time, and the next tile is fetched meanwhile;
 // a last tile that is narrower goes through a buffer, with the same arithmetic.
@@ -30,9 +30,9 @@ struct ExpandTile {
   static_assert(kPackColumns % kColumns == 0, "a tile must not straddle packed panels");
 
   template <int kPart>
-  static inline __attribute__((always_inline)) void step(
-      const typename Unit::Packed (&unit)[kVecs], const Entry* h, std::int64_t h_stride,
-      Vec (&sum)[kTokens][kVecs]) {
+  static inline __attribute__((always_inline)) void step(const typename Unit::Packed (&unit)[kVecs],
+                                                         const Entry* h, std::int64_t h_stride,
+                                                         Vec (&sum)[kTokens][kVecs]) {
     decltype(Unit::template part<kPart>(unit[0])) b[kVecs];
     MORTAR_UNROLL
     for (int v = 0; v < kVecs; ++v) b[v] = Unit::template part<kPart>(unit[v]);

@@ -82,8 +82,7 @@ void ExpandPass::run_item(const Part& part, std::int64_t item) const {
     const std::int64_t items = ceil_div(weights_.widths[s], columns);
     if (column_item < items) {
       const std::int64_t column = column_item * columns;
-      run_block(block, w, s, slice_column, column,
-                std::min(columns, weights_.widths[s] - column));
+      run_block(block, w, s, slice_column, column, std::min(columns, weights_.widths[s] - column));
       return;
     }
     column_item -= items;
@@ -145,8 +144,9 @@ void ExpandPass::run_block(const Part& part, const SliceWeights& w, int slice,
       char* to = hidden + block.num_tokens * entries * entry_size;
       std::fill(to + w.rank * entry_size, to + entries * entry_size, 0);
       load_hidden(h_.at(token, part.row + j, slice), w.rank, to);
-      y_rows[block.num_tokens++] = static_cast<char*>(y_.data) +
-                                   (token * y_.row_stride + y_column + column) * dtype_size(y_.dtype);
+      y_rows[block.num_tokens++] =
+          static_cast<char*>(y_.data) +
+          (token * y_.row_stride + y_column + column) * dtype_size(y_.dtype);
     }
     kernel(block);
   }

@@ -24,7 +24,7 @@ namespace lora_pack {
 
 using lora::cpu::PackBlock;
 
-inline constexpr std::int64_t kUnits = 4;                ///< words of a row in one step
+inline constexpr std::int64_t kUnits = 4;  ///< words of a row in one step
 inline constexpr std::int64_t kBytes = 4 * kUnits;
 
 #if HWY_TARGET != HWY_SCALAR
@@ -74,9 +74,9 @@ inline void pack(const PackBlock& block) {
   const std::int64_t columns = (block.num_rows + kPackColumns - 1) / kPackColumns * kPackColumns;
   for (std::int64_t n = 0; n < columns; n += kLanes) {
     const std::int64_t num_rows = std::clamp<std::int64_t>(block.num_rows - n, 0, kLanes);
-    std::uint32_t* out =
-        block.out + n / kPackColumns * block.panel_stride + n % kPackColumns;
-    for (std::int64_t byte = 0; byte < block.row_bytes; byte += kBytes, out += kUnits * kPackColumns) {
+    std::uint32_t* out = block.out + n / kPackColumns * block.panel_stride + n % kPackColumns;
+    for (std::int64_t byte = 0; byte < block.row_bytes;
+         byte += kBytes, out += kUnits * kPackColumns) {
       const std::uint8_t* from = rows + n * block.stride_bytes + byte;
       const std::int64_t bytes = std::min(kBytes, block.row_bytes - byte);
       if (num_rows == kLanes && bytes == kBytes) {

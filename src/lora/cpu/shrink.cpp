@@ -18,8 +18,7 @@ struct ShrinkPass::Tokens {
 };
 
 ShrinkPass::ShrinkPass(const RowsView& x, const WeightsView& weights, const GroupList& groups,
-                       const HiddenRows& h, float scale, bool fill, RowRange rows,
-                       int num_threads)
+                       const HiddenRows& h, float scale, bool fill, RowRange rows, int num_threads)
     : kernels_(kernels()),
       x_(x),
       weights_(weights),
@@ -49,8 +48,8 @@ std::int64_t ShrinkPass::rank_items(std::int64_t adapter) const {
   if (!split_ranks_) return 1;
   std::int64_t items = 0;
   for (int s = 0; s < weights_.num_slices; ++s) {
-    items += std::max<std::int64_t>(1, ceil_div<std::int64_t>(weights_.get(adapter, s).rank,
-                                                              kSplitRanks));
+    items += std::max<std::int64_t>(
+        1, ceil_div<std::int64_t>(weights_.get(adapter, s).rank, kSplitRanks));
   }
   return items;
 }
@@ -63,8 +62,8 @@ void ShrinkPass::run_item(const Part& part, std::int64_t item) {
   for (std::int64_t i = begin; i < end; ++i) {
     const std::int64_t token = groups_.token(part.start + i);
     if (token < 0) continue;
-    tokens.x[tokens.count] = static_cast<const char*>(x_.data) +
-                             token * x_.row_stride * dtype_size(x_.dtype);
+    tokens.x[tokens.count] =
+        static_cast<const char*>(x_.data) + token * x_.row_stride * dtype_size(x_.dtype);
     tokens.token[tokens.count] = token;
     tokens.row[tokens.count++] = part.row + i;
   }
@@ -75,7 +74,8 @@ void ShrinkPass::run_item(const Part& part, std::int64_t item) {
       run_slice(tokens, w, s, 0, w.rank);
       continue;
     }
-    const std::int64_t items = std::max<std::int64_t>(1, ceil_div<std::int64_t>(w.rank, kSplitRanks));
+    const std::int64_t items =
+        std::max<std::int64_t>(1, ceil_div<std::int64_t>(w.rank, kSplitRanks));
     if (rank_item < items) {
       const std::int64_t first = rank_item * kSplitRanks;
       run_slice(tokens, w, s, first, std::min<std::int64_t>(kSplitRanks, w.rank - first));

@@ -41,18 +41,24 @@ template <class S>
 void convert_from(const void* src, float scale, std::int64_t count, void* dst, DType dst_dtype) {
   const auto* from = static_cast<const S*>(src);
   switch (dst_dtype) {
-    case DType::kBFloat16: return convert_row(from, scale, count, static_cast<BFloat16*>(dst));
-    case DType::kFloat16: return convert_row(from, scale, count, static_cast<Float16*>(dst));
-    default: return convert_row(from, scale, count, static_cast<float*>(dst));
+    case DType::kBFloat16:
+      return convert_row(from, scale, count, static_cast<BFloat16*>(dst));
+    case DType::kFloat16:
+      return convert_row(from, scale, count, static_cast<Float16*>(dst));
+    default:
+      return convert_row(from, scale, count, static_cast<float*>(dst));
   }
 }
 
 void convert(const void* src, DType src_dtype, float scale, std::int64_t count, void* dst,
              DType dst_dtype) {
   switch (src_dtype) {
-    case DType::kBFloat16: return convert_from<BFloat16>(src, scale, count, dst, dst_dtype);
-    case DType::kFloat16: return convert_from<Float16>(src, scale, count, dst, dst_dtype);
-    default: return convert_from<float>(src, scale, count, dst, dst_dtype);
+    case DType::kBFloat16:
+      return convert_from<BFloat16>(src, scale, count, dst, dst_dtype);
+    case DType::kFloat16:
+      return convert_from<Float16>(src, scale, count, dst, dst_dtype);
+    default:
+      return convert_from<float>(src, scale, count, dst, dst_dtype);
   }
 }
 

@@ -41,11 +41,7 @@ struct ShrinkUnit {
     return load_f32(p);
   }
   static HWY_INLINE Vec dot(Vec x, Vec a, Vec sum) { return hn::MulAdd(x, a, sum); }
-  static HWY_INLINE void copy(const A* from, std::int64_t count, float* to) {
-    std::int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) store_f32(load_f32(from + i), to + i);
-    for (; i < count; ++i) to[i] = to_float(from[i]);
-  }
+  static HWY_INLINE void copy(const A* from, float* to) { store_f32(load_f32(from), to); }
 };
 
 template <class B, class YType>

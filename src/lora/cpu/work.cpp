@@ -19,8 +19,7 @@ Batch measure(const GroupList& groups, const WeightsView& weights, std::int64_t 
     rank_tokens += ranks * (group.count + kWeightTokens);
   }
   const std::int64_t wanted = rank_tokens * width / kWorkPerThread;
-  batch.num_threads =
-      static_cast<int>(std::clamp<std::int64_t>(wanted, 1, omp_get_max_threads()));
+  batch.num_threads = static_cast<int>(std::clamp<std::int64_t>(wanted, 1, omp_get_max_threads()));
   return batch;
 }
 

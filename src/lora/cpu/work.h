@@ -39,8 +39,8 @@ void drain(const GroupList& groups, RowRange range, std::atomic<std::int64_t>& n
       if (g == groups.size() || row >= range.last) return;
       const Group group = groups.get(g++);
       const std::int64_t skip = std::max<std::int64_t>(range.first - row, 0);
-      part = {group.adapter, group.start + skip,
-              std::min(group.count, range.last - row) - skip, row + skip};
+      part = {group.adapter, group.start + skip, std::min(group.count, range.last - row) - skip,
+              row + skip};
       row += group.count;
       if (part.count > 0) count = items_of(part);
     }
@@ -50,7 +50,7 @@ void drain(const GroupList& groups, RowRange range, std::atomic<std::int64_t>& n
 
 /// What the threads of one op have in common.
 struct Batch {
-  std::int64_t num_rows = 0;   ///< tokens of all groups
+  std::int64_t num_rows = 0;  ///< tokens of all groups
   int num_threads = 1;
 };
 
