@@ -14,7 +14,7 @@ _RUN = re.compile(r"\./run +([a-z][a-z-]*)")
 _PATH = re.compile(r"[\w.<>{},*+-]+(?:/[\w.<>{},*+-]+)*/?")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _SOURCE_SUFFIXES = (".h", ".cpp", ".cu", ".cuh", ".py", ".sh", ".toml", ".md", ".cmake", ".map")
-_GENERATED = ("build/", "dist/", ".venv/", "python/mortar/_lib")
+_GENERATED = ("build/", "dist/", ".venv/", "python/mortar/_lib", "bench/results/")
 
 
 def _expand(path: str) -> list[str]:

@@ -10,6 +10,7 @@ from suite import ROOT, tracked_files
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 _FRAMEWORKS = ("torch/", "ATen/", "c10/", "tvm/", "dlpack/", "Python.h")
+_LIBRARIES = ("hwy/",)  # whose own files include each other in quotes, and so must their users
 _CUDA = ("cuda", "cub/", "thrust/", "nv/")
 
 
@@ -38,11 +39,11 @@ def include_direction() -> Iterator[str]:
             continue
         name = file.relative_to(ROOT)
         for quote, target in _INCLUDE.findall(file.read_text()):
-            if quote == '"':
+            if quote == '"' and not target.startswith(_LIBRARIES):
                 beside = "/" not in target and (file.parent / target).is_file()
                 if not beside and target.split("/")[0] not in rooms:
                     yield f'{name}: may include from {", ".join(rooms)} only, not "{target}"'
-            elif name.parts[0] != "bindings" and target.startswith(_FRAMEWORKS):
+            elif quote == "<" and name.parts[0] != "bindings" and target.startswith(_FRAMEWORKS):
                 yield f"{name}: only bindings/ may include <{target}>"
             elif name.parts[0] == "include" and target.startswith(_CUDA):
                 yield f"{name}: the public API knows no CUDA header, not even <{target}>"
