@@ -27,5 +27,5 @@ def test_python_example():
             continue
         a, b = names["adapters"][adapter]
         expected = [2.0, 0.5][adapter] * (x[row] @ a.double().T) @ b.double().T
-        # y is bfloat16: half an ulp is up to 2^-8 of a value, and the float32 sums add less than that.
+        # Half an ulp of a bfloat16 is up to 2^-8 of its value; the float32 sums add less than that.
         assert (y[row] - expected).abs().max() <= 2**-7 * expected.abs().max()
