@@ -62,7 +62,7 @@ def _cpu_cases() -> Iterator[Case]:
             for width in OTHER_WIDTHS:
                 yield case(Problem(1, 1024, 3072, width, dtype), "cpu_conv")
             yield case(Problem(1, 1024, 3072, dtype=dtype, silu=True), "cpu_conv")
-            packed = Problem(1, 8192, 1024, dtype=dtype, sequences=1000)
+            packed = Problem(1, 16384, 1024, dtype=dtype, sequences=1000)
             yield case(packed, "conv_packed")
     for dtype in ("fp32", "bf16"):
         for rows in STEP_ROWS:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._ffi import lib
-from ._library import define
+from ._library import define, shortcut
 
 __all__ = ["check", "dynamic_conv", "dynamic_conv_step", "traffic"]
 
@@ -147,6 +147,10 @@ _backward_op = define(
 )
 
 
+_convolve_into = shortcut(_out_op, _dynamic_conv_out)
+_decode_into = shortcut(_step_op, _dynamic_conv_step)
+
+
 class _DynamicConv(torch.autograd.Function):
     """The convolution with its gradient. Keeps the inputs and nothing else."""
 
@@ -156,7 +160,7 @@ class _DynamicConv(torch.autograd.Function):
         ctx.silu = silu
         ctx.set_materialize_grads(False)
         y, final_state = _outputs(x, cu_seqlens, state_len)
-        _out_op(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
+        _convolve_into(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
         return y, final_state
 
     @staticmethod
@@ -248,7 +252,7 @@ def dynamic_conv(
         length = _final_state_len(x, kernels, initial_state, state_len)
     if not _wants_gradient(x, kernels, initial_state):
         y, final_state = _outputs(x, cu_seqlens, length)
-        _out_op(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
+        _convolve_into(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
     elif torch.compiler.is_compiling():
         y, final_state = _op(x, kernels, cu_seqlens, initial_state, length, silu)
     else:  # what _op comes to, without its way through the dispatcher: 4 of 12 us on the host
@@ -307,7 +311,7 @@ def dynamic_conv_step(
     if torch.compiler.is_compiling():  # the compiled op runs on tensors that no longer say
         _refuse_step_gradient(x, kernels, state)
     y = torch.empty_like(x)
-    _step_op(x, kernels, state, slots, y, silu)
+    _decode_into(x, kernels, state, slots, y, silu)
     return y
 
 

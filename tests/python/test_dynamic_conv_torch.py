@@ -195,6 +195,26 @@ def test_out_op_refuses_gradients(device):
     assert (y == 7).all()
 
 
+def test_transforms_of_torch_func_are_refused(device):
+    """They cannot see the gradients, and must not return zeros for them."""
+    x, kernels = torch.randn(2, 5, 3, device=device), torch.randn(2, 5, 3, 4, device=device)
+    state = torch.zeros(2, 3, 4, device=device)
+
+    def convolve(x):
+        return dynamic_conv(x, kernels).sum()
+
+    def decode(x):
+        return dynamic_conv_step(x[:, 0], kernels[:, 0], state).sum()
+
+    for function in (convolve, decode):
+        for transform in (lambda f: torch.func.grad(f)(x), lambda f: torch.func.jvp(f, (x,), (x,))):
+            with pytest.raises(RuntimeError, match="torch.func|functorch"):
+                transform(function)
+    with pytest.raises(RuntimeError, match="torch.func"):
+        torch.vmap(lambda x, k: dynamic_conv(x[None], k[None]))(x, kernels)
+    assert (state == 0).all()
+
+
 # ---- torch.compile -------------------------------------------------------------------------------
 
 
