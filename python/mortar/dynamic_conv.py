@@ -308,8 +308,8 @@ def dynamic_conv_step(
             `dynamic_conv` with initial_state and T = 1.
     """
     silu = _is_silu("dynamic_conv_step", activation)
-    if torch.compiler.is_compiling():  # the compiled op runs on tensors that no longer say
-        _refuse_step_gradient(x, kernels, state)
+    # Here as well as in the op: a compiled op gets tensors that no longer say.
+    _refuse_step_gradient(x, kernels, state)
     y = torch.empty_like(x)
     _decode_into(x, kernels, state, slots, y, silu)
     return y
