@@ -21,13 +21,14 @@ shrink_bytes = functools.lru_cache(maxsize=4096)(lib.lora_shrink_workspace)
 apply_bytes = functools.lru_cache(maxsize=4096)(lib.lora_apply_workspace)
 
 
-def _workspace(query, x, num_adapters, num_slices, max_rank, dtype) -> torch.Tensor | None:
-    """What the query asks for; None if that is nothing, or if it fails: the op will say why."""
+def new_workspace(query, x, num_adapters, num_slices, max_rank, dtype, nothing=None):
+    """A tensor of what the query asks for; ``nothing`` if that is 0 bytes, None if the query fails:
+    the op will say why."""
     try:
         size = query(x.is_cuda, *x.shape, x.dtype, num_adapters, num_slices, max_rank, dtype)
     except (TypeError, ValueError):
         return None
-    return x.new_empty(size, dtype=torch.uint8) if size else None
+    return x.new_empty(size, dtype=torch.uint8) if size else nothing
 
 
 def stacked_workspace(query, x, a) -> torch.Tensor | None:
@@ -36,7 +37,7 @@ def stacked_workspace(query, x, a) -> torch.Tensor | None:
     if not sizes or any(len(size) < 3 for size in sizes):
         return None
     max_rank = max([size[-2] for size in sizes])
-    return _workspace(query, x, sizes[0][0], len(a), max_rank, a[0].dtype)
+    return new_workspace(query, x, sizes[0][0], len(a), max_rank, a[0].dtype)
 
 
 def guard_autograd(op: str, tensors, written: torch.Tensor) -> None:
@@ -68,7 +69,7 @@ def _shrink_table_impl(
     if _is_grad_enabled():
         guard_autograd("lora_shrink", (x, h), h)
     if workspace is None:
-        workspace = _workspace(shrink_bytes, x, table.shape[0], len(widths), max_rank, dtype)
+        workspace = new_workspace(shrink_bytes, x, table.shape[0], len(widths), max_rank, dtype)
     _shrink(x, h, workspace, scale, zero_rows, plan, table, dtype, max_rank, hidden, *widths)
 
 
@@ -113,7 +114,7 @@ def _apply_table_impl(
     if _is_grad_enabled():
         guard_autograd("lora_apply", (x, y), y)
     if workspace is None:
-        workspace = _workspace(apply_bytes, x, table.shape[0], len(widths), max_rank, dtype)
+        workspace = new_workspace(apply_bytes, x, table.shape[0], len(widths), max_rank, dtype)
     _apply(
         x, y, workspace, offset, scale, add_inputs, plan, table, dtype, max_rank, hidden, *widths
     )

@@ -35,10 +35,12 @@ class Weights:
     requires_grad: bool
     """True if one of the tensors requires gradients, which the ops do not give."""
 
-    def __init__(self, flat: tuple, dtype: torch.dtype) -> None:
+    def __init__(self, flat: tuple, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         described = lib.lora_weights(*flat)
         self.max_rank, self.num_adapters, self.hidden, *self.widths = map(int, described)
         self.dtype = dtype
+        self.sizes = (self.num_adapters, len(self.widths), self.max_rank, dtype)
+        self.no_bytes = tensor.new_empty(0, dtype=torch.uint8)
 
     @classmethod
     def stacked(
@@ -60,8 +62,8 @@ class Weights:
             ValueError, TypeError: shapes, dtypes or devices do not agree.
         """
         a, b = list(a), list(b)
-        first = (a or b or [None])[0]
-        self = cls((None, ranks, scales, len(a), *a, *b), getattr(first, "dtype", None))
+        first = (a or b or [torch.empty(0)])[0]
+        self = cls((None, ranks, scales, len(a), *a, *b), first, first.dtype)
         self._tensors = [*a, *b]
         self.requires_grad = any(t.requires_grad for t in self._tensors)
         self.call_apply, self.apply_args = ops.call_apply, (a, b, ranks, scales)
@@ -120,7 +122,7 @@ class Weights:
         table = torch.zeros(length, num_slices, 4, dtype=torch.int64, device=first.device)
         hidden = first.shape[-1] if first.ndim else 0
         flat = (table, first.dtype, max_rank, hidden)
-        self = cls((*flat, *widths), first.dtype)
+        self = cls((*flat, *widths), table, first.dtype)
         self._table = table
         self._slots = [None] * length
         self.call_apply = ops.call_apply_table
@@ -166,8 +168,8 @@ class Weights:
 
     def workspace_size(self, x: torch.Tensor) -> int:
         """Bytes of workspace that ``apply`` and ``shrink`` need for x [M, K]."""
-        sizes = (*x.shape, x.dtype, self.num_adapters, self.num_slices, self.max_rank, self.dtype)
-        return max(query(x.is_cuda, *sizes) for query in (ops.apply_bytes, ops.shrink_bytes))
+        sizes = (x.is_cuda, *x.shape, x.dtype, *self.sizes)
+        return max(ops.apply_bytes(*sizes), ops.shrink_bytes(*sizes))
 
     def _checked_row(self, slot: int, row, scale) -> bytes:
         """The table's row for one adapter, or an error that names what is wrong."""

@@ -42,11 +42,22 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
-def _plan_size(num_tokens, num_adapters: int):
-    """int32 elements of a plan. Tracing may bring a symbolic number of tokens, which the library
-    cannot take: that gets a simple upper bound (a test holds it against the library)."""
+def _plan_bound() -> tuple[int, int, int]:
+    """(per token, per adapter, constant) of a bound on the size of any plan: the slopes at the far
+    end. It holds below because sizes grow by ever less, but for rounding up to tiles."""
+    far = lib.lora_plan_size(2**20, 4096)
+    tokens = far - lib.lora_plan_size(2**19, 4096)
+    adapters = far - lib.lora_plan_size(2**20, 2**11)
+    return -(-tokens // 2**19), -(-adapters // 2**11), far - 2 * (tokens + adapters) + 256
+
+
+_BOUND = _plan_bound()
+
+
+def _plan_size(num_tokens, num_adapters):
+    """int32 elements of a plan; an upper bound where tracing brings sizes that are symbols."""
     if _is_compiling() or not isinstance(num_tokens, int):
-        return 4 * num_tokens // 3 + 150 * (num_adapters + 4)
+        return _BOUND[0] * num_tokens + _BOUND[1] * num_adapters + _BOUND[2]
     return lib.lora_plan_size(num_tokens, num_adapters)
 
 
@@ -153,6 +164,8 @@ def apply(
         y.
     """
     _refuse_gradients("lora_apply", weights)
+    if workspace is None and not _is_compiling():
+        workspace = ops.new_workspace(ops.apply_bytes, x, *weights.sizes, weights.no_bytes)
     weights.call_apply(x, plan.data, *weights.apply_args, y, offset, scale, add_inputs, workspace)
     return y
 
@@ -184,6 +197,8 @@ def shrink(
     if h is None:
         shape = (weights.num_slices, x.shape[0], weights.max_rank)
         h = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if workspace is None and not _is_compiling():
+        workspace = ops.new_workspace(ops.shrink_bytes, x, *weights.sizes, weights.no_bytes)
     weights.call_shrink(x, plan.data, *weights.shrink_args, h, scale, zero_rows, workspace)
     return h
 

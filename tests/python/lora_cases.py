@@ -144,9 +144,15 @@ def apply_bound(t: Tensors, want, scale: float = 1.0, offset: int = 0) -> torch.
     )
     top = max((q[0].shape[0] for row in t.adapters for q in row if q), default=0)
     relative = (p.hidden + top + 8) * ROUNDOFF[FP32]
+    absolute = SMALLEST[p.y_dtype]
     if p.w_dtype is not FP32 and p.y_dtype is p.w_dtype:
         relative += ROUNDOFF[p.w_dtype]
-    return size * relative + 1.01 * ROUNDOFF[p.y_dtype] * want.abs() + SMALLEST[p.y_dtype]
+        # Where the 16-bit type is subnormal, every element of h may be off by its smallest number.
+        h = torch.full_like(zero[:, :1], SMALLEST[p.w_dtype]).expand(len(p.widths), -1, top)
+        absolute = absolute + reference.lora.expand(
+            zero, h, magnitudes(t.adapters), t.token_adapter, t.widths, offset=offset
+        )
+    return size * relative + 1.01 * ROUNDOFF[p.y_dtype] * want.abs() + absolute
 
 
 def assert_within(got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> None:
