@@ -68,12 +68,26 @@ inline void transpose(const std::uint8_t* rows, std::int64_t stride, std::uint32
 #endif
 }
 
+/// Bytes of B fetched ahead of use: what memory delivers in one latency.
+inline constexpr std::int64_t kAheadBytes = 4096;
+
+/// Fetches kLanes rows, the gaps between them too unless they are wide; no fault past the end.
+inline void prefetch_rows(const std::uint8_t* rows, std::int64_t stride, std::int64_t row_bytes) {
+  const bool dense = stride < row_bytes + 64;
+  const std::int64_t pieces = dense ? 1 : kLanes, bytes = dense ? kLanes * stride : row_bytes;
+  for (std::int64_t i = 0; i < pieces; ++i) {
+    for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows + i * stride + at);
+  }
+}
+
 inline void pack(const PackBlock& block) {
   using lora::cpu::kPackColumns;
   const auto* rows = static_cast<const std::uint8_t*>(block.rows);
   const std::int64_t columns = (block.num_rows + kPackColumns - 1) / kPackColumns * kPackColumns;
+  const std::int64_t ahead = std::max<std::int64_t>(kLanes, kAheadBytes / block.row_bytes);
   for (std::int64_t n = 0; n < columns; n += kLanes) {
     const std::int64_t num_rows = std::clamp<std::int64_t>(block.num_rows - n, 0, kLanes);
+    prefetch_rows(rows + (n + ahead) * block.stride_bytes, block.stride_bytes, block.row_bytes);
     std::uint32_t* out = block.out + n / kPackColumns * block.panel_stride + n % kPackColumns;
     for (std::int64_t byte = 0; byte < block.row_bytes;
          byte += kBytes, out += kUnits * kPackColumns) {
