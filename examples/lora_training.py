@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from corpus import Corpus
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from corpus import Corpus
 
 VOCAB = 256  # one token per byte
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -55,7 +56,8 @@ class Recipe:
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             max_position_embeddings=1024,
-            tie_word_embeddings=True,
+            # 1 / sqrt(hidden): a model this narrow hardly starts to learn from the default 0.02.
+            initializer_range=self.hidden**-0.5,
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=0,
@@ -138,7 +140,7 @@ def _train(
     peak_lr: float,
     report: OnStep,
 ) -> None:
-    """AdamW with a linear warm-up and a cosine to zero; each row of a batch from one text in turn."""
+    """AdamW with a linear warm-up and a cosine to zero; rows of a batch take the texts in turn."""
     model.train()
     wanted = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(wanted, lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)

@@ -6,6 +6,9 @@ import copy
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
+
+from mortar import lora
+from mortar.compat.peft import accelerate, restore
 from peft_models import (
     ADAPTERS,
     ALL_LINEAR,
@@ -17,9 +20,6 @@ from peft_models import (
     logits,
     tokens,
 )
-
-from mortar import lora
-from mortar.compat.peft import accelerate, restore
 
 
 @pytest.fixture

@@ -6,6 +6,9 @@ import inspect
 
 import pytest
 import torch
+
+import mortar
+from mortar.compat.peft import accelerate, attach, restore
 from peft_models import (
     ADAPTERS,
     NAMES,
@@ -17,9 +20,6 @@ from peft_models import (
     relative_error,
     tokens,
 )
-
-import mortar
-from mortar.compat.peft import accelerate, attach, restore
 
 
 @pytest.fixture

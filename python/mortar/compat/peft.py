@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import lora
-from ._serving import BASE, ServedForward, Session
+from ._serving import ServedForward, Session
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -176,8 +176,9 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
         if session is not None:
             session.undo()
             return model
-    raise ValueError("restore: model must be in service, got one that neither accelerate nor attach "
-                     "has been called on")  # fmt: skip
+    raise ValueError(
+        "restore: model must be in service, got one without a call of accelerate or attach"
+    )
 
 
 # ------------------------------------------------------------------ plain models and AdapterStore
