@@ -54,13 +54,15 @@ def shortcut(op: Callable, impl: Callable) -> Callable:
     """``op`` without its dispatch, which costs 1.2 us and another 0.2 us per argument.
 
     The returned function calls ``impl`` itself where nothing traces or intercepts the call, and
-    ``op`` elsewhere: under torch.compile, a dispatch mode (make_fx, FakeTensorMode, a profiler of
-    flops) or with a subclass as its first argument. Inside torch.func it raises: a transform would
-    lose its gradients or tangents in an op without a derivative. Only for such ops.
+    ``op`` elsewhere: under torch.compile, in a dispatch mode (make_fx, FakeTensorMode, a counter of
+    flops), or with a subclass or a meta tensor as its first argument. Inside torch.func it raises:
+    a transform would lose its gradients or tangents in an op without a derivative. Only for such
+    ops.
     """
 
     def call(first, *args):
-        if is_compiling() or _num_dispatch_modes() or type(first) is not torch.Tensor:
+        real = type(first) is torch.Tensor and not first.is_meta
+        if is_compiling() or _num_dispatch_modes() or not real:
             return op(first, *args)
         if _functorch_level() is not None:
             raise RuntimeError(f"{op.name()}: cannot run inside transforms of torch.func")

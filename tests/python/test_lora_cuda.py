@@ -124,6 +124,48 @@ def test_runs_on_the_current_stream():
     assert torch.equal(y, want)
 
 
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("late", ["x", "y", "map", "a", "b", "table", "scales"])
+def test_sees_what_was_written_just_before(late, between):
+    """Kernels that start early (programmatic dependent launch) must not read too early: every
+    input is rewritten right before the call, or one call of another layer before it, in turn with
+    two contents."""
+    t = make(PROBLEM, "cuda")
+    u = make(Problem(**{**vars(PROBLEM), "seed": 1}), "cuda")
+    stacked, table = t.stacked(0.0), t.table()
+    weights = table if late == "table" else stacked
+    a, b, _, scales = stacked.apply_args
+    row = t.adapters[1]
+    y = torch.empty_like(t.y)
+    targets = {"x": t.x, "y": y, "map": t.token_adapter, "a": a[0], "b": b[1], "scales": scales}
+    contents = {"x": (t.x.clone(), u.x), "y": (t.y, u.y), "map": (t.token_adapter.clone(),
+                u.token_adapter), "a": (a[0].clone(), a[0] * 2), "b": (b[1].clone(), b[1] * 2),
+                "scales": (scales.clone(), scales * 2)}  # fmt: skip
+    plan = t.plan()
+    other = (u.y.clone(), u.x.clone(), u.table(), u.plan())
+
+    def run(which: int, wait: bool) -> torch.Tensor:
+        if late != "y":
+            y.copy_(t.y)
+        if late == "table":
+            weights.update(1, row if which == 0 else None)
+        else:
+            targets[late].copy_(contents[late][which])
+        if wait:
+            torch.cuda.synchronize()
+        lora.plan(t.token_adapter, 4, out=plan)
+        if between:
+            lora.apply(*other)
+        if wait:
+            torch.cuda.synchronize()
+        return lora.apply(y, t.x, weights, plan).clone()
+
+    wants = [run(which, wait=True) for which in (0, 1)]
+    assert not torch.equal(*wants)
+    results = [run(i % 2, wait=False) for i in range(300)]
+    assert all(torch.equal(result, wants[i % 2]) for i, result in enumerate(results))
+
+
 if torch.cuda.device_count() > 1:
 
     def test_runs_on_the_device_of_its_tensors():

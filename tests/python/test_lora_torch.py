@@ -132,6 +132,12 @@ def test_fake_tensors_are_never_touched(device):
     assert torch.equal(t.y, before)
 
 
+def test_meta_tensors(device):
+    t = make(PROBLEM, device)
+    y = lora.apply(t.y.to("meta"), t.x.to("meta"), t.table(), t.plan())
+    assert y.is_meta and y.shape == t.y.shape
+
+
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "functionalize"])
 def test_transforms_of_torch_func_are_refused(device, transform):
     t = make(PROBLEM, device)
