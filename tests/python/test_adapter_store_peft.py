@@ -240,7 +240,7 @@ def test_refuses_saved_base_weights_and_pickles(tmp_path):
 PIECES = [
     *["model", "layers", "mlp", "q_proj", "k_proj", "proj", "0", "1", "x", "_", "-", "é"],
     *[".", "\\.", ".*", ".+", "\\d", "\\w+", "[0-9]", "[^.]", "[a-z_]+", "(q|k)", "(?:0|1)"],
-    *["^", "$", "?", "*", "+", "{2}", "{1,2}", "|", "(", ")", "(?=", "(?!", "(?P<n>", "\\2"],
+    *["^", "$", "?", "x*", "{2}", "{1,2}", "|", "(", ")", "(?=", "(?!", "(?P<n>", "\\2"],
 ]
 MODULES = [
     "model.layers.0.mlp.q_proj",
@@ -265,7 +265,9 @@ MODULES = [
 @example(keys=["q_proj|x", "(q|k)_proj$", "\\2"])
 @example(keys=["[", "q_proj"])
 def test_patterns_match_as_in_peft(tmp_path_factory, keys):
-    """The first key that PEFT matches gives alpha; what Python's `re` refuses is out of scope."""
+    """The first key that PEFT matches gives alpha. Out of scope: what Python's `re` refuses, and
+    what takes it, too, longer than a name is worth (the store gives up after a number of steps).
+    """
     alphas = {key: float(i + 2) for i, key in enumerate(keys)}
     try:
         for key in keys:
@@ -281,5 +283,9 @@ def test_patterns_match_as_in_peft(tmp_path_factory, keys):
         tmp_path_factory.mktemp("patterns"), tensors, r=1, lora_alpha=1, alpha_pattern=alphas
     )
     store = mortar.AdapterStore()
-    store.open("x", folder)
+    try:
+        store.open("x", folder)
+    except ValueError as error:
+        assume("must match a module name within 1000000 steps" not in str(error))
+        raise
     assert {m.name: m.scale for m in store.get("x").modules} == wanted
