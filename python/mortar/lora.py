@@ -98,7 +98,8 @@ def plan(token_adapter: torch.Tensor, num_adapters: int, out: Plan | None = None
     Returns:
         The plan, on the device of ``token_adapter``.
 
-    With the environment variable MORTAR_DEBUG_CHECKS=1 every plan is followed by ``check``.
+    With the environment variable MORTAR_DEBUG_CHECKS=1 every plan is followed by ``check``, which
+    waits for the device and so cannot be captured into a CUDA graph.
     """
     num_tokens = token_adapter.shape[0]
     if out is None:
