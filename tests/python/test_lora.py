@@ -270,6 +270,11 @@ problems = st.builds(
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(problem=problems, form=st.sampled_from(FORMS), scale=st.floats(-2, 2, width=16), add=st.booleans())
+@given(
+    problem=problems,
+    form=st.sampled_from(FORMS),
+    scale=st.floats(-2, 2, width=16),
+    add=st.booleans(),
+)
 def test_any_problem(device, problem, form, scale, add):
     check_apply(problem, device, form, scale, add)
