@@ -15,9 +15,11 @@ namespace {
 struct Registry {
   std::vector<const Kernels*> tables = highway_kernels();
   std::unique_ptr<const Kernels> pairs = avx512_bf16_kernels(*tables.front());
+  std::unique_ptr<const Kernels> tiles = pairs ? amx_kernels(*pairs) : nullptr;
 
   Registry() {
     if (pairs != nullptr) tables.insert(tables.begin(), pairs.get());
+    if (tiles != nullptr) tables.insert(tables.begin(), tiles.get());
   }
 };
 

@@ -16,4 +16,8 @@ std::vector<const Kernels*> highway_kernels();
 /// other entries are those of `base`.
 std::unique_ptr<Kernels> avx512_bf16_kernels(const Kernels& base);
 
+/// Matrix tiles of bfloat16 (AMX) on top of a table that has pairs; null on a machine, kernel or
+/// compiler without them.
+std::unique_ptr<Kernels> amx_kernels(const Kernels& base);
+
 }  // namespace mortar::lora::cpu

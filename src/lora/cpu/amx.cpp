@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// The AMX level: tdpbf16ps on tiles that the process asks the kernel for.
+//
+// tdpbf16ps sums pair after pair into float32 like vdpbf16ps, rounds to nearest even and flushes
+// subnormals; y is rounded by vcvtneps2bf16, which flushes them too.
+#include "lora/cpu/simd.h"
+
+#if defined(__x86_64__) && defined(__linux__) && (defined(__GNUC__) || defined(__clang__))
+
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/float16.h"
+
+// Everything between these lines, and nothing else, may use the instructions.
+#if defined(__clang__)
+#pragma clang attribute push(                                                                   \
+    __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), \
+    apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
+// GCC 12 takes the deliberately undefined operands in its own intrinsics for a mistake.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+#include "lora/cpu/amx-inl.h"
+
+namespace mortar::lora::cpu {
+namespace {
+
+/// The memory operand of ldtilecfg (Intel SDM volume 1, chapter 18): palette 1, then bytes per row
+/// and rows of each of the eight tiles.
+struct alignas(64) TileConfig {
+  std::uint8_t palette = 1, start_row = 0;
+  std::uint8_t reserved[14] = {};
+  std::uint16_t row_bytes[16] = {};
+  std::uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileConfig) == 64);
+
+struct AmxTiles {
+  static void configure(std::int64_t units) {
+    TileConfig config;
+    for (int i = 0; i < 8; ++i) {
+      config.row_bytes[i] = static_cast<std::uint16_t>(i == 6 ? 4 * units : kTileBytes);
+      config.rows[i] = static_cast<std::uint8_t>(i == 7 ? units : kTileRows);
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(config));
+  }
+  static void release() { __asm__ volatile("tilerelease"); }
+  template <int kTile>
+  static void zero() {
+    __asm__ volatile("tilezero %%tmm%c0" : : "i"(kTile));
+  }
+  template <int kTile>
+  static void load(const void* p, std::int64_t stride) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2"
+                     :
+                     : "r"(p), "r"(stride), "i"(kTile)
+                     : "memory");
+  }
+  template <int kTile>
+  static void store(void* p, std::int64_t stride) {
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)"
+                     :
+                     : "r"(p), "r"(stride), "i"(kTile)
+                     : "memory");
+  }
+  template <int kC, int kA, int kB>
+  static void dot() {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+  }
+
+  static void update(const float* sums, std::int64_t columns, bool add, BFloat16* y) {
+    for (std::int64_t n = 0; n < columns; n += 16) {
+      const std::int64_t left = columns - n;
+      const auto mask = static_cast<__mmask16>(left >= 16 ? 0xffffu : (1u << left) - 1);
+      __m512 sum = _mm512_load_ps(sums + n);
+      if (add) {
+        const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, y + n));
+        sum = _mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), sum);
+      }
+      _mm256_mask_storeu_epi16(y + n, mask, (__m256i)_mm512_cvtneps_pbh(sum));
+    }
+  }
+};
+
+}  // namespace
+}  // namespace mortar::lora::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace mortar::lora::cpu {
+namespace {
+
+/// AMX-BF16 and AMX-TILE in the processor, and AVX512-BF16 for the rest.
+bool processor_has_tiles() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  return (edx & kAmxBf16) != 0 && (edx & kAmxTile) != 0;
+}
+
+/// Linux hands out the tiles' 8 KB of state on request only, to the whole process.
+bool kernel_grants_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+}  // namespace
+
+std::unique_ptr<Kernels> amx_kernels(const Kernels& base) {
+  if (base.expand_pairs == nullptr || !processor_has_tiles() || !kernel_grants_tiles()) {
+    return nullptr;
+  }
+  AmxShrink<AmxTiles>::pack = base.pack;
+  auto table = std::make_unique<Kernels>(base);
+  table->level = "AMX";
+  table->shrink[1][1] = AmxShrink<AmxTiles>::run;
+  table->expand_pairs = AmxExpand<AmxTiles>::run;
+  return table;
+}
+
+}  // namespace mortar::lora::cpu
+
+#else
+
+namespace mortar::lora::cpu {
+
+std::unique_ptr<Kernels> amx_kernels(const Kernels&) { return nullptr; }
+
+}  // namespace mortar::lora::cpu
+
+#endif
