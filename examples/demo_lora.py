@@ -17,75 +17,36 @@ on, 1 if not.
 from __future__ import annotations
 
 import argparse
-import copy
-import itertools
-import os
 import platform
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 import transformers
-from peft import PeftModel
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import lora_report
 import lora_training
 import mortar
 from corpus import Corpus, load_corpora
+from lora_measure import PREFILL_TOKENS, check, losses, measure
+from lora_report import stage
+from lora_subject import Subject, assemble
 from mortar._ffi import lib
-from mortar.compat.peft import accelerate, attach, restore
 
-BATCH = 8
-PREFILL_TOKENS = 128
 SEED = 17
 
 # Both ways round the same sums in other orders. Over thousands of logits the rms of the errors is
 # steady to a few percent; the largest one is the tail of a distribution and is not.
 RMS_MARGIN = 1.1
 MAX_MARGIN = 2.0
-
-
-@dataclass
-class Subject:
-    """What is served: a model three times over the same parameters, and how to make text of it."""
-
-    base: torch.nn.Module
-    peft: PeftModel
-    mortar: torch.nn.Module
-    store: mortar.AdapterStore
-    encode: Callable[[str], list[int]]
-    decode: Callable[[list[int]], str]
-    homes: dict[str, str]  # adapter -> the corpus that it was trained on
-    prompts: dict[str, str]  # adapter -> a prompt that suits it
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.base.parameters()).device
-
-    def batch_names(self) -> list[str]:
-        """The adapters in turn, the base model ("__base__") after the last of them."""
-        return list(itertools.islice(itertools.cycle([*self.store.names(), "__base__"]), BATCH))
-
-    def rows(self, corpora: Sequence[Corpus], count: int, length: int) -> torch.Tensor:
-        """Token ids [count, length] of text that was not trained on, the corpora in turn."""
-        span = 16 * length  # bytes: indented code may have many to a token
-        picked = []
-        for row in range(count):
-            corpus = corpora[row % len(corpora)]
-            start = (len(corpus.test) - span) * row // count
-            text = corpus.test[start : start + span].decode("latin-1")
-            picked.append(self.encode(text)[:length])
-        return torch.tensor(picked, device=self.device)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -139,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report["same_text_as_peft"] = same_text
         report.update(check(subject, corpora, progress))
         report["losses"] = losses(subject, corpora, progress)
-        report.update(measure(subject, corpora, args, progress))
+        report.update(measure(subject, corpora, args.rounds, args.steps, progress))
     console.print(lora_report.samples_table(samples))
     console.print(f"PEFT's own mixed batch wrote the same text in {same_text:.0%} of these rows.\n")
     lora_report.print_results(console, report)
@@ -160,7 +121,7 @@ def trained_subject(
     """The demo's own model and adapters, trained now or found in the cache."""
 
     def on_stage(title: str, steps: int) -> lora_training.OnStep:
-        task = progress.add_task(f"training {title}", total=steps, note="")
+        task = stage(progress, f"training {title}", steps)
 
         def report(step: int, steps: int, loss: float) -> None:
             progress.update(task, completed=step, note=f"loss {loss:.2f}")
@@ -174,7 +135,8 @@ def trained_subject(
     return assemble(
         trained.base,
         trained.adapters,
-        args,
+        args.device,
+        args.dtype,
         encode=lambda text: list(text.encode("latin-1", "replace")),
         decode=lambda ids: bytes(ids).decode("utf-8", "replace"),
         homes={c.name: c.name for c in corpora},
@@ -193,34 +155,13 @@ def own_subject(args: argparse.Namespace) -> Subject:
     return assemble(
         args.model,
         folders,
-        args,
+        args.device,
+        args.dtype,
         encode=tokenizer.encode,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         homes={},
         prompts=dict.fromkeys(folders, prompt),
     )
-
-
-def assemble(base: Any, adapters: dict[str, Path], args: argparse.Namespace, **text) -> Subject:
-    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).to(args.device).eval()
-    store = mortar.AdapterStore()
-    for name, folder in adapters.items():
-        store.open(name, folder)
-    theirs = None
-    for name, folder in adapters.items():
-        if theirs is None:
-            theirs = PeftModel.from_pretrained(_sharing_copy(model), folder, adapter_name=name)
-        else:
-            theirs.load_adapter(folder, adapter_name=name)
-    served = attach(_sharing_copy(model), store)
-    return Subject(model, theirs.eval(), served, store, **text)
-
-
-def _sharing_copy(model: torch.nn.Module) -> torch.nn.Module:
-    """Another module tree over the same parameters."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(t): t for t in tensors})
 
 
 # ------------------------------------------------------------------ 2. text from a mixed batch
@@ -244,7 +185,7 @@ def generate(
 
     texts = []
     for way, model in (("Mortar", subject.mortar), ("PEFT", subject.peft)):
-        task = progress.add_task(f"mixed batch through {way}", total=None, note="")
+        task = stage(progress, f"mixed batch through {way}", None)
         torch.manual_seed(SEED)
         out = model.generate(
             input_ids=ids,
@@ -263,135 +204,7 @@ def generate(
     return list(found), same
 
 
-# ------------------------------------------------------------------ 3. is it right
-
-
-@torch.inference_mode()
-def check(subject: Subject, corpora: Sequence[Corpus], progress: Progress) -> dict[str, Any]:
-    """Logits of one mixed batch, through Mortar and through PEFT, against a float64 copy."""
-    task = progress.add_task("comparing with float64", total=4, note="")
-    ids = subject.rows(corpora, BATCH, PREFILL_TOKENS)
-    wanted = {"input_ids": ids, "adapter_names": subject.batch_names()}
-    kinds = ("max", "rms")
-    if not _fits_in_float64(subject.peft):
-        progress.console.print("no room for a float64 copy of the model: exactness not checked")
-        return {f"{who}{k}_rel_error_vs_fp64": None for who in ("", "peft_") for k in kinds}
-    exact = copy.deepcopy(subject.peft).double()(**wanted).logits
-    progress.advance(task)
-    theirs = subject.peft(**wanted).logits
-    progress.advance(task)
-    ours = subject.mortar(**wanted).logits
-    progress.advance(task)
-    accelerated = accelerate(subject.peft)(**wanted).logits
-    restore(subject.peft)
-    progress.advance(task)
-    if not torch.equal(accelerated, ours):
-        raise RuntimeError(
-            "demo: accelerate and attach must agree to the last bit, got a difference"
-        )
-    found = {}
-    for who, logits in (("", ours), ("peft_", theirs)):
-        error = logits.double() - exact
-        found[f"{who}max_rel_error_vs_fp64"] = float(error.abs().max() / exact.abs().max())
-        found[f"{who}rms_rel_error_vs_fp64"] = float(error.square().mean().sqrt() / exact.std())
-    return found
-
-
-def _fits_in_float64(model: torch.nn.Module) -> bool:
-    needed = 8 * sum(p.numel() for p in model.parameters())
-    if next(model.parameters()).is_cuda:
-        free, _ = torch.cuda.mem_get_info()
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return needed < 0.8 * free
-
-
-@torch.inference_mode()
-def losses(
-    subject: Subject, corpora: Sequence[Corpus], progress: Progress
-) -> dict[str, dict[str, float]]:
-    """losses[adapter][corpus] in nats per token, all adapters on the same text in one batch."""
-    names = [*subject.store.names(), "__base__"]
-    rows_each = 16
-    task = progress.add_task("loss of every adapter on every corpus", total=len(corpora), note="")
-    found: dict[str, dict[str, float]] = {name: {} for name in names}
-    for corpus in corpora:
-        rows = subject.rows([corpus], rows_each, PREFILL_TOKENS)
-        batch = rows.repeat(len(names), 1)
-        row_names = [name for name in names for _ in range(rows_each)]
-        logits = subject.mortar(input_ids=batch, adapter_names=row_names).logits[:, :-1].float()
-        each = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none"
-        )
-        means = each.view(len(names), -1).mean(1)
-        for name, loss in zip(names, means.tolist(), strict=True):
-            found[name][corpus.name] = loss
-        progress.advance(task)
-    return {"(base)" if name == "__base__" else name: row for name, row in found.items()}
-
-
-# ------------------------------------------------------------------ 4. is it fast
-
-
-@torch.inference_mode()
-def measure(
-    subject: Subject, corpora: Sequence[Corpus], args: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
-    """Medians of a prefill and of a decode step, the three ways in turn in one loop.
-
-    Every round prefills a cache for each way and then decodes step by step, all ways at the same
-    length; the order of the ways changes with every step, so that none always follows the same.
-    """
-    ids = subject.rows(corpora, BATCH, PREFILL_TOKENS)
-    named = {"adapter_names": subject.batch_names()}
-    ways = [
-        ("base", subject.base, {}),
-        ("peft", subject.peft, named),
-        ("mortar", subject.mortar, named),
-    ]
-    times: dict[tuple[str, str], list[float]] = {
-        (phase, way): [] for phase in ("decode", "prefill") for way, _, _ in ways
-    }
-    order = itertools.cycle(itertools.permutations(ways))
-    task = progress.add_task(
-        "timing, interleaved", total=(args.rounds + 1) * (args.steps + 1), note=""
-    )
-    for round_ in range(args.rounds + 1):
-        caches = {}
-        for step in range(args.steps + 1):
-            phase = "decode" if step else "prefill"
-            tokens = ids[:, :1] if step else ids
-            for way, model, adapters in next(order):
-                _synchronise(subject.device)
-                start = time.perf_counter()
-                out = model(
-                    input_ids=tokens, past_key_values=caches.get(way), use_cache=True, **adapters
-                )
-                _synchronise(subject.device)
-                elapsed = time.perf_counter() - start
-                caches[way] = out.past_key_values
-                if round_:  # the first round warms up
-                    times[phase, way].append(1e3 * elapsed)
-            progress.advance(task)
-
-    found: dict[str, Any] = {}
-    for phase in ("decode", "prefill"):
-        base, theirs, ours = (statistics.median(times[phase, way]) for way, _, _ in ways)
-        found[f"{phase}_base_ms"] = base
-        found[f"{phase}_peft_ms"] = theirs
-        found[f"{phase}_mortar_ms"] = ours
-        found[f"{phase}_speedup_vs_peft"] = theirs / ours
-        found[f"{phase}_added_vs_peft"] = (ours - base) / (theirs - base)
-        found[f"{phase}_repeats"] = len(times[phase, "mortar"])
-    return found
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-# ------------------------------------------------------------------ the account
+# ------------------------------------------------------------------ 3. the account
 
 
 def describe(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
@@ -406,7 +219,7 @@ def describe(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
         "model": args.model or "byte-level Llama",
         "parameters": sum(p.numel() for p in subject.base.parameters()),
         "dtype": str(subject.base.dtype).removeprefix("torch."),
-        "batch": BATCH,
+        "batch": len(subject.batch_names()),
         "prefill_tokens": PREFILL_TOKENS,
         "adapters": adapters,
         "homes": subject.homes,

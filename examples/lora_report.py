@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 WAYS = {"base": "Base model alone", "peft": "PEFT mixed batch", "mortar": "Mortar mixed batch"}
 COLOURS = {"base": "#8a9199", "peft": "#d9822b", "mortar": "#14786f"}
 INK, FAINT = "#20262c", "#6b737b"
+
+
+def stage(progress: Progress, title: str, total: int | None) -> TaskID:
+    """A new line of the progress display; where there is no terminal to draw on, plain text."""
+    if not progress.console.is_terminal:
+        progress.console.print(f"{title} ...")
+    return progress.add_task(title, total=total, note="")
 
 
 def samples_table(samples: list[tuple[str, str, str]]) -> Table:
@@ -96,17 +102,17 @@ def print_results(console: Console, report: dict[str, Any]) -> None:
 
 
 def write(folder: Path, report: dict[str, Any]) -> tuple[Path, Path]:
-    """Writes report.json and lora.png; returns their paths."""
+    """Writes report.json and report.png; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    numbers, picture = folder / "report.json", folder / "lora.png"
+    numbers, picture = folder / "report.json", folder / "report.png"
     numbers.write_text(json.dumps(report, indent=2) + "\n")
     _draw(picture, report)
     return numbers, picture
 
 
 def _draw(path: Path, report: dict[str, Any]) -> None:
-    plt.rcParams.update({"font.size": 10, "text.color": INK, "axes.labelcolor": INK})
-    figure = plt.figure(figsize=(12, 4.6), layout="constrained")
+    matplotlib.rcParams.update({"font.size": 10, "text.color": INK, "axes.labelcolor": INK})
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
     grid = figure.add_gridspec(1, 3, width_ratios=(1.35, 1, 1))
     _draw_losses(figure.add_subplot(grid[0]), report["losses"], report["homes"])
     for column, phase in ((1, "decode"), (2, "prefill")):
@@ -124,12 +130,9 @@ def _draw(path: Path, report: dict[str, Any]) -> None:
         fontsize=8.5, color=FAINT, x=0.01, ha="left",
     )  # fmt: skip
     figure.savefig(path, dpi=160)
-    plt.close(figure)
 
 
-def _draw_losses(
-    axes: plt.Axes, losses: dict[str, dict[str, float]], homes: dict[str, str]
-) -> None:
+def _draw_losses(axes: Axes, losses: dict[str, dict[str, float]], homes: dict[str, str]) -> None:
     """Colour: how far from the best of its column. The number: the loss itself."""
     names, corpora = list(losses), list(next(iter(losses.values())))
     best = {c: min(row[c] for row in losses.values()) for c in corpora}
@@ -154,7 +157,7 @@ def _draw_losses(
     axes.set_title(title, loc="left", fontsize=11)
 
 
-def _draw_times(axes: plt.Axes, report: dict[str, Any], phase: str) -> None:
+def _draw_times(axes: Axes, report: dict[str, Any], phase: str) -> None:
     times = [report[f"{phase}_{way}_ms"] for way in WAYS]
     labels = [title.replace(" ", "\n", 1) for title in WAYS.values()]
     bars = axes.bar(labels, times, color=[COLOURS[way] for way in WAYS], width=0.68)

@@ -39,11 +39,11 @@ class Recipe:
     heads: int = 4
     kv_heads: int = 2
     context: int = 128
-    batch: int = 16
-    base_steps: int = 400
+    batch: int = 8
+    base_steps: int = 500
     base_lr: float = 3e-3
-    adapter_steps: int = 100
-    adapter_lr: float = 2e-3
+    adapter_steps: int = 120
+    adapter_lr: float = 4e-3
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     seed: int = 17
 

@@ -46,7 +46,7 @@ def test_everything_is_right(first):
     run, out = first
     assert run.returncode == 0, run.stdout + run.stderr
     assert "One batch, every row its own adapter" in run.stdout
-    assert (out / "lora.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((out / "report.json").read_text())
 
     ours, theirs = report["max_rel_error_vs_fp64"], report["peft_max_rel_error_vs_fp64"]

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``mortar.compat.peft.accelerate`` puts on a PEFT model; the part that imports PEFT."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear, LoraLayer, LoraModel
+from peft.utils.other import AuxiliaryTrainingWrapper
+
+from .. import lora
+from ._serving import ServedForward, Session
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MAX_RANK = 512
+_ALIGNMENT = 16  # bytes
+
+# PEFT's layers over quantised base layers: base(x), plus the plain delta. They are no subclass of
+# its Linear and exist only where their package is installed, so they are told by their file.
+_QUANTISED = tuple(
+    f"peft.tuners.lora.{kind}" for kind in ("aqlm", "awq", "bnb", "eetq", "gptq", "hqq")
+)
+
+
+class PeftSession(Session):
+    """Takes the place of the context in which PEFT hands adapter_names to its layers."""
+
+    num_served: int
+    left: str
+    """What is left to PEFT, and why; empty if nothing is."""
+
+    def __init__(self, lora_model: LoraModel) -> None:
+        super().__init__(())
+        self._model = lora_model
+        self._peft_hooks = lora_model._enable_peft_forward_hooks
+        self._install()
+
+    def _install(self) -> None:
+        modules = list(self._model.modules())
+        self._layers = [
+            module
+            for module in modules
+            if isinstance(module, LoraLayer) and (module.lora_A or module.lora_embedding_A)
+        ]
+        refusals = {layer: _refusal(layer) for layer in self._layers}
+        served = [layer for layer, reason in refusals.items() if reason is None]
+        left = Counter(filter(None, refusals.values()))
+        self.num_served = len(served)
+        self.left = ", ".join(f"{count} x {reason}" for reason, count in sorted(left.items()))
+
+        adapters = {n for layer in self._layers for n in (*layer.lora_A, *layer.lora_embedding_A)}
+        self.ids = {name: number for number, name in enumerate(sorted(adapters))}
+        self._last = None
+        self._configs = dict(self._model.peft_config)
+        self._watched = [_Watched(layer) for layer in served]
+        for layer in served:
+            forward = _PeftForward(self, layer.base_layer, layer.forward, _weights(layer, self.ids))
+            self.patch(layer, "forward", forward)
+        for module in modules:
+            if refusals.get(module) or isinstance(module, AuxiliaryTrainingWrapper):
+                # PEFT hands its names to these layers by hooks that it sets for every forward.
+                self.patch(module, "forward", _NamedForward(self, module.forward))
+        self.patch(self._model, "_enable_peft_forward_hooks", self._hooks)
+
+    @contextmanager
+    def _hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        names = kwargs.get("adapter_names")
+        if names is None or not self._can_serve(kwargs):
+            with self._peft_hooks(*args, **kwargs):
+                yield
+            return
+        names = self.checked(names, self._model.training)
+        beams = kwargs.get("num_beams")
+        if isinstance(beams, int) and beams > 1:
+            names = tuple(name for name in names for _ in range(beams))
+        with self.serving(names):
+            yield
+
+    def _can_serve(self, kwargs: dict[str, Any]) -> bool:
+        """Whether this forward is Mortar's; brings the tables up to date if so."""
+        if kwargs.get("alora_offsets") is not None:
+            return False
+        if kwargs.get("num_beams") not in (None, 1) and _has_encoder(self._model):
+            return False  # the encoder sees each sample once, the decoder once per beam
+        for layer in self._layers:
+            if layer.merged_adapters or layer._disable_adapters or layer.training:
+                return False
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()):
+            return False
+        if self._has_changed():
+            self.undo()
+            self._install()
+        return True
+
+    def _has_changed(self) -> bool:
+        configs = self._model.peft_config  # a loaded adapter may have brought new layers
+        return (
+            configs.keys() != self._configs.keys()
+            or any(configs[name] is not config for name, config in self._configs.items())
+            or any(watched.changed() for watched in self._watched)
+        )
+
+
+class _PeftForward(ServedForward):
+    """Leaves to PEFT what wants a gradient: a saliency map over the inputs, say."""
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        batch = self._session.batch
+        if batch is not None and x.requires_grad and torch.is_grad_enabled():
+            return self._original(x, *args, adapter_names=list(batch.names), **kwargs)
+        return super().__call__(x, *args, **kwargs)
+
+
+class _NamedForward:
+    """The forward of a layer that is left to PEFT: with the names, as PEFT would call it."""
+
+    def __init__(self, session: Session, original: Callable) -> None:
+        self._session = session
+        self._original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._session.batch is not None:
+            kwargs["adapter_names"] = list(self._session.batch.names)
+        return self._original(*args, **kwargs)
+
+
+class _Watched:
+    """Tells whether a layer's table still describes it."""
+
+    def __init__(self, layer: LoraLayer) -> None:
+        # The dictionaries behind the ModuleDicts: a look-up per forward, layer and adapter.
+        self._factors = (layer.lora_A._modules, layer.lora_B._modules)
+        self._scaling = layer.scaling
+        self._state = self._now()
+
+    def _now(self) -> list[float]:
+        linears = (linear for factors in self._factors for linear in factors.values())
+        return [w._parameters["weight"].data_ptr() for w in linears] + [*self._scaling.values()]
+
+    def changed(self) -> bool:
+        return self._now() != self._state
+
+
+def _weights(layer: LoraLayer, ids: dict[str, int]) -> lora.Weights:
+    pairs = [
+        (layer.lora_A[name].weight.data, layer.lora_B[name].weight.data)
+        if name in layer.lora_A
+        else None
+        for name in ids
+    ]
+    scales = [layer.scaling.get(name, 1.0) for name in ids]
+    return lora.Weights.from_adapters(pairs, scales)
+
+
+def _refusal(layer: LoraLayer) -> str | None:
+    """Why a layer is left to PEFT; None if Mortar can serve it."""
+    kind = type(layer)
+    if not isinstance(layer, Linear) and kind.__module__ not in _QUANTISED:
+        return f"{kind.__name__} layers"
+    for variant in layer.lora_variant.values():
+        return type(variant).__name__
+    linears = (*layer.lora_A.values(), *layer.lora_B.values())
+    if any(type(linear) is not torch.nn.Linear for linear in linears):
+        return f"adapters of {type(layer.lora_A).__name__}"
+    if any(linear.bias is not None for linear in linears):
+        return "LoRA biases"
+    weights = [linear.weight.data for linear in linears]
+    dtypes = sorted({str(w.dtype) for w in weights})
+    if len(dtypes) > 1 or weights[0].dtype not in _DTYPES:
+        return f"adapters of {' and '.join(dtypes)}"
+    devices = {str(w.device) for w in weights}
+    if len(devices) > 1 or weights[0].device.type not in ("cpu", "cuda"):
+        return f"adapters on {' and '.join(sorted(devices))}"
+    if any(type(w) is not torch.Tensor or not w.is_contiguous() for w in weights):
+        return "adapters that are not dense tensors"
+    if any(w.data_ptr() % _ALIGNMENT for w in weights):
+        return f"adapters not aligned to {_ALIGNMENT} bytes"
+    if max(layer.r.values()) > _MAX_RANK:
+        return f"ranks over {_MAX_RANK}"
+    return None
+
+
+def _has_encoder(lora_model: LoraModel) -> bool:
+    return bool(getattr(getattr(lora_model.model, "config", None), "is_encoder_decoder", False))
