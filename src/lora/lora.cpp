@@ -14,7 +14,7 @@ namespace {
 using lora::Backend;
 using lora::Needs;
 
-const Backend& backend(const ArgCheck& arg, Device device) {
+const Backend& backend([[maybe_unused]] const ArgCheck& arg, Device device) {
   if (device.type == DeviceType::kCPU) return lora::cpu::kBackend;
 #if MORTAR_HAS_CUDA
   return lora::cuda::kBackend;
