@@ -56,7 +56,7 @@ def _outputs(x: Tensor, cu_seqlens: Tensor | None, state_len: int) -> tuple[Tens
     y = torch.empty_like(x)
     if state_len < 0:
         return y, None
-    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = x.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
     return y, x.new_empty(sequences, x.shape[2], state_len)
 
 
@@ -227,13 +227,14 @@ def dynamic_conv(
             w = W - 1, meets the token itself.
         cu_seqlens: int32 or int64 [N + 1] on the device of x: x is then N sequences packed into
             one row (B = 1), sequence n being the tokens cu_seqlens[n] : cu_seqlens[n + 1].
-            Sequences may be empty. Without it every row is a sequence and N = B. Its content is
-            never read back to the host: see `check`.
+            Sequences may be empty. Without it every row is a sequence and N = B. On a GPU its
+            content is never read back to the host, and `check` is what reports bad content.
         initial_state: [N, D, L] in the dtype of x, any strides, L = W or W - 1: the last L inputs
             before each sequence, newest last. Zeros if absent.
         output_final_state: also return the state after each sequence.
         activation: None or "silu", applied to the sum before it is rounded.
-        state_len: L of the final state; that of initial_state by default, else W - 1.
+        state_len: L of the final state; that of initial_state if there is one (no other is
+            possible then), else W - 1 by default.
 
     Returns:
         y [B, T, D] in the dtype of x; with output_final_state the pair of y and the final state
@@ -243,7 +244,8 @@ def dynamic_conv(
     Nothing but the inputs is kept for the backward.
 
     Raises:
-        ValueError: a shape, stride, length or W is wrong; nothing has been written then.
+        ValueError: a shape, stride, length or W is wrong, or, on the CPU, the content of
+            cu_seqlens; nothing has been written then.
         TypeError: a dtype or device is wrong.
     """
     silu = _is_silu("dynamic_conv", activation)
@@ -324,8 +326,9 @@ def check(
 ) -> None:
     """Reads cu_seqlens (for T = num_tokens) and slots (for S = num_slots) back and checks them.
 
-    The ops never do: bad contents give unspecified results, though never an access out of bounds.
-    This waits for the device: a debugging aid, not for the hot path.
+    The ops do not (but for cu_seqlens on the CPU, where reading is free): bad contents give
+    unspecified results, though never an access out of bounds. This waits for the device: a
+    debugging aid, not for the hot path.
 
     Raises:
         ValueError: cu_seqlens decreases, does not start at 0 or does not end at num_tokens; a slot

@@ -179,8 +179,11 @@ def test_friendly_functions_say_what_is_wrong(device):
         dynamic_conv(x, kernels, output_final_state=True, state_len=5)
     with pytest.raises(ValueError, match=r"kernels must have 4 dimensions, got \(6, 5, 4\)"):
         dynamic_conv(x, kernels[0], output_final_state=True)
-    with pytest.raises(ValueError, match="x"):
+    with pytest.raises(ValueError, match="dynamic_conv_forward: x must have 3 dimensions"):
         dynamic_conv(x[0], kernels)
+    with pytest.raises(ValueError, match="cu_seqlens must have 1 to"):
+        dynamic_conv(x[:1], kernels[:1], output_final_state=True,
+                     cu_seqlens=torch.zeros(0, dtype=torch.int32, device=device))  # fmt: skip
 
 
 def test_fresh_outputs_are_refused_the_same_way_with_gradients(device):
