@@ -88,7 +88,7 @@ TEST_P(DynamicConvCheck, SmallStrides) {
   Tensor turned = x.view();
   turned.strides = {48, 1, 6};
   EXPECT_EQ(forward_error(turned, k, {}, {}, y, {}),
-            "dynamic_conv_forward: x must have stride 1 in its last dimension, got 6");
+            "dynamic_conv_forward: x must have stride 1 in its last dimension, got stride 6");
   Tensor gaps = k.view();
   gaps.strides[2] = 5;
   EXPECT_EQ(forward_error(x, gaps, {}, {}, y, {}),

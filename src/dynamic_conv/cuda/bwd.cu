@@ -19,12 +19,18 @@
 namespace mortar::dynamic_conv::cuda {
 namespace {
 
-constexpr int kAhead = 4;  ///< steps of loads in flight; each needs its own scoreboard of six
+constexpr int kLoadRegisters = 24;  ///< of the steps in flight: 4 steps at W = 4, 16-bit
 constexpr int kMostSteps = 64;
 
 struct Params {
   BackwardProblem problem;
+  std::int64_t x_step, k_step, dy_step, dx_step, dk_step;  ///< bytes
   Grid grid;
+
+  explicit Params(const BackwardProblem& p)
+      : problem(p), x_step(step_bytes(p.x, p.shape.x_dtype)),
+        k_step(step_bytes(p.k, p.shape.k_dtype)), dy_step(step_bytes(p.dy, p.shape.x_dtype)),
+        dx_step(step_bytes(p.dx, p.shape.x_dtype)), dk_step(step_bytes(p.dk, p.shape.k_dtype)) {}
 };
 
 /// The gradients of the last W - 1 inputs, which later steps still add to: [j] belongs to the input
@@ -59,7 +65,7 @@ __device__ __forceinline__ void emit(const BackwardProblem& p, const Tile& tile,
     }
   }
   if (real) {
-    device::store_once<X, kChannels>(at<X>(p.dx, p.dx.row(tile.b, t) + channel), v);
+    device::store_once<X, kChannels>(at<X>(p.dx, p.dx.row(opaque(tile.b), t) + channel), v);
     return;
   }
 #pragma unroll
@@ -69,18 +75,10 @@ __device__ __forceinline__ void emit(const BackwardProblem& p, const Tile& tile,
   }
 }
 
-/// g *= d silu(s) / ds.
-template <class Traits>
-__device__ __forceinline__ void multiply_silu_gradient(
-    const typename Traits::Taps& taps, const float (&window)[Traits::kWidth][Traits::kChannels],
-    int width, float (&g)[Traits::kChannels]) {
-  float s[Traits::kChannels];
-  convolve<Traits>(taps, window, width, s);
-#pragma unroll
-  for (int c = 0; c < Traits::kChannels; ++c) {
-    const float q = sigmoid(s[c]);
-    g[c] *= q * fmaf(s[c], 1 - q, 1.0f);
-  }
+/// d silu(s) / ds.
+__device__ __forceinline__ float silu_slope(float s) {
+  const float q = sigmoid(s);
+  return q * fmaf(s, 1 - q, 1.0f);
 }
 
 /// pending[lag] += g * tap, the newest set; the tap of a lag multiplied the input that long ago.
@@ -101,12 +99,14 @@ __device__ __forceinline__ void scatter(const typename Traits::Taps& taps,
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(48, 2, kAhead, 2))
+__global__ void __launch_bounds__(
+    kMaxThreads, min_ctas<Traits>(46, 2, steps_ahead<Traits>(2, kLoadRegisters), 2, 2))
     backward_kernel(const __grid_constant__ Params params) {
   using X = typename Traits::X;
   using K = typename Traits::K;
   constexpr int kChannels = Traits::kChannels;
   constexpr int kWidth = Traits::kWidth;
+  constexpr int kAhead = steps_ahead<Traits>(2, kLoadRegisters);
   const BackwardProblem& p = params.problem;
   const Shape& shape = p.shape;
   const int width = Traits::kVector ? kWidth : shape.width;
@@ -130,9 +130,9 @@ __global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(48, 2, kAhead, 2
       gradients[u] = device::load_once<X, kChannels>(dy);
       taps[u].load(k, width);
     }
-    x += p.x.time_stride;
-    dy += p.dy.time_stride;
-    k += p.k.time_stride;
+    x = advance(x, params.x_step);
+    dy = advance(dy, params.dy_step);
+    k = advance(k, params.k_step);
   };
 #pragma unroll
   for (int u = 0; u < kAhead; ++u) load(u, live && tile.begin + u < stop);
@@ -172,40 +172,77 @@ __global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(48, 2, kAhead, 2
   if (tile.begin == 0) cross_boundaries(0);
 
   // Compute and store; a step's registers are loaded again as soon as they have been used.
-  const auto step = [&](int u, int t) {
+  X* dx = at<X>(p.dx, p.dx.row(tile.b, tile.begin) + tile.channel);
+  dx = advance(dx, -(width - 1) * params.dx_step);  // of the step whose gradient completes
+  const auto consume = [&](int u, float (&g)[kChannels]) {
     shift(window);
-    shift(pending);
-    float g[kChannels];
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       window[0][c] = inputs[u].get(c);
       g[c] = gradients[u].get(c);
     }
-    if (shape.silu) multiply_silu_gradient<Traits>(taps[u], window, width, g);
-    scatter<Traits>(taps[u], g, width, pending);
-    load(u, t + kAhead < stop);
-    if (t < tile.end) Traits::store_gradient(dk, g, window, width);
-    dk += p.dk.time_stride;
-    if constexpr (Traits::kVector) {
-      emit<Traits>(p, tile, walk, t - width + 1, pending[kWidth - 1]);
-    } else {
+    if (shape.silu) {
+      float s[kChannels];
+      convolve<Traits>(taps[u], window, width, s);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        if (j == width - 1) emit<Traits>(p, tile, walk, t - width + 1, pending[j]);
+      for (int c = 0; c < kChannels; ++c) g[c] *= silu_slope(s[c]);
+    }
+    shift(pending);
+    scatter<Traits>(taps[u], g, width, pending);
+  };
+  const auto store_dk = [&](const float (&g)[kChannels]) {
+    Traits::store_gradient(dk, g, window, width);
+  };
+  int base = tile.begin;
+  while (base < stop) {
+    // Whole groups of steps whose gradients all go to dk and dx as they are, and the next group to
+    // be loaded.
+    const int first = max(walk.start, tile.begin) + width - 1;
+    const int dfinal_steps = p.dfinal.given() ? shape.state_length : 0;
+    const int last = Traits::kVector && base >= first
+                         ? min(min(walk.end - max(kAhead, dfinal_steps - width + kAhead),
+                                   tile.end - kAhead),
+                               stop - 2 * kAhead)
+                         : -1;
+    for (; base <= last; base += kAhead) {
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        float g[kChannels];
+        consume(u, g);
+        load(u, true);
+        store_dk(g);
+        dk = advance(dk, params.dk_step);
+        device::store_once<X, kChannels>(dx, pending[kWidth - 1]);
+        dx = advance(dx, params.dx_step);
       }
     }
-  };
-  for (int base = tile.begin; base < stop; base += kAhead) {
+    // One group step by step: boundaries lie in it or at its start, or the chunk comes to an end.
     int from = 0;
     do {
       const int to = min(min(walk.end, stop) - base, kAhead);
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
-        if (u >= from && u < to) step(u, base + u);
+        if (u < from || u >= to) continue;
+        const int t = base + u;
+        float g[kChannels];
+        consume(u, g);
+        load(u, t + kAhead < stop);
+        if (t < tile.end) store_dk(g);
+        dk = advance(dk, params.dk_step);
+        dx = advance(dx, params.dx_step);
+        if constexpr (Traits::kVector) {
+          emit<Traits>(p, tile, walk, t - width + 1, pending[kWidth - 1]);
+        } else {
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            if (j == width - 1) emit<Traits>(p, tile, walk, t - width + 1, pending[j]);
+          }
+        }
       }
       from = to;
       cross_boundaries(base + to);
     } while (from < kAhead && base + from < stop);
+    base += kAhead;
   }
 }
 

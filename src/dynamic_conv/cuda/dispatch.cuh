@@ -62,6 +62,11 @@ bool fits(const Problem& shape, std::initializer_list<Signal> signals,
   return fit;
 }
 
+/// Bytes from one step of time to the next.
+inline std::int64_t step_bytes(const Signal& s, DType dtype) {
+  return s.time_stride * dtype_size(dtype);
+}
+
 /// One CTA per (batch row, chunk of time, block of channels); T = 0 has one empty chunk, in which
 /// states are passed on.
 template <auto kKernel, class Traits, class Params, class Problem>
@@ -78,8 +83,7 @@ void launch_tiles(const char* op, const Problem& p, const CudaConfig* config, in
   const std::int64_t ctas = p.shape.batch * chunks * columns;
   check(ctas <= std::numeric_limits<std::int32_t>::max(), op, ": x must need at most 2^31 - 1 ",
         "blocks of ", c.steps, " steps and ", c.threads, " threads, got ", ctas);
-  Params params;
-  params.problem = p;
+  Params params(p);
   params.grid = {c.steps, static_cast<unsigned>(chunks), static_cast<unsigned>(columns)};
   device::Launch launch;
   launch.grid = dim3(static_cast<unsigned>(ctas));

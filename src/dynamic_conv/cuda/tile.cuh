@@ -115,6 +115,14 @@ __device__ __forceinline__ void read_history(const Shape& shape, const Signal& x
   }
 }
 
+/// p moved by bytes: a step of time in bytes is an operand from constant memory, where one in
+/// elements would take registers to be scaled.
+template <class T>
+__device__ __forceinline__ T* advance(T* p, std::int64_t bytes) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(p) + bytes);
+}
+
 /// window[j] becomes window[j + 1]; costs no instruction once loops are unrolled by a multiple of W.
 template <int kRows, int kChannels>
 __device__ __forceinline__ void shift(float (&window)[kRows][kChannels]) {

@@ -66,6 +66,7 @@ struct VectorTraits {
   static constexpr int kChannels = vector_channels<T>(W);
   static constexpr int kSignalAlignment = kChannels * int{sizeof(T)};
   static constexpr int kTapAlignment = Run<T, kChannels * W>::kAlignment;
+  static constexpr int kPieces = Run<T, kChannels * W>::kPieces;
 
   struct Taps {
     Run<T, kChannels * W> run;
@@ -94,6 +95,7 @@ struct ScalarTraits {
   static constexpr int kChannels = 1;
   static constexpr int kSignalAlignment = sizeof(X);
   static constexpr int kTapAlignment = sizeof(K);
+  static constexpr int kPieces = kMaxWidth;
 
   struct Taps {
     device::Bits<K, 1> tap[kMaxWidth];  // by lag
@@ -118,16 +120,32 @@ struct ScalarTraits {
 
 inline constexpr int kMaxThreads = 128;  ///< of a CTA: small ones let registers be shared out finely
 
-/// CTAs that an SM must hold, which caps the registers of a thread: `fixed` for addresses and the
-/// walk, what is in flight, and one per value of the `windows` and of the sums. A cap that is too
-/// low spills values in flight, and a spill waits for its load.
+/// Registers of the loads of one step: taps, and `signals` of x's kind.
 template <class Traits>
-constexpr int min_ctas(int fixed, int signals, int ahead, int windows) {
-  constexpr int kTaps = int{sizeof(typename Traits::Taps)} / 4;
-  constexpr int kSignal = (Traits::kChannels * int{sizeof(typename Traits::X)} + 3) / 4;
-  const int registers = fixed + ahead * (kTaps + signals * kSignal) +
-                        (windows * (Traits::kWidth - 1) + 2) * Traits::kChannels;
-  return 65536 / (kMaxThreads * round_up(registers, 8));
+constexpr int step_registers(int signals) {
+  return int{sizeof(typename Traits::Taps)} / 4 +
+         signals * ((Traits::kChannels * int{sizeof(typename Traits::X)} + 3) / 4);
+}
+
+/// Steps whose loads are in flight at once, an even number within a budget of registers. For W = 6
+/// and 7 in pieces ptxas spills from four steps on, whatever the cap.
+template <class Traits>
+constexpr int steps_ahead(int signals, int budget) {
+  if (Traits::kVector && Traits::kWidth > 5 && Traits::kPieces > 2) return 2;
+  const int steps = budget / step_registers<Traits>(signals) / 2 * 2;
+  return steps > 8 ? 8 : steps < 2 ? 2 : steps;
+}
+
+/// CTAs that an SM must hold, which caps the registers of a thread: `fixed` for addresses and the
+/// walk, what is in flight, one per value of the `windows` and of the sums, and `per_piece` for
+/// taps in pieces. Found by compiling: a cap that is too low spills values in flight, and a spill
+/// waits for its load.
+template <class Traits>
+constexpr int min_ctas(int fixed, int signals, int ahead, int windows, int per_piece) {
+  const int registers = fixed + ahead * step_registers<Traits>(signals) +
+                        (windows * (Traits::kWidth - 1) + 2) * Traits::kChannels +
+                        per_piece * (Traits::kPieces - 1);
+  return registers > 128 ? 4 : 65536 / (kMaxThreads * round_up(registers, 8));
 }
 
 /// s = sum over lags of tap * x, oldest input first: the one order of every backend.

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// What only a GPU shows: graph replay, streams of the caller, and tensors over 2^31 elements.
+#if MORTAR_HAS_CUDA
+#include <cuda_runtime_api.h>
+
+#include "dynamic_conv_case.h"
+
+namespace mortar::test {
+namespace {
+
+std::vector<Device> gpus() {
+  return has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}} : std::vector<Device>{};
+}
+
+class DynamicConvCuda : public testing::TestWithParam<Device> {
+ protected:
+  void SetUp() override { ASSERT_EQ(cudaStreamCreate(&stream_), cudaSuccess); }
+  void TearDown() override { ASSERT_EQ(cudaStreamDestroy(stream_), cudaSuccess); }
+  Stream stream() const { return {stream_}; }
+
+  cudaStream_t stream_ = nullptr;
+};
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(DynamicConvCuda);  // on a machine without a GPU
+INSTANTIATE_TEST_SUITE_P(Devices, DynamicConvCuda, testing::ValuesIn(gpus()), device_label);
+
+// One captured step, replayed after the slots and the inputs have changed, does what a fresh call
+// with the new content does.
+TEST_P(DynamicConvCuda, SmallGraphReplayWithOtherSlots) {
+  const Device device = GetParam();
+  const std::int64_t rows = 4, slots_held = 6, channels = 64;
+  std::mt19937 rng(41);
+  Operand x(device, DType::kBFloat16, {rows, channels});
+  Operand k(device, DType::kBFloat16, {rows, channels, 4});
+  Operand state(device, DType::kBFloat16, {slots_held, channels, 4});
+  Operand fresh(device, DType::kBFloat16, {slots_held, channels, 4});
+  Operand slots(device, DType::kInt32, {rows});
+  Operand y(device, DType::kBFloat16, {rows, channels});
+  Operand y_fresh(device, DType::kBFloat16, {rows, channels});
+  const Array content =
+      random_values(rng, static_cast<std::size_t>(slots_held * channels * 4), DType::kBFloat16);
+  state.fill(content);
+  fresh.fill(content);
+  slots.fill({0, 1, 2, 3});
+
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  dynamic_conv_step(x, k, state, slots, y, true, stream());
+  ASSERT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+  for (const Array& next : {Array{5, -1, 0, 2}, Array{-1, -1, 3, 1}, Array{2, 9, 4, 0}}) {
+    slots.fill(next);
+    x.fill(random_values(rng, static_cast<std::size_t>(rows * channels), DType::kBFloat16));
+    k.fill(random_values(rng, static_cast<std::size_t>(rows * channels * 4), DType::kBFloat16));
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    ASSERT_EQ(cudaGraphLaunch(executable, stream_), cudaSuccess);
+    ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+    dynamic_conv_step(x, k, fresh, slots, y_fresh, true, stream());
+    EXPECT_EQ(y.bits(), y_fresh.bits());
+    EXPECT_EQ(state.bits(), fresh.bits());
+  }
+  EXPECT_EQ(cudaGraphExecDestroy(executable), cudaSuccess);
+  EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+}
+
+/// Device bytes, each set to `value`.
+class Filled {
+ public:
+  Filled(std::int64_t bytes, int value) {
+    EXPECT_EQ(cudaMalloc(&data_, static_cast<std::size_t>(bytes)), cudaSuccess);
+    EXPECT_EQ(cudaMemset(data_, value, static_cast<std::size_t>(bytes)), cudaSuccess);
+  }
+  ~Filled() { cudaFree(data_); }
+  Filled(const Filled&) = delete;
+  char* data() const { return static_cast<char*>(data_); }
+
+ private:
+  void* data_ = nullptr;
+};
+
+// k has 2.2e9 elements. x is zero but for the last rows, so that a reference of these alone knows
+// what must stand at the far end; the batch of two puts half of them behind a large batch stride.
+TEST_P(DynamicConvCuda, MoreThanTwoToThe31Elements) {
+  const Device device = GetParam();
+  const std::int64_t channels = 3072, width = 4, tail = 24;
+  for (std::int64_t batch : {1, 2}) {
+    const std::int64_t time = 180000 / batch, tokens = batch * time * channels;
+    Filled x(2 * tokens, 0), y(2 * tokens, 0xff), dy(2 * tokens, 0x3f), dx(2 * tokens, 0xff);
+    Filled k(2 * tokens * width, 0x3f), dk(2 * tokens * width, 0xff);
+    const std::int64_t first = tokens - tail * channels;
+    std::mt19937 rng(43);
+    const auto count = static_cast<std::size_t>(tail * channels);
+    const Array values = random_values(rng, count, DType::kBFloat16);
+    std::vector<BFloat16> bits(count);
+    for (std::size_t i = 0; i < count; ++i) bits[i] = from_float<BFloat16>(static_cast<float>(values[i]));
+    ASSERT_EQ(cudaMemcpy(x.data() + 2 * first, bits.data(), 2 * count, cudaMemcpyDefault),
+              cudaSuccess);
+    const auto signal = [&](const Filled& f) {
+      return Tensor(f.data(), DType::kBFloat16, {batch, time, channels}, device);
+    };
+    const auto taps = [&](const Filled& f) {
+      return Tensor(f.data(), DType::kBFloat16, {batch, time, channels, width}, device);
+    };
+    dynamic_conv_forward(signal(x), taps(k), {}, {}, signal(y), {}, false, stream());
+    dynamic_conv_backward(signal(x), taps(k), {}, {}, signal(dy), {}, signal(dx), taps(dk), {}, false,
+                          stream());
+    ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+
+    const double constant = static_cast<double>(to_float(BFloat16{0x3f3f}));
+    const dynamic_conv::reference::Sizes sizes{1, tail, channels, width, 0, false, {}};
+    const Array k_values(count * width, constant), dy_values(count, constant);
+    const auto read = [](const Filled& f, std::int64_t offset, std::size_t n) {
+      std::vector<BFloat16> raw(n);
+      EXPECT_EQ(cudaMemcpy(raw.data(), f.data() + 2 * offset, 2 * n, cudaMemcpyDefault), cudaSuccess);
+      Array out;
+      for (BFloat16 v : raw) out.push_back(static_cast<double>(to_float(v)));
+      return out;
+    };
+    const auto forward = dynamic_conv::reference::forward(sizes, values, k_values, {});
+    const auto backward =
+        dynamic_conv::reference::backward(sizes, values, k_values, {}, dy_values, {});
+    const Array bound(count * width, 16.0);  // four terms of at most 5 * 0.75
+    expect_close(read(y, first, count), forward.y, bound, DType::kBFloat16, 16, "y");
+    expect_close(read(dx, first, count), backward.dx, bound, DType::kBFloat16, 16, "dx");
+    expect_close(read(dk, first * width, count * width), backward.dk, bound, DType::kBFloat16, 16,
+                 "dk");
+    // In front of the tail x is zero: so is y, while dx is the sum of four equal products.
+    const double sum = static_cast<double>(to_float(from_float<BFloat16>(
+        static_cast<float>(width * constant * constant))));
+    for (double v : read(y, first - 100 * channels, 64)) EXPECT_EQ(v, 0.0);
+    for (double v : read(dx, first - 100 * channels, 64)) EXPECT_EQ(v, sum);
+    for (double v : read(dk, (first - 100 * channels) * width, 64)) EXPECT_EQ(v, 0.0);
+  }
+}
+
+}  // namespace
+}  // namespace mortar::test
+#endif
