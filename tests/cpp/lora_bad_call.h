@@ -65,9 +65,9 @@ struct Call {
     }
     sorted_tokens.shape[0] = 4;
   }
-  void apply_segments() {
+  void shrink_segments() {
     groups = LoraGroups::from_segments(sorted_tokens, ids, counts, starts);
-    apply();
+    shrink();
   }
 
   bool outputs_untouched() {

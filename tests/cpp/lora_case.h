@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/int_math.h"
 #include "guarded_tensor.h"
 #include "mortar/lora.h"
 
@@ -173,31 +174,39 @@ class LoraOperands {
     scales_.upload();
   }
 
-  /// All matrices of a slice lie end to end, so odd sizes misalign those after them.
+  /// Elements of a matrix with what keeps the next one 16-byte aligned.
+  std::int64_t padded(std::int64_t elements) const {
+    return round_up<std::int64_t>(elements, 16 / dtype_size(c.w));
+  }
+
+  /// All matrices of a slice lie in one pool, NaN between them.
   void make_table(std::mt19937& rng) {
     table_ = GuardedTensor(DType::kInt64, {c.adapters, slices(), 4}, {}, device);
-    const Layout layout = c.strided ? Layout{1, 0} : Layout{};
+    std::uniform_real_distribution<float> uniform(-1, 1);
     for (int s = 0; s < slices(); ++s) {
-      std::int64_t total = 0;
-      for (int l = 0; l < c.adapters; ++l) total += rank_of(l, s);
-      GuardedTensor a(c.w, {total * c.hidden}, layout, device);
-      GuardedTensor b(c.w, {total * c.widths[s]}, layout, device);
-      a.fill_random(rng);
-      a.upload();
-      b.fill_random(rng);
-      b.upload();
-      std::int64_t before = 0;
-      for (int l = 0; l < c.adapters; before += rank_of(l++, s)) {
-        const std::int64_t at_a = before * c.hidden * dtype_size(c.w);
-        const std::int64_t at_b = before * c.widths[s] * dtype_size(c.w);
+      std::int64_t total_a = 0, total_b = 0;
+      for (int l = 0; l < c.adapters; ++l) {
+        total_a += padded(rank_of(l, s) * c.hidden);
+        total_b += padded(rank_of(l, s) * c.widths[s]);
+      }
+      GuardedTensor a(c.w, {total_a}, {}, device), b(c.w, {total_b}, {}, device);
+      std::int64_t at_a = 0, at_b = 0;
+      for (int l = 0; l < c.adapters; ++l) {
+        const std::int64_t rank = rank_of(l, s);
+        for (std::int64_t i = 0; i < rank * c.hidden; ++i) a.set(at_a + i, uniform(rng));
+        for (std::int64_t i = 0; i < rank * c.widths[s]; ++i) b.set(at_b + i, uniform(rng));
         LoraTableEntry& e = table_.data<LoraTableEntry>()[l * slices() + s];
-        e.a = reinterpret_cast<std::uint64_t>(a.view().data) + at_a;
-        e.b = reinterpret_cast<std::uint64_t>(b.view().data) + at_b;
-        e.rank = rank_of(l, s);
+        e.a = reinterpret_cast<std::uint64_t>(a.view().data) + at_a * dtype_size(c.w);
+        e.b = reinterpret_cast<std::uint64_t>(b.view().data) + at_b * dtype_size(c.w);
+        e.rank = static_cast<std::int32_t>(rank);
         e.scale = scale_of(l);
         e.unused = 0;
-        if (e.rank == 0 && s % 2 == 0) e.a = e.b = 0;  // both ways to leave a slice alone
+        if (rank == 0 && s % 2 == 0) e.a = e.b = 0;  // both ways to leave a slice alone
+        at_a += padded(rank * c.hidden);
+        at_b += padded(rank * c.widths[s]);
       }
+      a.upload();
+      b.upload();
       a_.push_back(std::move(a));
       b_.push_back(std::move(b));
     }

@@ -46,42 +46,50 @@ std::vector<BadCall> group_calls() {
        [](Call& c) {
          c.use_segments();
          c.counts.shape[0] = 2;
-         c.apply_segments();
+         c.shrink_segments();
        },
        kValue,
-       {"lora_apply: counts must have shape (3)", "got (2)"}},
+       {"lora_shrink: counts must have shape (3)", "got (2)"}},
       {"StartsShort",
        [](Call& c) {
          c.use_segments();
          c.starts.shape[0] = 2;
-         c.apply_segments();
+         c.shrink_segments();
        },
        kValue,
-       {"lora_apply: starts must have at least 3 elements", "got 2"}},
+       {"lora_shrink: starts must have at least 3 elements", "got 2"}},
       {"IdsDtype",
        [](Call& c) {
          c.use_segments();
          c.ids = with_dtype(c.ids, DType::kInt64);
-         c.apply_segments();
+         c.shrink_segments();
        },
        kType,
-       {"lora_apply: ids must have dtype int32", "got int64"}},
+       {"lora_shrink: ids must have dtype int32", "got int64"}},
       {"SortedMissing",
        [](Call& c) {
          c.use_segments();
          c.sorted_tokens = {};
-         c.apply_segments();
+         c.shrink_segments();
        },
        kValue,
-       {"lora_apply: sorted_tokens is required"}},
+       {"lora_shrink: sorted_tokens is required"}},
       {"SortedDevice",
        [](Call& c) {
          c.use_segments();
          c.sorted_tokens = elsewhere(c.ids);
-         c.apply_segments();
+         c.shrink_segments();
        },
        kType,
-       {"lora_apply: sorted_tokens must be on", "got"}},
+       {"lora_shrink: sorted_tokens must be on", "got"}},
+      {"SegmentsForApply",
+       [](Call& c) {
+         c.use_segments();
+         c.groups = LoraGroups::from_segments(c.sorted_tokens, c.ids, c.counts, c.starts);
+         c.apply();
+       },
+       kValue,
+       {"lora_apply: groups must be a plan", "got segments"}},
       {"MapDims",
        [](Call& c) {
          c.token_adapter = reshaped(c.token_adapter, {2, 2});

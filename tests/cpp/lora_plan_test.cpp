@@ -68,6 +68,8 @@ class LoraPlan : public ::testing::TestWithParam<Device> {
     expect_entries(words + layout.groups, groups, "groups");
     expect_entries(words + layout.tiles16, tiles16, "tiles of 16");
     expect_entries(words + layout.tiles64, tiles64, "tiles of 64");
+    expect_tokens(words + layout.tokens16, tiles16, order, 16, layout.max_tiles16);
+    expect_tokens(words + layout.tokens64, tiles64, order, 64, layout.max_tiles64);
     EXPECT_EQ(words[lora::kPlanNumTokens], tokens);
     EXPECT_EQ(words[lora::kPlanNumAdapters], p.adapters);
     EXPECT_EQ(words[lora::kPlanNumGroups] * 4, static_cast<std::int32_t>(groups.size()));
@@ -79,6 +81,17 @@ class LoraPlan : public ::testing::TestWithParam<Device> {
   static void expect_entries(const std::int32_t* got, const std::vector<std::int32_t>& want,
                              const char* what) {
     EXPECT_TRUE(std::equal(want.begin(), want.end(), got)) << what;
+  }
+
+  /// The tokens of every tile, -1 where it is not full and in all tiles that are not used.
+  static void expect_tokens(const std::int32_t* got, const std::vector<std::int32_t>& tiles,
+                            const std::vector<std::int32_t>& order, std::int64_t tile,
+                            std::int64_t max_tiles) {
+    std::vector<std::int32_t> want(tile * max_tiles, -1);
+    for (std::size_t i = 0; i < tiles.size(); i += 4) {
+      std::copy_n(order.begin() + tiles[i + 1], tiles[i + 2], want.begin() + i / 4 * tile);
+    }
+    EXPECT_TRUE(std::equal(want.begin(), want.end(), got)) << "tokens of tiles of " << tile;
   }
 
   static void expect_report(const Planned& p, std::int32_t num_active) {

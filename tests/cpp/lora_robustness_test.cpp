@@ -44,26 +44,29 @@ TEST_P(LoraRobustness, SmallWildSegmentsStayInBounds) {
     const LoraWeights host = op.host_weights();
     const auto h = lora::reference_shrink(op.x.host(), host, op.map, 1.0);
     const auto expected = lora::reference_expand(h, host, op.map, op.y.host(), 0, true);
-    GuardedTensor workspace = op.apply_workspace();
-    lora_apply(op.x.view(), op.weights(), groups, op.y.view(), 0, 1.0f, true, workspace.view(),
-               Stream{});
-    workspace.download();
-    EXPECT_TRUE(workspace.guards_intact());
+    GuardedTensor hidden = make_hidden(op, kF32, 0);
+    lora_shrink(op.x.view(), op.weights(), groups, hidden.view(), 1.0f, {},
+                op.shrink_workspace().view(), Stream{});
+    hidden.download();
+    EXPECT_TRUE(hidden.guards_intact());
+    lora_expand(hidden.view(), op.weights(), groups, op.y.view(), 0, true, Stream{});
     expect_outputs(op, expected, kF32, "wild segments");
   }
 }
 
-/// Ranks in a table that are negative or above max_rank, and null pointers, leave a slice alone.
+/// Ranks in a table that are negative or above max_rank, and pointers that are null or no multiple
+/// of 16, leave a slice alone.
 TEST_P(LoraRobustness, SmallWildTableEntriesLeaveSlicesAlone) {
   LoraCase c;
   c.tokens = 5;
-  c.adapters = 5;
+  c.tokens = 7;
+  c.adapters = 7;
   c.map = Map::kDistinct;
   LoraOperands op(c, device());
   const LoraWeights stacked = op.weights();
-  GuardedTensor table(DType::kInt64, {5, 1, 4}, {}, device());
+  GuardedTensor table(DType::kInt64, {7, 1, 4}, {}, device());
   auto* entries = table.data<LoraTableEntry>();
-  for (int l = 0; l < 5; ++l) {
+  for (int l = 0; l < 7; ++l) {
     entries[l] = {reinterpret_cast<std::uint64_t>(stacked.a[0].data),
                   reinterpret_cast<std::uint64_t>(stacked.b[0].data), 8, 1.0f, 0};
   }
@@ -72,6 +75,8 @@ TEST_P(LoraRobustness, SmallWildTableEntriesLeaveSlicesAlone) {
   entries[2].a = 0;
   entries[3].b = 0;
   entries[4].rank = std::numeric_limits<std::int32_t>::min();
+  entries[5].a += 8;
+  entries[6].b += 4;
   table.upload();
   const LoraWeights weights = LoraWeights::from_table(table.view(), kF32, 8, c.hidden, c.widths);
   GuardedTensor workspace = op.apply_workspace();

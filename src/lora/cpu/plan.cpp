@@ -23,10 +23,14 @@ struct EntryWriter {
   }
 };
 
-void add_tiles(EntryWriter& tiles, std::int32_t tile, std::int32_t adapter, std::int32_t start,
+/// The tiles of one group: entries, and the places of their tokens, -1 where a tile is not full.
+void add_tiles(EntryWriter& tiles, std::int32_t* tokens, std::int32_t tile,
+               const std::int32_t* sorted, std::int32_t adapter, std::int32_t start,
                std::int32_t count) {
   for (std::int32_t done = 0; done < count; done += tile) {
-    tiles.add(adapter, start + done, std::min(tile, count - done));
+    const std::int32_t part = std::min(tile, count - done);
+    std::copy_n(sorted + start + done, part, tokens + std::int64_t{tile} * tiles.num);
+    tiles.add(adapter, start + done, part);
   }
 }
 
@@ -49,31 +53,37 @@ void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64
     ++next[in_range ? id : l];
   }
 
-  EntryWriter groups{plan + layout.groups}, tiles16{plan + layout.tiles16};
-  EntryWriter tiles64{plan + layout.tiles64};
-  std::int32_t start = 0;
-  for (std::int32_t id = 0; id < l; ++id) {
+  std::int32_t start = 0, num_active = 0;
+  for (std::int32_t id = 0; id <= l; ++id) {
     const std::int32_t count = next[id];
     next[id] = start;
-    if (count == 0) continue;
-    groups.add(id, start, count);
-    add_tiles(tiles16, 16, id, start, count);
-    add_tiles(tiles64, 64, id, start, count);
     start += count;
+    if (id < l) num_active = start;
   }
-  next[l] = start;
-
   std::int32_t* sorted = plan + layout.sorted;
   for (std::int32_t t = 0; t < m; ++t) {
     const std::int32_t id = token_adapter[t];
     sorted[next[id >= 0 && id < l ? id : l]++] = t;
+  }
+
+  EntryWriter groups{plan + layout.groups}, tiles16{plan + layout.tiles16};
+  EntryWriter tiles64{plan + layout.tiles64};
+  std::int32_t* tokens16 = plan + layout.tokens16;
+  std::int32_t* tokens64 = plan + layout.tokens64;
+  std::fill(tokens16, plan + layout.scratch, -1);
+  for (std::int32_t id = 0, first = 0; id < l; first = next[id++]) {  // next: one past the group
+    const std::int32_t count = next[id] - first;
+    if (count == 0) continue;
+    groups.add(id, first, count);
+    add_tiles(tiles16, tokens16, 16, sorted, id, first, count);
+    add_tiles(tiles64, tokens64, 64, sorted, id, first, count);
   }
   plan[kPlanNumTokens] = m;
   plan[kPlanNumAdapters] = l;
   plan[kPlanNumTiles16] = tiles16.num;
   plan[kPlanNumTiles64] = tiles64.num;
   plan[kPlanNumGroups] = groups.num;
-  plan[kPlanNumActive] = start;
+  plan[kPlanNumActive] = num_active;
   plan[kPlanNumOutOfRange] = out_of_range;
   plan[kPlanFirstOutOfRange] = first_out_of_range;
 }
