@@ -3,6 +3,7 @@
 // SIMD level: dtypes, shapes around the edges, layouts, maps, forms of weights and of groups.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -184,6 +185,53 @@ TEST_P(LoraOp, HiddenInTheDtypeOfXMatchesOracle) {
   LoraOperands op(lora_case, target.device, 3);
   expect_two_ops_match(op, lora_case.x, !lora_case.strided);
 }
+
+class LoraRounding : public ::testing::TestWithParam<LoraTarget> {};
+
+/// h is (big + 1, -big), big + 1 no value of the 16-bit type: B of ones gives 0 if h was rounded
+/// to the type of B, and 1 if not.
+TEST_P(LoraRounding, SmallHiddenIsRoundedWhereWeightsAndYShareSixteenBits) {
+  const UseTarget use(GetParam());
+  for (DType x_dtype : kFloats) {
+    for (DType w_dtype : kFloats) {
+      for (DType y_dtype : kFloats) {
+        LoraCase c;
+        c.tokens = 3;
+        c.hidden = 2;
+        c.adapters = 1;
+        c.ranks = {2};
+        c.widths = {20};
+        c.map = Map::kOneAdapter;
+        c.x = x_dtype;
+        c.w = w_dtype;
+        c.y = y_dtype;
+        LoraOperands op(c, GetParam().device);
+        const float big = w_dtype == kF16 ? 2048.0f : 256.0f;
+        GuardedTensor a(w_dtype, {1, 2, 2}, {}, op.device), b(w_dtype, {1, 20, 2}, {}, op.device);
+        for (int i = 0; i < 4; ++i) a.set(i, std::array{big, 1.0f, -big, 0.0f}[i]);
+        for (int i = 0; i < 40; ++i) b.set(i, 1.0f);
+        for (int i = 0; i < 6; ++i) op.x.set(i, 1.0f);
+        a.upload();
+        b.upload();
+        op.x.upload();
+        const Tensor as[] = {a.view()}, bs[] = {b.view()};
+        const LoraWeights weights = LoraWeights::stacked(as, bs);
+        GuardedTensor workspace = op.apply_workspace();
+        lora_apply(op.x.view(), weights, op.groups(), op.y.view(), 0, 1.0f, false, workspace.view(),
+                   Stream{});
+        op.y.download();
+        const float want = w_dtype != kF32 && y_dtype == w_dtype ? 0.0f : 1.0f;
+        for (int i = 0; i < 60; ++i) {
+          ASSERT_EQ(op.y.get(i), want)
+              << dtype_name(x_dtype) << ", " << dtype_name(w_dtype) << ", " << dtype_name(y_dtype);
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Targets, LoraRounding, ::testing::ValuesIn(lora_targets()),
+                         [](const auto& target) { return target.param.name; });
 
 std::string case_name(const ::testing::TestParamInfo<std::tuple<LoraTarget, LoraCase>>& info) {
   return std::get<0>(info.param).name + "_" + std::get<1>(info.param).name;
