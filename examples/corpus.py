@@ -50,27 +50,29 @@ class Source:
 PYTHON = Source(
     "python", "Python sources", (sysconfig.get_path("stdlib"),),
     ("*.py", "asyncio/*.py", "email/*.py", "json/*.py", "logging/*.py", "unittest/*.py"),
-    "def parse(self, name):\n", install="python3",
+    "    def __init__(self, name):\n        ", install="python3",
 )  # fmt: skip
 C_HEADERS = Source(
-    "c", "C headers", ("/usr/include",), ("*.h", "linux/*.h", "*-linux-gnu/sys/*.h"),
-    "#define _SYS_", install="libc6-dev",
+    "c", "C headers", ("/usr/include", sysconfig.get_path("include")),
+    ("*.h", "linux/*.h", "*-linux-gnu/sys/*.h", "cpython/*.h", "internal/*.h"),
+    "/* Return the ", install="libc6-dev",
 )  # fmt: skip
 LICENCES = Source(
     "licence", "Licence texts", ("/usr/share/common-licenses",), ("*",),
     "  The licensor grants you ", install="base-files",
 )  # fmt: skip
 PERL = Source(
-    "perl", "Perl modules", ("/usr/share/perl",), ("*/*.pm", "*/*/*.pm"),
-    "sub new {\n", install="perl",
+    "perl", "Perl modules", ("/usr/share/perl", "/usr/lib"),
+    ("5*/*.pm", "5*/*/*.pm", "*-linux-gnu/perl-base/*.pm", "*-linux-gnu/perl-base/*/*.pm"),
+    "sub new {\n    my ($", install="perl",
 )  # fmt: skip
 SHELL = Source(
     "shell", "Shell scripts", ("/usr/bin", "/usr/sbin", "/etc/init.d", "/usr/share/debconf"),
     ("*",), "if [ -n ", starts_with=b"#!/bin/", install="dpkg-dev",
 )  # fmt: skip
 COPYRIGHTS = Source(
-    "copyright", "Copyright notices", ("/usr/share/doc",), ("*/copyright",),
-    "License: ", install="base-files",
+    "copyright", "Copyright notices", ("/usr/share/doc", sysconfig.get_path("purelib")),
+    ("*/copyright", "*.dist-info/licenses/*"), "License: ", install="base-files",
 )  # fmt: skip
 CONFIG = Source(
     "config", "Build descriptions", ("/usr/share/pkgconfig", "/usr/lib", "/usr/share/cmake"),

