@@ -4,7 +4,8 @@
 // Every row is the median over graph replays of calls on buffers that rotate past the L2, so that
 // each call finds its inputs in DRAM. `floor` is bytes / 4.28 TB/s, the copy rate of an H200 that
 // docs and targets use; the copy rate of the machine at hand is printed first.
-// Usage: dynamic_conv_bench [--steps N] [--threads N]   (other launch choices than the library's)
+// Usage: dynamic_conv_bench [--brief] [--steps N] [--threads N]
+//        --brief: the rows that launch choices are tuned on; --steps, --threads: other choices
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -171,8 +172,8 @@ class Bench {
       }
       const double us = time_us(sets, 20, [&](int i) {
         const auto s = static_cast<std::size_t>(i);
-        ForwardProblem p{shape, signal(x[s], 1), signal(k[s], r.width), signal(y[s], 1),
-                         state_view(initial[s]), state_view(final[s])};
+        ForwardProblem p{shape,           signal(x[s], 1),        signal(k[s], r.width),
+                         signal(y[s], 1), state_view(initial[s]), state_view(final[s])};
         cuda::forward(p, config_, {stream()});
       });
       report(r, "forward", us, static_cast<double>(traffic.forward), 2, r.width == 4 ? 1.15 : 1.3);
@@ -202,7 +203,8 @@ class Bench {
 
   void step(const Row& r, bool slots) {
     const std::int64_t e = dtype_size(r.dtype), n = r.batch * r.channels;
-    const auto traffic = dynamic_conv_traffic(r.batch, 1, r.channels, r.width, r.state_length, e, e);
+    const auto traffic =
+        dynamic_conv_traffic(r.batch, 1, r.channels, r.width, r.state_length, e, e);
     const int sets = sets_for(traffic.step);
     std::vector<Buffer> x, k, y, state;
     for (int i = 0; i < sets; ++i) {
@@ -264,8 +266,10 @@ int run(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     brief |= std::strcmp(argv[i], "--brief") == 0;
     if (i + 1 == argc) break;
-    if (std::strcmp(argv[i], "--steps") == 0) config.steps = std::atoi(argv[i + 1]), chosen = &config;
-    if (std::strcmp(argv[i], "--threads") == 0) config.threads = std::atoi(argv[i + 1]), chosen = &config;
+    if (std::strcmp(argv[i], "--steps") == 0)
+      config.steps = std::atoi(argv[i + 1]), chosen = &config;
+    if (std::strcmp(argv[i], "--threads") == 0)
+      config.threads = std::atoi(argv[i + 1]), chosen = &config;
   }
   Bench bench(chosen);
   if (brief) {  // the rows that launch choices are tuned on
@@ -307,7 +311,8 @@ int run(int argc, char** argv) {
   bench.step({"128 rows x 2048 W4 L4", 128, 1, 2048, 4, DType::kBFloat16, true, 0, 4}, false);
   for (int width : {2, 3, 8}) {
     bench.step({"128 rows x 3072 W" + std::to_string(width), 128, 1, 3072, width, DType::kBFloat16,
-                true, 0, width}, true);
+                true, 0, width},
+               true);
   }
   return 0;
 }

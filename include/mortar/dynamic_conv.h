@@ -60,12 +60,12 @@ void dynamic_conv_backward(const Tensor& x, const Tensor& k, const Tensor& cu_se
 
 /// One token of each of N sequences; the state is updated in place.
 ///
-/// x: [N, D]. k: [N, D, W]. state: [S, D, L]. slots: optional int32 [N]: row i uses state[slots[i]];
-/// without it S = N and row i uses state[i]. y: [N, D].
-/// Row i is padding if its slot lies outside [0, S) (-1 by convention): its row of y is written as
-/// zero and no state is touched. Two rows with the same live slot are the caller's error: both
-/// results and the state are then unspecified. dynamic_conv_check reports both.
-/// A captured CUDA graph may be replayed after `slots` has changed.
+/// x: [N, D]. k: [N, D, W]. state: [S, D, L]. slots: optional int32 [N]: row i uses
+/// state[slots[i]]; without it S = N and row i uses state[i]. y: [N, D]. Row i is padding if its
+/// slot lies outside [0, S) (-1 by convention): its row of y is written as zero and no state is
+/// touched. Two rows with the same live slot are the caller's error: both results and the state are
+/// then unspecified. dynamic_conv_check reports both. A captured CUDA graph may be replayed after
+/// `slots` has changed.
 void dynamic_conv_step(const Tensor& x, const Tensor& k, const Tensor& state, const Tensor& slots,
                        const Tensor& y, bool silu, Stream stream);
 

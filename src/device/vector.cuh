@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of 2 to 16 bytes, moved by one instruction: load and store, `_once` with the hint that the
-// data is not used again (`.cs`: evict first), and conversions from and to float.
+// Vectors of 2 to 16 bytes, moved by one instruction: load and store, `_once` with the hint that
+// the data is not used again (`.cs`: evict first), and conversions from and to float.
 #pragma once
 
 #include <cstring>

@@ -21,15 +21,16 @@ int check_width(const ArgCheck& arg, const Tensor& k) {
 void check_taps_dense(const ArgCheck& arg, const Tensor& t, const char* name) {
   arg.last_dim_dense(t, name);
   const std::int64_t width = t.size(-1);
-  check(t.size(-2) <= 1 || t.stride(-2) == width, arg.op(), ": ", name, " must be dense in its last ",
-        "two dimensions (strides ", width, ", 1), got strides (", t.stride(-2), ", ", t.stride(-1),
-        ")");
+  check(t.size(-2) <= 1 || t.stride(-2) == width, arg.op(), ": ", name,
+        " must be dense in its last ", "two dimensions (strides ", width, ", 1), got strides (",
+        t.stride(-2), ", ", t.stride(-1), ")");
 }
 
 int check_state_length(const ArgCheck& arg, const Tensor& t, const char* name, int width) {
   const std::int64_t length = t.size(-1);
-  check(length == width || length == width - 1, arg.op(), ": ", name, " must have a length of W = ",
-        width, " or W - 1 = ", width - 1, " in its last dimension, got ", length);
+  check(length == width || length == width - 1, arg.op(), ": ", name,
+        " must have a length of W = ", width, " or W - 1 = ", width - 1,
+        " in its last dimension, got ", length);
   return static_cast<int>(length);
 }
 
@@ -39,9 +40,7 @@ State state_view(const Tensor& t) {
 
 }  // namespace
 
-Signal signal(const Tensor& t) {
-  return {t.data, t.stride(0), t.stride(1)};
-}
+Signal signal(const Tensor& t) { return {t.data, t.stride(0), t.stride(1)}; }
 
 Shape check_shape(const ArgCheck& arg, const Tensor& x, const Tensor& k, const Tensor& cu_seqlens,
                   bool silu) {
@@ -57,8 +56,8 @@ Shape check_shape(const ArgCheck& arg, const Tensor& x, const Tensor& k, const T
   check_taps_dense(arg, k, "k");
   check(x.size(1) <= kMaxTime, arg.op(), ": x must have at most ", kMaxTime, " time steps, got ",
         x.size(1));
-  check(x.size(0) <= kMaxTime && x.size(2) <= kMaxTime, arg.op(), ": x must have at most ", kMaxTime,
-        " batch rows and channels, got shape ", shape_string(x));
+  check(x.size(0) <= kMaxTime && x.size(2) <= kMaxTime, arg.op(), ": x must have at most ",
+        kMaxTime, " batch rows and channels, got shape ", shape_string(x));
   s.batch = x.size(0);
   s.time = static_cast<int>(x.size(1));
   s.channels = x.size(2);
@@ -87,8 +86,8 @@ Signal check_like(const ArgCheck& arg, const Tensor& t, const char* name, const 
     check(t.size(d) == model.size(d), arg.op(), ": ", name, " must have the shape of ", model_name,
           " ", shape_string(model), ", got ", shape_string(t));
   }
-  check_type(t.dtype == model.dtype, arg.op(), ": ", name, " must have the dtype of ", model_name, " (",
-             dtype_name(model.dtype), "), got ", dtype_name(t.dtype));
+  check_type(t.dtype == model.dtype, arg.op(), ": ", name, " must have the dtype of ", model_name,
+             " (", dtype_name(model.dtype), "), got ", dtype_name(t.dtype));
   arg.device(t, name, model.device);
   if (model.ndim == 4) {
     check_taps_dense(arg, t, name);
@@ -142,8 +141,8 @@ StepProblem check_step(const ArgCheck& arg, const Tensor& x, const Tensor& k, co
     arg.shape(slots, "slots", {x.size(0)});
     p.slots = slots.ptr<const std::int32_t>();
   }
-  check(x.size(0) <= kMaxTime && x.size(1) <= kMaxTime, arg.op(), ": x must have at most ", kMaxTime,
-        " rows and channels, got shape ", shape_string(x));
+  check(x.size(0) <= kMaxTime && x.size(1) <= kMaxTime, arg.op(), ": x must have at most ",
+        kMaxTime, " rows and channels, got shape ", shape_string(x));
   p.rows = x.size(0);
   p.channels = x.size(1);
   p.num_slots = state.size(0);
@@ -188,8 +187,8 @@ void check_starts(const ArgCheck& arg, const Integers& starts, std::int64_t num_
     check(starts[i] >= starts[i - 1], arg.op(), ": cu_seqlens must not decrease, got ", starts[i],
           " after ", starts[i - 1], " at index ", i);
   }
-  check(starts[starts.size - 1] == num_tokens, arg.op(), ": cu_seqlens must end at T = ", num_tokens,
-        ", got ", starts[starts.size - 1]);
+  check(starts[starts.size - 1] == num_tokens, arg.op(),
+        ": cu_seqlens must end at T = ", num_tokens, ", got ", starts[starts.size - 1]);
 }
 
 void check_slots(const ArgCheck& arg, const Integers& slots, std::int64_t num_slots) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The dynamic convolution: check every argument, build the problem, hand it to the device's backend.
+// The dynamic convolution: check every argument, build the problem, hand it to the device's
+// backend.
 #include "mortar/dynamic_conv.h"
 
 #include <cstddef>

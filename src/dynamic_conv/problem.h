@@ -54,8 +54,9 @@ struct ForwardProblem {
   State initial, final;
 
   /// Whether T = 0 still leaves final states to write.
-  bool has_work() const { return shape.channels > 0 && shape.batch > 0 &&
-                                 (shape.time > 0 || final.given()); }
+  bool has_work() const {
+    return shape.channels > 0 && shape.batch > 0 && (shape.time > 0 || final.given());
+  }
 };
 
 struct BackwardProblem {
@@ -63,8 +64,9 @@ struct BackwardProblem {
   Signal x, k, dy, dx, dk;
   State initial, dfinal, dinitial;
 
-  bool has_work() const { return shape.channels > 0 && shape.batch > 0 &&
-                                 (shape.time > 0 || dinitial.given()); }
+  bool has_work() const {
+    return shape.channels > 0 && shape.batch > 0 && (shape.time > 0 || dinitial.given());
+  }
 };
 
 struct StepProblem {

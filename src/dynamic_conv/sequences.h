@@ -79,7 +79,10 @@ inline int last_start_not_after(const Sequences& s, int t) {
   int low = 0, high = s.count;
   while (high - low > 1) {
     const int middle = low + (high - low) / 2;
-    if (s.bound(middle) <= t) low = middle; else high = middle;
+    if (s.bound(middle) <= t)
+      low = middle;
+    else
+      high = middle;
   }
   return low;
 }

@@ -20,10 +20,10 @@ struct Case {
   DType x = DType::kBFloat16, k = DType::kBFloat16;
   bool silu = false;
   std::vector<std::int64_t> cu_seqlens = {};
-  bool wide = false;        ///< int64 cu_seqlens
+  bool wide = false;  ///< int64 cu_seqlens
   int state_length = 0;
-  bool has_initial = true;  ///< of a case with states
-  bool state_by_time = false;  ///< states stored [N, L, D]
+  bool has_initial = true;                             ///< of a case with states
+  bool state_by_time = false;                          ///< states stored [N, L, D]
   std::int64_t channel_padding = 0, time_padding = 0;  ///< slices of larger tensors
   std::int64_t offset = 0;                             ///< misaligns every operand
 };
@@ -33,7 +33,8 @@ inline std::ostream& operator<<(std::ostream& out, const Case& c) {
       << dtype_name(c.x) << " k " << dtype_name(c.k) << " L" << c.state_length;
   if (c.silu) out << " silu";
   if (!c.cu_seqlens.empty()) out << " packed " << c.cu_seqlens.size() - 1;
-  if (c.state_length > 0) out << (c.has_initial ? " initial" : "") << (c.state_by_time ? " [N,L,D]" : "");
+  if (c.state_length > 0)
+    out << (c.has_initial ? " initial" : "") << (c.state_by_time ? " [N,L,D]" : "");
   return out << " pad " << c.channel_padding << "," << c.time_padding << " offset " << c.offset;
 }
 
@@ -51,8 +52,8 @@ class Trial {
     x = random_values(rng_, count, c.x);
     k = random_values(rng_, count * static_cast<std::size_t>(c.width), c.k);
     dy = random_values(rng_, count, c.x);
-    const auto states = static_cast<std::size_t>(sizes_.num_sequences() * c.channels *
-                                                 c.state_length);
+    const auto states =
+        static_cast<std::size_t>(sizes_.num_sequences() * c.channels * c.state_length);
     if (c.has_initial) initial = random_values(rng_, states, c.x);
     dfinal = random_values(rng_, states, c.x);
   }
@@ -63,8 +64,8 @@ class Trial {
     make_inputs();
     y = signal();
     if (c_.state_length > 0) final_state = state();
-    dynamic_conv_forward(*x_, *k_, optional(starts_), optional(initial_), *y,
-                         optional(final_state), c_.silu, {});
+    dynamic_conv_forward(*x_, *k_, optional(starts_), optional(initial_), *y, optional(final_state),
+                         c_.silu, {});
     finish(device_);
   }
 
@@ -95,8 +96,7 @@ class Trial {
   }
 
   void expect_backward_right() {
-    const auto expected =
-        dynamic_conv::reference::backward(sizes_, x, k, initial, dy, dfinal);
+    const auto expected = dynamic_conv::reference::backward(sizes_, x, k, initial, dy, dfinal);
     // The gradient g of s carries 1.1 |dy| and, as |silu''| <= 1/2, half the error of s.
     Sizes plain = sizes_;
     plain.silu = false;

@@ -44,8 +44,8 @@ class DynamicConvCheck : public testing::TestWithParam<Device> {
   std::string forward_error(const Tensor& x_, const Tensor& k_, const Tensor& starts,
                             const Tensor& initial, const Tensor& y_, const Tensor& final_,
                             ErrorKind kind = ErrorKind::kValue) {
-    return message_of(
-        [&] { dynamic_conv_forward(x_, k_, starts, initial, y_, final_, false, {}); }, kind);
+    return message_of([&] { dynamic_conv_forward(x_, k_, starts, initial, y_, final_, false, {}); },
+                      kind);
   }
   Operand make(DType dtype, std::vector<std::int64_t> shape) { return {device, dtype, shape}; }
   Operand integers(const std::vector<std::int64_t>& values, DType dtype = DType::kInt32) {
@@ -67,7 +67,8 @@ TEST_P(DynamicConvCheck, SmallShapes) {
             "dynamic_conv_forward: y must have the shape of x (1, 6, 8), got (1, 6, 7)");
   EXPECT_EQ(forward_error(make(DType::kBFloat16, {6, 8}), k, {}, {}, y, {}),
             "dynamic_conv_forward: x must have 3 dimensions, got shape (6, 8)");
-  EXPECT_EQ(forward_error({}, k, {}, {}, y, {}), "dynamic_conv_forward: x is required, got nothing");
+  EXPECT_EQ(forward_error({}, k, {}, {}, y, {}),
+            "dynamic_conv_forward: x is required, got nothing");
 }
 
 TEST_P(DynamicConvCheck, SmallDtypesAndDevices) {
@@ -108,8 +109,9 @@ TEST_P(DynamicConvCheck, SmallStates) {
   EXPECT_EQ(forward_error(x, k, {}, make(DType::kBFloat16, {1, 8, 2}), y, {}),
             "dynamic_conv_forward: initial_state must have a length of W = 4 or W - 1 = 3 in its "
             "last dimension, got 2");
-  EXPECT_EQ(forward_error(x, k, {}, make(DType::kBFloat16, {1, 8, 3}), y, state_out),
-            "dynamic_conv_forward: final_state must have the length of the other states (3), got 4");
+  EXPECT_EQ(
+      forward_error(x, k, {}, make(DType::kBFloat16, {1, 8, 3}), y, state_out),
+      "dynamic_conv_forward: final_state must have the length of the other states (3), got 4");
   EXPECT_EQ(forward_error(x, k, {}, make(DType::kBFloat16, {2, 8, 4}), y, {}),
             "dynamic_conv_forward: initial_state must have shape (1, 8, 4), got (2, 8, 4)");
   EXPECT_EQ(forward_error(x, k, {}, make(DType::kFloat32, {1, 8, 4}), y, {}, ErrorKind::kType),
@@ -126,9 +128,8 @@ TEST_P(DynamicConvCheck, SmallPackedBatchMustBeOne) {
 
 TEST_P(DynamicConvCheck, SmallBackward) {
   const auto error = [&](const Tensor& dx_, const Tensor& dk_) {
-    return message_of([&] {
-      dynamic_conv_backward(x, k, {}, {}, dy, {}, dx_, dk_, {}, false, {});
-    });
+    return message_of(
+        [&] { dynamic_conv_backward(x, k, {}, {}, dy, {}, dx_, dk_, {}, false, {}); });
   };
   EXPECT_EQ(error(dx, make(DType::kBFloat16, {1, 6, 8, 3})),
             "dynamic_conv_backward: dk must have the shape of k (1, 6, 8, 4), got (1, 6, 8, 3)");
@@ -160,8 +161,7 @@ TEST_P(DynamicConvCheck, SmallContents) {
     return message_of([&] { dynamic_conv_check(o, 6, {}, 0, {}); });
   };
   for (DType dtype : {DType::kInt32, DType::kInt64}) {
-    EXPECT_EQ(starts_error({1, 6}, dtype),
-              "dynamic_conv_check: cu_seqlens must start at 0, got 1");
+    EXPECT_EQ(starts_error({1, 6}, dtype), "dynamic_conv_check: cu_seqlens must start at 0, got 1");
     EXPECT_EQ(starts_error({0, 5, 3, 6}, dtype),
               "dynamic_conv_check: cu_seqlens must not decrease, got 3 after 5 at index 2");
     EXPECT_EQ(starts_error({0, 5}, dtype),
@@ -183,17 +183,25 @@ TEST_P(DynamicConvCheck, SmallContents) {
   EXPECT_NO_THROW(dynamic_conv_check({}, 0, good, 4, {}));
 }
 
-// Host memory is checked at once; on a GPU the ops must not leave the tensors, whatever the content.
+// Host memory is checked at once; on a GPU the ops must not leave the tensors, whatever the
+// content.
 TEST_P(DynamicConvCheck, SmallBadStartsAreHarmless) {
-  const std::vector<std::vector<std::int64_t>> bad = {
-      {1, 40}, {0, 30, 20, 40}, {0, 20}, {0, 100}, {-5, 10, 40}, {40, 0}, {3, 3, 3},
-      {0, 2147483647, -2147483648, 40}, {0, 40, 10, 40, 5, 40}, {39, 40, 41, 42}};
+  const std::vector<std::vector<std::int64_t>> bad = {{1, 40},
+                                                      {0, 30, 20, 40},
+                                                      {0, 20},
+                                                      {0, 100},
+                                                      {-5, 10, 40},
+                                                      {40, 0},
+                                                      {3, 3, 3},
+                                                      {0, 2147483647, -2147483648, 40},
+                                                      {0, 40, 10, 40, 5, 40},
+                                                      {39, 40, 41, 42}};
   for (const auto& starts : bad) {
     for (int length : {3, 4}) {
       SCOPED_TRACE(testing::PrintToString(starts));
-      Trial trial({.time = 40, .channels = 16, .silu = true, .cu_seqlens = starts,
-                   .state_length = length},
-                  device, 31);
+      Trial trial(
+          {.time = 40, .channels = 16, .silu = true, .cu_seqlens = starts, .state_length = length},
+          device, 31);
       if (device.type == DeviceType::kCPU) {
         message_of([&] { trial.forward(); });
         message_of([&] { trial.backward(); });
@@ -208,7 +216,7 @@ TEST_P(DynamicConvCheck, SmallBadStartsAreHarmless) {
 
 TEST_P(DynamicConvCheck, SmallTraffic) {
   const auto t = dynamic_conv_traffic(8, 4096, 3072, 4, 4, 2, 2);
-  EXPECT_EQ(t.forward, 1207959552);   // the examples in cuda/fwd.cu and cuda/bwd.cu
+  EXPECT_EQ(t.forward, 1207959552);  // the examples in cuda/fwd.cu and cuda/bwd.cu
   EXPECT_EQ(t.backward, 2214592512);
   EXPECT_EQ(dynamic_conv_traffic(128, 1, 3072, 4, 4, 2, 2).step, 11010048);  // cuda/step.cu
 }

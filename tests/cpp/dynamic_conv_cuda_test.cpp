@@ -3,6 +3,8 @@
 #if MORTAR_HAS_CUDA
 #include <cuda_runtime_api.h>
 
+#include "dynamic_conv/checks.h"
+#include "dynamic_conv/cuda/backend.cuh"
 #include "dynamic_conv_case.h"
 
 namespace mortar::test {
@@ -63,6 +65,75 @@ TEST_P(DynamicConvCuda, SmallGraphReplayWithOtherSlots) {
   EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
 }
 
+// However time is cut, every output has the bits of the library's own choice, which the tests
+// against the reference see: chunks of all lengths, so that boundaries fall on all their places.
+TEST_P(DynamicConvCuda, SmallLaunchChoicesChangeNoBit) {
+  const Device device = GetParam();
+  const std::int64_t time = 300, channels = 32;
+  const auto pack = random_starts(11, time, 47);
+  const std::int64_t sequences = static_cast<std::int64_t>(pack.size()) - 1;
+  for (int width : {1, 2, 3, 4, 5, 8}) {
+    for (int length : {width - 1, width}) {
+      if (length == 0) continue;
+      SCOPED_TRACE(concat("W", width, " L", length));
+      std::mt19937 rng(53);
+      const auto input = [&](std::vector<std::int64_t> shape) {
+        auto o = std::make_unique<Operand>(device, DType::kBFloat16, shape);
+        o->fill(random_values(rng, static_cast<std::size_t>(o->view().numel()), DType::kBFloat16));
+        return o;
+      };
+      const auto x = input({1, time, channels}), dy = input({1, time, channels});
+      const auto k = input({1, time, channels, width});
+      const auto initial = input({sequences, channels, length});
+      const auto dfinal = input({sequences, channels, length});
+      Operand starts(device, DType::kInt32, {sequences + 1});
+      starts.fill(Array(pack.begin(), pack.end()));
+      std::vector<std::vector<std::uint64_t>> expected;
+      for (int steps : {0, 8, 12, 24, 64, 128, 304}) {
+        const auto config =
+            dynamic_conv::CudaConfig{.threads = steps == 24 ? 32 : 128, .steps = steps};
+        Operand y(device, DType::kBFloat16, {1, time, channels});
+        Operand dx(device, DType::kBFloat16, {1, time, channels});
+        Operand dk(device, DType::kBFloat16, {1, time, channels, width});
+        Operand final_state(device, DType::kBFloat16, {sequences, channels, length});
+        Operand dinitial(device, DType::kBFloat16, {sequences, channels, length});
+        const ArgCheck arg("test");
+        auto shape = dynamic_conv::check_shape(arg, *x, *k, starts, true);
+        const auto state = [&](const Tensor& t) {
+          return dynamic_conv::check_state(arg, t, "state", *x, &shape);
+        };
+        const auto initial_view = state(*initial), dfinal_view = state(*dfinal);
+        const auto final_view = state(final_state), dinitial_view = state(dinitial);
+        const dynamic_conv::ForwardProblem forward{shape,
+                                                   dynamic_conv::signal(*x),
+                                                   dynamic_conv::signal(*k),
+                                                   dynamic_conv::signal(y),
+                                                   initial_view,
+                                                   final_view};
+        const dynamic_conv::BackwardProblem backward{shape,
+                                                     dynamic_conv::signal(*x),
+                                                     dynamic_conv::signal(*k),
+                                                     dynamic_conv::signal(*dy),
+                                                     dynamic_conv::signal(dx),
+                                                     dynamic_conv::signal(dk),
+                                                     initial_view,
+                                                     dfinal_view,
+                                                     dinitial_view};
+        dynamic_conv::cuda::forward(forward, steps == 0 ? nullptr : &config, stream());
+        dynamic_conv::cuda::backward(backward, steps == 0 ? nullptr : &config, stream());
+        ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+        const std::vector<std::vector<std::uint64_t>> bits = {
+            y.bits(), final_state.bits(), dx.bits(), dk.bits(), dinitial.bits()};
+        if (steps == 0) expected = bits;
+        EXPECT_EQ(bits, expected) << "chunks of " << steps << " steps";
+        for (const Operand* o : {&y, &final_state, &dx, &dk, &dinitial}) {
+          o->expect_guards_intact("output");
+        }
+      }
+    }
+  }
+}
+
 /// Device bytes, each set to `value`.
 class Filled {
  public:
@@ -92,7 +163,8 @@ TEST_P(DynamicConvCuda, MoreThanTwoToThe31Elements) {
     const auto count = static_cast<std::size_t>(tail * channels);
     const Array values = random_values(rng, count, DType::kBFloat16);
     std::vector<BFloat16> bits(count);
-    for (std::size_t i = 0; i < count; ++i) bits[i] = from_float<BFloat16>(static_cast<float>(values[i]));
+    for (std::size_t i = 0; i < count; ++i)
+      bits[i] = from_float<BFloat16>(static_cast<float>(values[i]));
     ASSERT_EQ(cudaMemcpy(x.data() + 2 * first, bits.data(), 2 * count, cudaMemcpyDefault),
               cudaSuccess);
     const auto signal = [&](const Filled& f) {
@@ -102,8 +174,8 @@ TEST_P(DynamicConvCuda, MoreThanTwoToThe31Elements) {
       return Tensor(f.data(), DType::kBFloat16, {batch, time, channels, width}, device);
     };
     dynamic_conv_forward(signal(x), taps(k), {}, {}, signal(y), {}, false, stream());
-    dynamic_conv_backward(signal(x), taps(k), {}, {}, signal(dy), {}, signal(dx), taps(dk), {}, false,
-                          stream());
+    dynamic_conv_backward(signal(x), taps(k), {}, {}, signal(dy), {}, signal(dx), taps(dk), {},
+                          false, stream());
     ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
 
     const double constant = static_cast<double>(to_float(BFloat16{0x3f3f}));
@@ -111,7 +183,8 @@ TEST_P(DynamicConvCuda, MoreThanTwoToThe31Elements) {
     const Array k_values(count * width, constant), dy_values(count, constant);
     const auto read = [](const Filled& f, std::int64_t offset, std::size_t n) {
       std::vector<BFloat16> raw(n);
-      EXPECT_EQ(cudaMemcpy(raw.data(), f.data() + 2 * offset, 2 * n, cudaMemcpyDefault), cudaSuccess);
+      EXPECT_EQ(cudaMemcpy(raw.data(), f.data() + 2 * offset, 2 * n, cudaMemcpyDefault),
+                cudaSuccess);
       Array out;
       for (BFloat16 v : raw) out.push_back(static_cast<double>(to_float(v)));
       return out;
@@ -125,8 +198,8 @@ TEST_P(DynamicConvCuda, MoreThanTwoToThe31Elements) {
     expect_close(read(dk, first * width, count * width), backward.dk, bound, DType::kBFloat16, 16,
                  "dk");
     // In front of the tail x is zero: so is y, while dx is the sum of four equal products.
-    const double sum = static_cast<double>(to_float(from_float<BFloat16>(
-        static_cast<float>(width * constant * constant))));
+    const double sum = static_cast<double>(
+        to_float(from_float<BFloat16>(static_cast<float>(width * constant * constant))));
     for (double v : read(y, first - 100 * channels, 64)) EXPECT_EQ(v, 0.0);
     for (double v : read(dx, first - 100 * channels, 64)) EXPECT_EQ(v, sum);
     for (double v : read(dk, (first - 100 * channels) * width, 64)) EXPECT_EQ(v, 0.0);

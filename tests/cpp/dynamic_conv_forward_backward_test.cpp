@@ -23,7 +23,8 @@ INSTANTIATE_TEST_SUITE_P(Devices, DynamicConv, testing::ValuesIn(devices()), dev
 TEST_P(DynamicConv, SmallEveryWidthAndDtype) {
   for (int width = 1; width <= kDynamicConvMaxWidth; ++width) {
     for (DType dtype : kFloats) {
-      expect_right({.batch = 2, .time = 37, .channels = 48, .width = width, .x = dtype, .k = dtype});
+      expect_right(
+          {.batch = 2, .time = 37, .channels = 48, .width = width, .x = dtype, .k = dtype});
     }
   }
 }
@@ -38,8 +39,8 @@ TEST_P(DynamicConv, SmallMixedDtypes) {
   for (DType x : kFloats) {
     for (DType k : kFloats) {
       expect_right({.batch = 2, .time = 19, .channels = 24, .x = x, .k = k, .silu = true});
-      expect_right({.batch = 1, .time = 9, .channels = 16, .width = 3, .x = x, .k = k,
-                    .state_length = 2});
+      expect_right(
+          {.batch = 1, .time = 9, .channels = 16, .width = 3, .x = x, .k = k, .state_length = 2});
     }
   }
 }
@@ -57,8 +58,14 @@ TEST_P(DynamicConv, SmallSlicedViews) {
   for (std::int64_t padding : {1, 2, 8}) {
     expect_right({.batch = 2, .time = 13, .channels = 32, .channel_padding = padding});
     expect_right({.batch = 3, .time = 13, .channels = 32, .width = 2, .time_padding = padding});
-    expect_right({.batch = 2, .time = 5, .channels = 16, .width = 3, .state_length = 3,
-                  .state_by_time = true, .channel_padding = padding, .time_padding = padding});
+    expect_right({.batch = 2,
+                  .time = 5,
+                  .channels = 16,
+                  .width = 3,
+                  .state_length = 3,
+                  .state_by_time = true,
+                  .channel_padding = padding,
+                  .time_padding = padding});
   }
 }
 
@@ -67,8 +74,12 @@ TEST_P(DynamicConv, SmallTimesAroundTheWidth) {
     for (std::int64_t time : {0, 1, 2, 3, 4, 5, 7, 8, 9}) {
       for (int length : {width, width - 1}) {
         for (bool has_initial : {false, true}) {
-          expect_right({.batch = 2, .time = time, .channels = 16, .width = width,
-                        .state_length = length, .has_initial = has_initial});
+          expect_right({.batch = 2,
+                        .time = time,
+                        .channels = 16,
+                        .width = width,
+                        .state_length = length,
+                        .has_initial = has_initial});
         }
       }
     }
@@ -87,11 +98,18 @@ TEST_P(DynamicConv, SmallPackedSequences) {
   for (const auto& pack : packs) {
     for (bool wide : {false, true}) {
       for (int width : {1, 2, 4, 8}) {
-        expect_right({.time = 20, .channels = 16, .width = width, .cu_seqlens = pack, .wide = wide});
+        expect_right(
+            {.time = 20, .channels = 16, .width = width, .cu_seqlens = pack, .wide = wide});
         for (int length : {width - 1, width}) {
-          expect_right({.time = 20, .channels = 16, .width = width, .silu = wide,
-                        .cu_seqlens = pack, .wide = wide, .state_length = length,
-                        .has_initial = width != 2, .state_by_time = !wide});
+          expect_right({.time = 20,
+                        .channels = 16,
+                        .width = width,
+                        .silu = wide,
+                        .cu_seqlens = pack,
+                        .wide = wide,
+                        .state_length = length,
+                        .has_initial = width != 2,
+                        .state_by_time = !wide});
         }
       }
     }
@@ -112,10 +130,17 @@ TEST_P(DynamicConv, SequencesOfOneStep) {
 
 TEST_P(DynamicConv, ThousandSequences) {
   for (int width : {3, 4}) {
-    expect_right({.time = 3000, .channels = 32, .width = width, .silu = true,
-                  .cu_seqlens = random_starts(1000, 3000, 5), .state_length = width});
-    expect_right({.time = 3000, .channels = 40, .width = width,
-                  .cu_seqlens = random_starts(1000, 3000, 6), .wide = true});
+    expect_right({.time = 3000,
+                  .channels = 32,
+                  .width = width,
+                  .silu = true,
+                  .cu_seqlens = random_starts(1000, 3000, 5),
+                  .state_length = width});
+    expect_right({.time = 3000,
+                  .channels = 40,
+                  .width = width,
+                  .cu_seqlens = random_starts(1000, 3000, 6),
+                  .wide = true});
   }
 }
 
@@ -126,7 +151,10 @@ TEST_P(DynamicConv, BoundariesAroundChunkEnds) {
     for (int t = 16; t < 520; t += 16) starts.push_back(t + shift);
     starts.push_back(520);
     for (int width : {2, 4, 8}) {
-      expect_right({.time = 520, .channels = 16, .width = width, .cu_seqlens = starts,
+      expect_right({.time = 520,
+                    .channels = 16,
+                    .width = width,
+                    .cu_seqlens = starts,
                     .state_length = width});
     }
   }
@@ -135,15 +163,26 @@ TEST_P(DynamicConv, BoundariesAroundChunkEnds) {
 TEST_P(DynamicConv, LongTimesAndManyChannels) {
   expect_right({.batch = 1, .time = 1031, .channels = 72, .silu = true, .state_length = 3});
   expect_right({.batch = 2, .time = 70, .channels = 2050, .state_length = 4});
-  expect_right({.batch = 1, .time = 40, .channels = 1025, .width = 5, .x = DType::kFloat32,
+  expect_right({.batch = 1,
+                .time = 40,
+                .channels = 1025,
+                .width = 5,
+                .x = DType::kFloat32,
                 .k = DType::kFloat32});
-  expect_right({.batch = 3, .time = 130, .channels = 320, .width = 8, .x = DType::kFloat16,
+  expect_right({.batch = 3,
+                .time = 130,
+                .channels = 320,
+                .width = 8,
+                .x = DType::kFloat16,
                 .k = DType::kFloat16});
 }
 
 TEST_P(DynamicConv, RepeatsBitwise) {
-  const Case c = {.time = 400, .channels = 96, .silu = true,
-                  .cu_seqlens = random_starts(40, 400, 3), .state_length = 4};
+  const Case c = {.time = 400,
+                  .channels = 96,
+                  .silu = true,
+                  .cu_seqlens = random_starts(40, 400, 3),
+                  .state_length = 4};
   Trial first(c, GetParam(), 7);
   first.forward();
   first.backward();
@@ -169,17 +208,21 @@ std::vector<std::uint64_t> slice(const std::vector<std::uint64_t>& bits, std::in
 TEST_P(DynamicConv, PackedEqualsAloneBitwise) {
   const std::int64_t channels = 32;
   const int width = 4;
-  const Case pack = {.time = 310, .channels = channels, .width = width, .silu = true,
-                     .cu_seqlens = random_starts(12, 310, 9), .state_length = width};
+  const Case pack = {.time = 310,
+                     .channels = channels,
+                     .width = width,
+                     .silu = true,
+                     .cu_seqlens = random_starts(12, 310, 9),
+                     .state_length = width};
   Trial packed(pack, GetParam(), 11);
   packed.forward();
   packed.backward();
   for (std::size_t n = 0; n + 1 < pack.cu_seqlens.size(); ++n) {
     const std::int64_t first = pack.cu_seqlens[n], last = pack.cu_seqlens[n + 1];
     const std::int64_t count = last - first;
-    Trial alone({.time = count, .channels = channels, .width = width, .silu = true,
-               .state_length = width},
-              GetParam(), 0);
+    Trial alone(
+        {.time = count, .channels = channels, .width = width, .silu = true, .state_length = width},
+        GetParam(), 0);
     const auto copy = [&](Array& to, const Array& from, std::int64_t per_row, std::int64_t row) {
       std::copy_n(from.begin() + row * per_row, to.size(), to.begin());
     };
@@ -233,8 +276,11 @@ TEST_P(DynamicConv, SmallBadValuesStayWhereTheyBelong) {
   const std::int64_t channels = 16;
   for (double bad : {std::nan(""), static_cast<double>(INFINITY)}) {
     for (int width : {2, 3, 4, 8}) {
-      const Case c = {.time = 60, .channels = channels, .width = width,
-                      .cu_seqlens = {0, 22, 60}, .state_length = width};
+      const Case c = {.time = 60,
+                      .channels = channels,
+                      .width = width,
+                      .cu_seqlens = {0, 22, 60},
+                      .state_length = width};
       Trial run(c, GetParam(), 17);
       const std::int64_t t_bad = 20, d_bad = 5;
       run.x[static_cast<std::size_t>(t_bad * channels + d_bad)] = bad;
@@ -245,7 +291,8 @@ TEST_P(DynamicConv, SmallBadValuesStayWhereTheyBelong) {
       for (std::int64_t t = 0; t < c.time; ++t) {
         for (std::int64_t d = 0; d < channels; ++d) {
           const auto i = static_cast<std::size_t>(t * channels + d);
-          const bool in_y = d == d_bad && t >= t_bad && t < std::min<std::int64_t>(t_bad + width, 22);
+          const bool in_y =
+              d == d_bad && t >= t_bad && t < std::min<std::int64_t>(t_bad + width, 22);
           const std::int64_t g = t_bad + 3;
           const bool in_dx = d == d_bad && t <= g && t > g - width && t >= 22;
           EXPECT_EQ(std::isfinite(y[i]), !in_y) << "y at " << t << ", " << d << " of " << c;
@@ -264,7 +311,7 @@ TEST_P(DynamicConv, SmallBadValuesStayWhereTheyBelong) {
 TEST_P(DynamicConv, SmallSiluOfLargeValues) {
   for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     Trial run({.time = 8, .channels = 16, .width = 1, .x = dtype, .k = dtype, .silu = true},
-            GetParam(), 19);
+              GetParam(), 19);
     for (std::size_t i = 0; i < run.x.size(); ++i) {
       run.x[i] = i % 2 == 0 ? 1e4 : -1e4;
       run.x[i] = static_cast<double>(round_to(static_cast<float>(run.x[i]), dtype));

@@ -54,7 +54,7 @@ class Memory {
       return;
     }
 #endif
-    data_ = ::operator new(bytes + 1, std::align_val_t{256});
+    data_ = ::operator new (bytes + 1, std::align_val_t{256});
   }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
@@ -65,7 +65,7 @@ class Memory {
       return;
     }
 #endif
-    ::operator delete(data_, std::align_val_t{256});
+    ::operator delete (data_, std::align_val_t{256});
   }
 
   char* data() const { return static_cast<char*>(data_); }
@@ -95,9 +95,9 @@ class Memory {
 
 /// How an operand lies in memory.
 struct Layout {
-  std::vector<int> order;              ///< dimensions from slowest to fastest; empty: row-major
-  std::vector<std::int64_t> padding;   ///< extra elements per dimension, by dimension; empty: none
-  std::int64_t offset = 0;             ///< elements before the first one: misaligns it
+  std::vector<int> order;             ///< dimensions from slowest to fastest; empty: row-major
+  std::vector<std::int64_t> padding;  ///< extra elements per dimension, by dimension; empty: none
+  std::int64_t offset = 0;            ///< elements before the first one: misaligns it
 };
 
 /// A strided view in a buffer whose every other byte is a guard. The buffer starts out as all ones
@@ -225,13 +225,13 @@ inline Array random_values(std::mt19937& rng, std::size_t count, DType dtype) {
 /// absolute values of the terms, of which float32 arithmetic loses a few units each.
 inline void expect_close(const Array& actual, const Array& expected, const Array& magnitude,
                          DType dtype, double ulps, const std::string& what) {
-  const double unit = dtype == DType::kBFloat16 ? 0x1p-8 : dtype == DType::kFloat16 ? 0x1p-11
-                                                                                    : 0x1p-24;
+  const double unit = dtype == DType::kBFloat16  ? 0x1p-8
+                      : dtype == DType::kFloat16 ? 0x1p-11
+                                                 : 0x1p-24;
   const double least = dtype == DType::kFloat16 ? 0x1p-25 : 0x1p-140;
   ASSERT_EQ(actual.size(), expected.size()) << what;
   for (std::size_t i = 0; i < actual.size(); ++i) {
-    const double tolerance =
-        unit * std::abs(expected[i]) + ulps * 0x1p-24 * magnitude[i] + least;
+    const double tolerance = unit * std::abs(expected[i]) + ulps * 0x1p-24 * magnitude[i] + least;
     // Negated, so that a NaN fails.
     if (!(std::abs(actual[i] - expected[i]) <= tolerance)) {
       FAIL() << what << " at " << i << ": got " << actual[i] << ", expected " << expected[i]

@@ -12,8 +12,8 @@ struct StepCase {
   bool silu = false;
   bool state_by_time = false;
   std::int64_t padding = 0, offset = 0;
-  std::int64_t num_slots = 0;             ///< 0: no slots
-  std::vector<std::int64_t> slots = {};   ///< one per row
+  std::int64_t num_slots = 0;            ///< 0: no slots
+  std::vector<std::int64_t> slots = {};  ///< one per row
 };
 
 std::ostream& operator<<(std::ostream& out, const StepCase& c) {
@@ -64,8 +64,7 @@ class DynamicConvStep : public testing::TestWithParam<Device> {
       for (std::int64_t row = 0; row < c.rows; ++row) {
         if (!is_live(c, row)) continue;
         const auto r = static_cast<std::size_t>(row);
-        const auto slot = static_cast<std::size_t>(
-            c.num_slots == 0 ? row : c.slots[r]);
+        const auto slot = static_cast<std::size_t>(c.num_slots == 0 ? row : c.slots[r]);
         const auto part = [](const Array& from, std::size_t i_part, std::size_t size) {
           const auto first = from.begin() + static_cast<std::ptrdiff_t>(i_part * size);
           return Array(first, first + static_cast<std::ptrdiff_t>(size));
@@ -84,8 +83,8 @@ class DynamicConvStep : public testing::TestWithParam<Device> {
           return a;
         };
         sizes.silu = false;
-        const auto bound = dynamic_conv::reference::forward(sizes, absolute(xr), absolute(kr),
-                                                            absolute(before));
+        const auto bound =
+            dynamic_conv::reference::forward(sizes, absolute(xr), absolute(kr), absolute(before));
         std::copy(bound.y.begin(), bound.y.end(),
                   magnitude.begin() + static_cast<std::ptrdiff_t>(r * row_size));
       }
@@ -102,10 +101,19 @@ TEST_P(DynamicConvStep, SmallEveryWidthLengthAndDtype) {
   for (int width = 1; width <= kDynamicConvMaxWidth; ++width) {
     for (int length : {width - 1, width}) {
       for (DType dtype : kFloats) {
-        expect_right({.channels = 24, .width = width, .length = length, .x = dtype, .k = dtype,
+        expect_right({.channels = 24,
+                      .width = width,
+                      .length = length,
+                      .x = dtype,
+                      .k = dtype,
                       .silu = length == width});
-        expect_right({.channels = 24, .width = width, .length = length, .x = dtype, .k = dtype,
-                      .state_by_time = true, .padding = 2});
+        expect_right({.channels = 24,
+                      .width = width,
+                      .length = length,
+                      .x = dtype,
+                      .k = dtype,
+                      .state_by_time = true,
+                      .padding = 2});
       }
     }
   }
@@ -122,7 +130,11 @@ TEST_P(DynamicConvStep, SmallOddSizesAndMisalignedViews) {
     for (std::int64_t offset : {0, 1, 2}) {
       for (std::int64_t padding : {0, 1, 2}) {
         expect_right({.rows = 2, .channels = channels, .padding = padding, .offset = offset});
-        expect_right({.rows = 2, .channels = channels, .width = 3, .length = 2, .padding = padding,
+        expect_right({.rows = 2,
+                      .channels = channels,
+                      .width = 3,
+                      .length = 2,
+                      .padding = padding,
                       .offset = offset});
       }
     }
@@ -132,7 +144,11 @@ TEST_P(DynamicConvStep, SmallOddSizesAndMisalignedViews) {
 TEST_P(DynamicConvStep, SmallSlotsAndPadding) {
   for (int width : {1, 4}) {
     for (int length : {width - 1, width}) {
-      expect_right({.rows = 6, .width = width, .length = length, .silu = true, .num_slots = 9,
+      expect_right({.rows = 6,
+                    .width = width,
+                    .length = length,
+                    .silu = true,
+                    .num_slots = 9,
                     .slots = {7, -1, 0, 8, -1, 3}});
     }
   }

@@ -17,9 +17,7 @@ struct Piece {
   ChannelBlock block;
 
   /// A boundary between sequences belongs to one chunk: the one that it ends, or the first.
-  bool owns(int boundary) const {
-    return boundary <= end && (boundary > begin || begin == 0);
-  }
+  bool owns(int boundary) const { return boundary <= end && (boundary > begin || begin == 0); }
 };
 
 template <class Body>
@@ -27,8 +25,7 @@ void for_each_piece(const Shape& shape, const Body& body) {
   const auto config =
       CpuConfig::make(shape.batch, shape.time, shape.channels, omp_get_max_threads());
   const std::int64_t chunks = std::max<std::int64_t>(1, ceil_div(shape.time, config.steps));
-  const std::int64_t blocks =
-      ceil_div<std::int64_t>(shape.channels, CpuConfig::kBlockChannels);
+  const std::int64_t blocks = ceil_div<std::int64_t>(shape.channels, CpuConfig::kBlockChannels);
   const std::int64_t pieces = shape.batch * chunks * blocks;
 #pragma omp parallel for schedule(dynamic)
   for (std::int64_t i = 0; i < pieces; ++i) {
@@ -46,7 +43,8 @@ void for_each_piece(const Shape& shape, const Body& body) {
 
 Walk walk_at(const Shape& shape, const Piece& piece) {
   const int index = !shape.sequences.packed() ? static_cast<int>(piece.b)
-                    : piece.begin == 0 ? 0 : last_start_not_after(shape.sequences, piece.begin);
+                    : piece.begin == 0        ? 0
+                                              : last_start_not_after(shape.sequences, piece.begin);
   return Walk::at(shape.sequences, index, piece.begin);
 }
 
@@ -85,9 +83,9 @@ void forward_piece(const ForwardProblem& p, const RowKernels& kernels, const Pie
     x.rotate();
     kernels.widen(element(p.x, shape.x_dtype, p.x.row(piece.b, t) + piece.block.first),
                   piece.block.count, x[0]);
-    kernels.convolve(
-        x.rows(), element(p.k, shape.k_dtype, p.k.row(piece.b, t) + piece.block.first * width),
-        piece.block.count, sum[0]);
+    kernels.convolve(x.rows(),
+                     element(p.k, shape.k_dtype, p.k.row(piece.b, t) + piece.block.first * width),
+                     piece.block.count, sum[0]);
     if (shape.silu) kernels.silu(sum[0], piece.block.count);
     kernels.narrow(sum[0], piece.block.count,
                    element(p.y, shape.x_dtype, p.y.row(piece.b, t) + piece.block.first));
@@ -100,22 +98,29 @@ void forward_piece(const ForwardProblem& p, const RowKernels& kernels, const Pie
 class BackwardPiece {
  public:
   BackwardPiece(const BackwardProblem& p, const RowKernels& kernels, const Piece& piece)
-      : p_(p), shape_(p.shape), kernels_(kernels), piece_(piece), x_(p.shape.width),
-        pending_(p.shape.width), g_(1), sum_(1), walk_(walk_at(p.shape, piece)) {}
+      : p_(p),
+        shape_(p.shape),
+        kernels_(kernels),
+        piece_(piece),
+        x_(p.shape.width),
+        pending_(p.shape.width),
+        g_(1),
+        sum_(1),
+        walk_(walk_at(p.shape, piece)) {}
 
   void run() {
     const int width = shape_.width;
     const std::int64_t n = piece_.block.count;
     begin_sequence(piece_.begin);
     if (piece_.begin == 0) cross_boundaries(0);
-    const int stop = static_cast<int>(
-        std::min<std::int64_t>(std::int64_t{piece_.end} + width - 1, shape_.time));
+    const int stop =
+        static_cast<int>(std::min<std::int64_t>(std::int64_t{piece_.end} + width - 1, shape_.time));
     for (int t = piece_.begin; t < stop && !walk_.done() && walk_.start <= piece_.end; ++t) {
       const std::int64_t first = piece_.block.first;
       void* k = element(p_.k, shape_.k_dtype, p_.k.row(piece_.b, t) + first * width);
-      void* dk = t < piece_.end ? element(p_.dk, shape_.k_dtype,
-                                          p_.dk.row(piece_.b, t) + first * width)
-                                : nullptr;  // the next chunk's
+      void* dk = t < piece_.end
+                     ? element(p_.dk, shape_.k_dtype, p_.dk.row(piece_.b, t) + first * width)
+                     : nullptr;  // the next chunk's
       x_.rotate();
       kernels_.widen(element(p_.x, shape_.x_dtype, p_.x.row(piece_.b, t) + first), n, x_[0]);
       kernels_.widen(element(p_.dy, shape_.x_dtype, p_.dy.row(piece_.b, t) + first), n, g_[0]);
@@ -249,8 +254,8 @@ void step_row(const StepProblem& p, const RowKernels& kernels, std::int64_t row,
     kernels.widen(element(p.x, p.x_dtype, p.x.row(row, 0) + block.first), n, rows[length]);
     const float* inputs[kMaxWidth];
     for (int j = 0; j < p.width; ++j) inputs[j] = rows[length - j];
-    kernels.convolve(inputs,
-                     element(p.k, p.k_dtype, p.k.row(row, 0) + block.first * p.width), n, sum[0]);
+    kernels.convolve(inputs, element(p.k, p.k_dtype, p.k.row(row, 0) + block.first * p.width), n,
+                     sum[0]);
     if (p.silu) kernels.silu(sum[0], n);
     if (length > 0) write_slot(p, kernels, slot, block, rows.rows() + 1);
   }

@@ -61,8 +61,8 @@ HWY_INLINE VU16 narrow(VF v) {
     const auto rounded = hn::Add(bits, hn::Add(odd, hn::Set(du32, 0x7fff)));
     const auto quiet = hn::Or(bits, hn::Set(du32, 0x400000));
     const auto chosen = hn::IfThenElse(hn::RebindMask(du32, hn::IsNaN(v)), quiet, rounded);
-    return hn::DemoteTo(DU16(), hn::BitCast(hn::Rebind<std::int32_t, DF>(),
-                                            hn::ShiftRight<16>(chosen)));
+    return hn::DemoteTo(DU16(),
+                        hn::BitCast(hn::Rebind<std::int32_t, DF>(), hn::ShiftRight<16>(chosen)));
   } else if constexpr (kHasHalf) {
     return hn::BitCast(DU16(), hn::DemoteTo(hn::Rebind<hwy::float16_t, DF>(), v));
   } else {

@@ -4,7 +4,8 @@
 // s[c] = sum_w k[c][w] * x[W-1-w][c], one time step, C channels
 // bytes  = C (W e_k + 4 (W + 1)), of which only k's C W e_k come from memory: the float32 rows stay
 //          in the first-level cache
-// limit  : memory. 2 W flop per W e_k bytes of k; a core streams about 4 B a cycle and deinterleaves
+// limit  : memory. 2 W flop per W e_k bytes of k; a core streams about 4 B a cycle and
+// deinterleaves
 //          and multiplies 16 taps in some 10 cycles with AVX-512.
 #include "dynamic_conv/cpu/rows.h"
 
@@ -52,9 +53,8 @@ void widen_row(const void* from, std::int64_t n, float* to) {
 
 template <class T>
 void narrow_row(const float* from, std::int64_t n, void* to) {
-  for_each_group<T, 1, true>(static_cast<T*>(to), n, [&](std::int64_t i, T* p) {
-    store_row(hn::Load(DF(), from + i), p);
-  });
+  for_each_group<T, 1, true>(static_cast<T*>(to), n,
+                             [&](std::int64_t i, T* p) { store_row(hn::Load(DF(), from + i), p); });
 }
 
 template <class T, int L>
@@ -63,7 +63,8 @@ void widen_state(const void* state, std::int64_t n, float* const* rows) {
                                     [&](std::int64_t i, const T* p) {
                                       VF v[L];
                                       load_taps<T, L>(p, v);
-                                      for (int j = 0; j < L; ++j) hn::Store(v[j], DF(), rows[j] + i);
+                                      for (int j = 0; j < L; ++j)
+                                        hn::Store(v[j], DF(), rows[j] + i);
                                     });
 }
 
@@ -78,14 +79,13 @@ void narrow_state(const float* const* rows, std::int64_t n, void* state) {
 
 template <class T, int W>
 void convolve_row(const float* const* x, const void* k, std::int64_t n, float* sum) {
-  for_each_group<const T, W, false>(
-      static_cast<const T*>(k), n, [&](std::int64_t i, const T* p) {
-        VF taps[W];
-        load_taps<T, W>(p, taps);
-        VF s = hn::Mul(taps[0], hn::Load(DF(), x[W - 1] + i));
-        for (int w = 1; w < W; ++w) s = hn::MulAdd(taps[w], hn::Load(DF(), x[W - 1 - w] + i), s);
-        hn::Store(s, DF(), sum + i);
-      });
+  for_each_group<const T, W, false>(static_cast<const T*>(k), n, [&](std::int64_t i, const T* p) {
+    VF taps[W];
+    load_taps<T, W>(p, taps);
+    VF s = hn::Mul(taps[0], hn::Load(DF(), x[W - 1] + i));
+    for (int w = 1; w < W; ++w) s = hn::MulAdd(taps[w], hn::Load(DF(), x[W - 1 - w] + i), s);
+    hn::Store(s, DF(), sum + i);
+  });
 }
 
 /// pending[j] += g * k[W - 1 - j] for one group of channels.
@@ -102,10 +102,9 @@ HWY_INLINE void scatter_group(const T* k, VF g, std::int64_t i, float* const* pe
 template <class T, int W>
 void scatter_row(const float* const* x, const void* k, const float* g, std::int64_t n, void* dk,
                  float* const* pending) {
-  for_each_group<const T, W, false>(
-      static_cast<const T*>(k), n, [&](std::int64_t i, const T* p) {
-        scatter_group<T, W>(p, hn::Load(DF(), g + i), i, pending);
-      });
+  for_each_group<const T, W, false>(static_cast<const T*>(k), n, [&](std::int64_t i, const T* p) {
+    scatter_group<T, W>(p, hn::Load(DF(), g + i), i, pending);
+  });
   if (dk == nullptr) return;
   for_each_group<T, W, true>(static_cast<T*>(dk), n, [&](std::int64_t i, T* p) {
     const VF gi = hn::Load(DF(), g + i);

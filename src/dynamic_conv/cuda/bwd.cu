@@ -20,7 +20,7 @@ namespace mortar::dynamic_conv::cuda {
 namespace {
 
 constexpr int kLoadRegisters = 24;  ///< of the steps in flight: 4 steps at W = 4, 16-bit
-constexpr int kMostSteps = 64;
+constexpr int kMostSteps = 128;
 
 struct Params {
   BackwardProblem problem;
@@ -28,9 +28,12 @@ struct Params {
   Grid grid;
 
   explicit Params(const BackwardProblem& p)
-      : problem(p), x_step(step_bytes(p.x, p.shape.x_dtype)),
-        k_step(step_bytes(p.k, p.shape.k_dtype)), dy_step(step_bytes(p.dy, p.shape.x_dtype)),
-        dx_step(step_bytes(p.dx, p.shape.x_dtype)), dk_step(step_bytes(p.dk, p.shape.k_dtype)) {}
+      : problem(p),
+        x_step(step_bytes(p.x, p.shape.x_dtype)),
+        k_step(step_bytes(p.k, p.shape.k_dtype)),
+        dy_step(step_bytes(p.dy, p.shape.x_dtype)),
+        dx_step(step_bytes(p.dx, p.shape.x_dtype)),
+        dk_step(step_bytes(p.dk, p.shape.k_dtype)) {}
 };
 
 /// The gradients of the last W - 1 inputs, which later steps still add to: [j] belongs to the input
@@ -99,8 +102,9 @@ __device__ __forceinline__ void scatter(const typename Traits::Taps& taps,
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(
-    kMaxThreads, min_ctas<Traits>(46, 2, steps_ahead<Traits>(2, kLoadRegisters), 2, 2))
+__global__ void __launch_bounds__(kMaxThreads,
+                                  min_ctas<Traits>(46, 2, steps_ahead<Traits>(2, kLoadRegisters), 2,
+                                                   2))
     backward_kernel(const __grid_constant__ Params params) {
   using X = typename Traits::X;
   using K = typename Traits::K;
@@ -174,7 +178,7 @@ __global__ void __launch_bounds__(
   // Compute and store; a step's registers are loaded again as soon as they have been used.
   X* dx = at<X>(p.dx, p.dx.row(tile.b, tile.begin) + tile.channel);
   dx = advance(dx, -(width - 1) * params.dx_step);  // of the step whose gradient completes
-  const auto consume = [&](int u, float (&g)[kChannels]) {
+  const auto consume = [&](int u, float(&g)[kChannels]) {
     shift(window);
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
@@ -190,7 +194,7 @@ __global__ void __launch_bounds__(
     shift(pending);
     scatter<Traits>(taps[u], g, width, pending);
   };
-  const auto store_dk = [&](const float (&g)[kChannels]) {
+  const auto store_dk = [&](const float(&g)[kChannels]) {
     Traits::store_gradient(dk, g, window, width);
   };
   int base = tile.begin;
@@ -199,11 +203,11 @@ __global__ void __launch_bounds__(
     // be loaded.
     const int first = max(walk.start, tile.begin) + width - 1;
     const int dfinal_steps = p.dfinal.given() ? shape.state_length : 0;
-    const int last = Traits::kVector && base >= first
-                         ? min(min(walk.end - max(kAhead, dfinal_steps - width + kAhead),
-                                   tile.end - kAhead),
-                               stop - 2 * kAhead)
-                         : -1;
+    const int last =
+        Traits::kVector && base >= first
+            ? min(min(walk.end - max(kAhead, dfinal_steps - width + kAhead + 1), tile.end - kAhead),
+                  stop - 2 * kAhead)
+            : -1;
     for (; base <= last; base += kAhead) {
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {

@@ -36,8 +36,7 @@ template <class Problem, class Body>
 void with_traits(const Problem& shape, const Body& body) {
   bool taken = false;
   if (shape.x_dtype == shape.k_dtype) {
-    with_type(shape.x_dtype,
-              [&](auto t) { taken = with_width<decltype(t)>(shape.width, body); });
+    with_type(shape.x_dtype, [&](auto t) { taken = with_width<decltype(t)>(shape.width, body); });
   }
   if (taken) return;
   with_type(shape.x_dtype, [&](auto x) {
@@ -77,8 +76,7 @@ void launch_tiles(const char* op, const Problem& p, const CudaConfig* config, in
                            ? *config
                            : CudaConfig::make(p.shape.batch, p.shape.time, groups,
                                               device::current_device().num_sms, most_steps);
-  const std::int64_t chunks =
-      p.shape.time == 0 ? 1 : ceil_div<std::int64_t>(p.shape.time, c.steps);
+  const std::int64_t chunks = p.shape.time == 0 ? 1 : ceil_div<std::int64_t>(p.shape.time, c.steps);
   const std::int64_t columns = ceil_div<std::int64_t>(groups, c.threads);
   const std::int64_t ctas = p.shape.batch * chunks * columns;
   check(ctas <= std::numeric_limits<std::int32_t>::max(), op, ": x must need at most 2^31 - 1 ",

@@ -4,7 +4,8 @@
 // y[b,t,d] = f(sum_w k[b,t,d,w] * x[b,t+w-W+1,d])      B batch, T time, D channels, W taps
 // bytes  = B T D (2 e_x + W e_k), e = bytes of an element; k is W e_k of them and read once
 // B=8 T=4096 D=3072 W=4, bf16: 1.208 GB -> 282 us at 4.28 TB/s (copy roof of an H200)
-// limit  : DRAM bandwidth; 2 W flop per element. A thread's taps of a step are 16 bytes; the loads of
+// limit  : DRAM bandwidth; 2 W flop per element. A thread's taps of a step are 16 bytes; the loads
+// of
 //          8 steps are in flight together over the back edge of the loop: 160 bytes a thread, 100
 //          KB an SM, where 32-48 KB hide the latency
 // wrong when: rows are not aligned to the vectors, or dtypes differ -> the scalar traits
@@ -26,8 +27,10 @@ struct Params {
   Grid grid;
 
   explicit Params(const ForwardProblem& p)
-      : problem(p), x_step(step_bytes(p.x, p.shape.x_dtype)),
-        k_step(step_bytes(p.k, p.shape.k_dtype)), y_step(step_bytes(p.y, p.shape.x_dtype)) {}
+      : problem(p),
+        x_step(step_bytes(p.x, p.shape.x_dtype)),
+        k_step(step_bytes(p.k, p.shape.k_dtype)),
+        y_step(step_bytes(p.y, p.shape.x_dtype)) {}
 };
 
 /// final[n] = the last L entries of (initial state, inputs) of the walk's sequence.
@@ -48,8 +51,9 @@ __device__ __forceinline__ void write_final_state(const ForwardProblem& p, const
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(
-    kMaxThreads, min_ctas<Traits>(42, 1, steps_ahead<Traits>(1, kLoadRegisters), 1, 7))
+__global__ void __launch_bounds__(kMaxThreads,
+                                  min_ctas<Traits>(42, 1, steps_ahead<Traits>(1, kLoadRegisters), 1,
+                                                   7))
     forward_kernel(const __grid_constant__ Params params) {
   using X = typename Traits::X;
   using K = typename Traits::K;
@@ -96,24 +100,25 @@ __global__ void __launch_bounds__(
   if (tile.begin == 0) cross_boundaries(0);
 
   // Compute and store; a step's registers are loaded again as soon as they have been used.
-  const auto consume = [&](int u, float (&s)[kChannels]) {
+  const auto consume = [&](int u, float(&s)[kChannels]) {
     shift(window);
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) window[0][c] = inputs[u].get(c);
     convolve<Traits>(taps[u], window, width, s);
   };
-  const auto activate = [&](float (&s)[kChannels]) {
+  const auto activate = [&](float(&s)[kChannels]) {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) s[c] *= sigmoid(s[c]);
   };
-  const auto store = [&](const float (&s)[kChannels]) {
+  const auto store = [&](const float(&s)[kChannels]) {
     device::store_once<X, kChannels>(y, s);
     y = advance(y, params.y_step);
   };
   int base = tile.begin;
   while (base < tile.end) {
-    // Whole groups of steps: no boundary in them, and the next group to be loaded. One block without
-    // branches, or all loads would share a scoreboard and each step wait for the newest of them.
+    // Whole groups of steps: no boundary in them, and the next group to be loaded. One block
+    // without branches, or all loads would share a scoreboard and each step wait for the newest of
+    // them.
     const int last = min(walk.end - kAhead, tile.end - 2 * kAhead);
     for (; base <= last; base += kAhead) {
       float s[kAhead][kChannels];

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode: one token of N sequences; a thread takes a few adjacent channels of a row.
 //
-// y[n,d] = f(sum_{w<W-1} k[n,d,w] * state[d,L-W+1+w] + k[n,d,W-1] * x[n,d]), then the state moves up
-// bytes  = N D ((2 + 2 L) e_x + W e_k)                  N rows, D channels, W taps, L = W or W - 1
-// N=128 D=3072 W=L=4, bf16: 11.0 MB -> 2.6 us at 4.28 TB/s (copy roof of an H200)
-// limit  : latency: a launch, the slot, then the state that it names; everything else is loaded
+// y[n,d] = f(sum_{w<W-1} k[n,d,w] * state[d,L-W+1+w] + k[n,d,W-1] * x[n,d]), then the state moves
+// up bytes  = N D ((2 + 2 L) e_x + W e_k)                  N rows, D channels, W taps, L = W or W -
+// 1 N=128 D=3072 W=L=4, bf16: 11.0 MB -> 2.6 us at 4.28 TB/s (copy roof of an H200) limit  :
+// latency: a launch, the slot, then the state that it names; everything else is loaded
 //          beside the slot. The state is moved in place: a ring index would write 2 of every 8
 //          bytes and dirty every sector all the same
 // wrong when: rows are not aligned, dtypes differ or the state is not dense in (D, L) -> scalar
@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(const __grid_constan
   typename Traits::Taps taps;
   taps.load(static_cast<const K*>(p.k.data) + p.k.row(row, 0) + std::int64_t{channel} * width,
             width);
-  const auto input = device::load_once<X, kChannels>(static_cast<const X*>(p.x.data) +
-                                                     p.x.row(row, 0) + channel);
+  const auto input =
+      device::load_once<X, kChannels>(static_cast<const X*>(p.x.data) + p.x.row(row, 0) + channel);
   X* y = static_cast<X*>(p.y.data) + p.y.row(row, 0) + channel;
   float s[kChannels] = {};
   if (slot < 0) {  // padding

@@ -9,9 +9,9 @@ namespace mortar::dynamic_conv::cuda {
 
 /// How the grid is cut; channel blocks vary fastest, so that neighbours share DRAM pages.
 struct Grid {
-  int steps = 0;           ///< of a chunk
-  unsigned chunks = 0;     ///< of T
-  unsigned columns = 0;    ///< blocks of D
+  int steps = 0;         ///< of a chunk
+  unsigned chunks = 0;   ///< of T
+  unsigned columns = 0;  ///< blocks of D
 };
 
 /// Steps [begin, end) of batch row b, from `channel` on.
@@ -68,8 +68,8 @@ __device__ __forceinline__ T* at(const State& s, std::int64_t offset) {
   return static_cast<T*>(s.data) + offset;
 }
 
-/// `v`, of which the compiler knows nothing: keeps it from hoisting the addresses of rare paths out of
-/// the main loop, where their registers would be spilled.
+/// `v`, of which the compiler knows nothing: keeps it from hoisting the addresses of rare paths out
+/// of the main loop, where their registers would be spilled.
 __device__ __forceinline__ int opaque(int v) {
   asm volatile("" : "+r"(v));
   return v;
@@ -79,9 +79,8 @@ __device__ __forceinline__ int opaque(int v) {
 /// comes from the initial state, or is zero.
 template <class Traits>
 __device__ __forceinline__ void read_input(const Shape& shape, const Signal& x,
-                                           const State& initial, const Tile& tile,
-                                           const Walk& walk, int t,
-                                           float (&out)[Traits::kChannels]) {
+                                           const State& initial, const Tile& tile, const Walk& walk,
+                                           int t, float (&out)[Traits::kChannels]) {
   using X = typename Traits::X;
   constexpr int kChannels = Traits::kChannels;
   const int position = shape.state_length + t - walk.start;
@@ -94,10 +93,10 @@ __device__ __forceinline__ void read_input(const Shape& shape, const Signal& x,
   }
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
-    out[c] = position >= 0 && initial.given()
-                 ? device::to_float(
-                       *at<const X>(initial, initial.at(walk.index, channel + c, position)))
-                 : 0.0f;
+    out[c] =
+        position >= 0 && initial.given()
+            ? device::to_float(*at<const X>(initial, initial.at(walk.index, channel + c, position)))
+            : 0.0f;
   }
 }
 
@@ -123,7 +122,8 @@ __device__ __forceinline__ T* advance(T* p, std::int64_t bytes) {
   return reinterpret_cast<T*>(reinterpret_cast<Byte*>(p) + bytes);
 }
 
-/// window[j] becomes window[j + 1]; costs no instruction once loops are unrolled by a multiple of W.
+/// window[j] becomes window[j + 1]; costs no instruction once loops are unrolled by a multiple of
+/// W.
 template <int kRows, int kChannels>
 __device__ __forceinline__ void shift(float (&window)[kRows][kChannels]) {
 #pragma unroll

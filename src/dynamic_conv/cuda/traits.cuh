@@ -9,9 +9,9 @@
 
 namespace mortar::dynamic_conv::cuda {
 
-/// Channels of one thread: as many as make 16 bytes of taps (8 for W = 1), or the next even divisor where W is no
-/// power of two (12 to 28 bytes in equal power-of-two pieces: the warp's pieces interleave, but the
-/// first-level cache joins them).
+/// Channels of one thread: as many as make 16 bytes of taps (8 for W = 1), or the next even divisor
+/// where W is no power of two (12 to 28 bytes in equal power-of-two pieces: the warp's pieces
+/// interleave, but the first-level cache joins them).
 template <class T>
 constexpr int vector_channels(int width) {
   const int taps = 16 / static_cast<int>(sizeof(T));  // in 16 bytes
@@ -28,9 +28,8 @@ constexpr int power_of_two_in(int n) { return n & -n; }
 /// N adjacent elements of one thread, in as few equal accesses of a power-of-two size as possible.
 template <class T, int N>
 struct Run {
-  static constexpr int kPieceElts = power_of_two_in(N) < 16 / int{sizeof(T)}
-                                        ? power_of_two_in(N)
-                                        : 16 / int{sizeof(T)};
+  static constexpr int kPieceElts =
+      power_of_two_in(N) < 16 / int{sizeof(T)} ? power_of_two_in(N) : 16 / int{sizeof(T)};
   static constexpr int kPieces = N / kPieceElts;
   static constexpr int kAlignment = kPieceElts * int{sizeof(T)};
 
@@ -38,7 +37,8 @@ struct Run {
 
   __device__ __forceinline__ void load(const T* p) {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) piece[i] = device::load_once<T, kPieceElts>(p + i * kPieceElts);
+    for (int i = 0; i < kPieces; ++i)
+      piece[i] = device::load_once<T, kPieceElts>(p + i * kPieceElts);
   }
   __device__ __forceinline__ float get(int i) const {
     return piece[i / kPieceElts].get(i % kPieceElts);
@@ -118,7 +118,8 @@ struct ScalarTraits {
   }
 };
 
-inline constexpr int kMaxThreads = 128;  ///< of a CTA: small ones let registers be shared out finely
+inline constexpr int kMaxThreads =
+    128;  ///< of a CTA: small ones let registers be shared out finely
 
 /// Registers of the loads of one step: taps, and `signals` of x's kind.
 template <class Traits>
