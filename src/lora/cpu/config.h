@@ -24,8 +24,9 @@ inline constexpr std::int64_t kExpandStep = 48;
 inline constexpr std::int64_t kHiddenBytes = 2 << 20;
 
 /// Multiply-adds (each adapter's weights counted for kWeightTokens tokens more, as they must be
-/// fetched) that are worth a thread: about 4 us of one core, twice what a parallel region costs.
-inline constexpr std::int64_t kWorkPerThread = 1 << 19;
+/// fetched) that are worth a thread: about 8 us of one core. A parallel region with its barrier
+/// costs two threads 0.7 us on idle cores, but a whole time slice where another process has one.
+inline constexpr std::int64_t kWorkPerThread = 1 << 20;
 inline constexpr std::int64_t kWeightTokens = 8;
 
 }  // namespace mortar::lora::cpu
