@@ -50,6 +50,33 @@ __device__ __forceinline__ void store_from_float(void* data, DType dtype, std::i
   }
 }
 
+/// Two 16-bit elements in one register, the first in the low half. Kept as words, and not as arrays
+/// of elements, because the compiler splits those into a register per element as soon as they are
+/// loaded: that waits for the load and doubles the registers.
+template <class T>
+__device__ __forceinline__ std::uint32_t pack2(float low, float high);
+template <>
+__device__ __forceinline__ std::uint32_t pack2<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const std::uint32_t*>(&v);
+}
+template <>
+__device__ __forceinline__ std::uint32_t pack2<__half>(float low, float high) {
+  const __half2 v = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const std::uint32_t*>(&v);
+}
+
+template <class T>
+__device__ __forceinline__ float2 unpack2(std::uint32_t word);
+template <>
+__device__ __forceinline__ float2 unpack2<__nv_bfloat16>(std::uint32_t word) {
+  return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+template <>
+__device__ __forceinline__ float2 unpack2<__half>(std::uint32_t word) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&word));
+}
+
 /// N elements that move as one access when the address allows it.
 template <class T, int N>
 struct alignas(sizeof(T) * N) Pack {

@@ -14,11 +14,13 @@ struct ShrinkConfig {
   int tile_tokens;  ///< tokens of one adapter per CTA
   int tile_rows;    ///< rank rows per CTA
   bool split;       ///< one CTA per leaf of K, partial sums in slabs
+  bool finish;      ///< a kernel of its own adds the slabs, not every CTA of expand
 };
 
 struct ExpandConfig {
   int tile_tokens;
   int cols;           ///< columns per CTA
+  int block_cols;     ///< columns whose B lies in shared memory at a time
   int tiles_per_cta;  ///< consecutive tiles that share a block of B
 };
 
@@ -50,16 +52,36 @@ inline std::int64_t slab_bytes(const LoraShape& s) {
   return num_leaves(s.hidden) * s.num_tokens * s.num_slices * h_width(s) * 4;
 }
 
-/// 1 % of what the op reads and writes, or the floor if that is larger.
+/// 1 % of x alone (16-bit), or the floor if that is larger: never more than 1 % of what the op reads
+/// and writes.
 inline std::int64_t workspace_budget(const LoraShape& s) {
-  const std::int64_t bytes = s.num_tokens * (s.hidden + s.sum_widths) * (s.tensor_cores ? 2 : 4);
+  const std::int64_t bytes = s.num_tokens * s.hidden * 2;
   return std::max(kWorkspaceFloor, bytes / 100);
+}
+
+inline ExpandConfig choose_expand(const LoraShape& s) {
+  if (!s.tensor_cores) return {16, 128, 128, 1};
+  ExpandConfig c{s.num_tokens <= kSmallTileTokens ? 16 : 64, 128, 128, 1};
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, c.tile_tokens);
+  if (c.tile_tokens == 16) {
+    // A ring of four blocks of at most 24 KB: two CTAs fit an SM, with 144 KB in flight.
+    c.block_cols = std::clamp(12288 / round_up(s.max_rank, 16) / 32 * 32, 32, 256);
+    // As many CTAs as run at once, each with a run of columns; at least two blocks' worth of CTAs.
+    const std::int64_t cols = ceil_div<std::int64_t>(s.sum_widths * tiles, 2 * kNumSms);
+    c.cols = static_cast<int>(
+        round_up<std::int64_t>(std::max<std::int64_t>(cols, c.block_cols), c.block_cols));
+    if (cols < c.block_cols) c.cols = c.block_cols = std::max(64, c.block_cols / 2);
+  } else {
+    const std::int64_t ctas = tiles * ceil_div<std::int64_t>(s.sum_widths, c.cols);
+    c.tiles_per_cta = static_cast<int>(std::clamp<std::int64_t>(ctas / (6 * kNumSms), 1, 8));
+  }
+  return c;
 }
 
 inline ShrinkConfig choose_shrink(const LoraShape& s) {
   const int rows = s.num_slices * s.max_rank;
   const std::int64_t leaves = num_leaves(s.hidden);
-  ShrinkConfig c{16, 32, false};
+  ShrinkConfig c{16, 32, false, false};
   if (s.tensor_cores) {
     c.tile_tokens = s.num_tokens <= kSmallTileTokens ? 16 : 64;
     if (c.tile_tokens == 64) {
@@ -76,22 +98,13 @@ inline ShrinkConfig choose_shrink(const LoraShape& s) {
       ceil_div<std::int64_t>(s.num_tokens, c.tile_tokens) * ceil_div(rows, c.tile_rows);
   const bool few = c.tile_tokens == 16 || whole < kNumSms;
   c.split = leaves > 1 && few && 5 * slab_bytes(s) <= 4 * workspace_budget(s);
-  return c;
-}
-
-inline ExpandConfig choose_expand(const LoraShape& s) {
-  if (!s.tensor_cores) return {16, 128, 1};
-  ExpandConfig c{s.num_tokens <= kSmallTileTokens ? 16 : 64, 128, 1};
-  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, c.tile_tokens);
-  if (c.tile_tokens == 16) {
-    // 32 KB of B per CTA keep DRAM busy; fewer columns where that leaves SMs idle.
-    const int most = std::clamp(16384 / s.max_rank / 64 * 64, 64, 1024);
-    c.cols = most;
-    while (c.cols > 128 && tiles * (s.sum_widths / c.cols) < 2 * kNumSms) c.cols /= 2;
-    c.cols = round_up(c.cols, 64);
-  } else {
-    const std::int64_t ctas = tiles * ceil_div<std::int64_t>(s.sum_widths, c.cols);
-    c.tiles_per_cta = static_cast<int>(std::clamp<std::int64_t>(ctas / (6 * kNumSms), 1, 8));
+  if (c.split && s.tensor_cores) {
+    // Expand adds the slabs itself where that is a handful of loads per lane: low ranks, few
+    // leaves, and few tokens beside the columns of B that a CTA reads anyway.
+    const std::int64_t tile = std::min<std::int64_t>(
+        c.tile_tokens, ceil_div(s.num_tokens, std::min(s.num_tokens, s.num_adapters)));
+    c.finish = c.tile_tokens == 64 || s.max_rank > 32 || leaves > 16 ||
+               16 * leaves * tile > choose_expand(s).cols;
   }
   return c;
 }

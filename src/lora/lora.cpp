@@ -172,6 +172,8 @@ void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& g
   check_hidden(arg, x, weights);
   p.y = lora::check_y(arg, y, weights, offset, p.num_tokens, x.device);
   p.groups = lora::check_groups(arg, groups, p.num_tokens, weights.num_adapters, x.device);
+  check(groups.plan.defined(), arg.op(), ": groups must be a plan, got segments, which serve ",
+        "lora_shrink and lora_expand");
   p.offset = offset;
   p.scale = scale;
   p.add_inputs = add_inputs;

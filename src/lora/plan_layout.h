@@ -3,7 +3,7 @@
 // and device agree without reading anything back.
 //
 //   header | sorted tokens [M] | groups [G][4] | tiles of 16 tokens [T16][4] | tiles of 64 [T64][4]
-//   | scratch of the planner
+//   | tokens of the tiles of 16 [T16][16] | of the tiles of 64 [T64][64] | scratch of the planner
 //
 // A group or tile is {adapter, start, count, 0}: tokens sorted[start .. start + count). Base
 // tokens follow the active ones in `sorted`, in their own order. A tile never mixes adapters.
@@ -37,7 +37,7 @@ inline constexpr int kPlanMaxChunks = 128;
 struct PlanLayout {
   std::int64_t max_groups, max_tiles16, max_tiles64;
   std::int64_t num_chunks;
-  std::int64_t sorted, groups, tiles16, tiles64, scratch;  ///< word offsets
+  std::int64_t sorted, groups, tiles16, tiles64, tokens16, tokens64, scratch;  ///< word offsets
   std::int64_t size;                                       ///< words in all
 
   MORTAR_HOST_DEVICE static constexpr PlanLayout make(std::int64_t num_tokens,
@@ -53,7 +53,9 @@ struct PlanLayout {
     p.groups = p.sorted + round_up<std::int64_t>(num_tokens, 4);
     p.tiles16 = p.groups + kPlanEntryWords * p.max_groups;
     p.tiles64 = p.tiles16 + kPlanEntryWords * p.max_tiles16;
-    p.scratch = p.tiles64 + kPlanEntryWords * p.max_tiles64;
+    p.tokens16 = p.tiles64 + kPlanEntryWords * p.max_tiles64;
+    p.tokens64 = p.tokens16 + 16 * p.max_tiles16;
+    p.scratch = p.tokens64 + 64 * p.max_tiles64;
     // One histogram per chunk and one of all, with a bin for base tokens; out-of-range counts.
     p.size = p.scratch + (p.num_chunks + 1) * (num_adapters + 1) + 2 * p.num_chunks;
     return p;

@@ -50,6 +50,15 @@ struct WeightsView {
   std::int64_t widths[kLoraMaxSlices] = {};
   StackedSlice slices[kLoraMaxSlices];
 
+  /// The rank of (adapter, slice), 0 if it has no usable weights.
+  MORTAR_HOST_DEVICE int rank(std::int64_t adapter, int slice) const {
+    if (table != nullptr) return get(adapter, slice).rank;
+    const int most = slices[slice].rank;
+    if (ranks == nullptr) return most;
+    const int own = ranks[adapter];
+    return own < 0 ? 0 : (own < most ? own : most);
+  }
+
   /// The weights of (adapter, slice); adapter must lie in [0, num_adapters).
   MORTAR_HOST_DEVICE SliceWeights get(std::int64_t adapter, int slice) const {
     SliceWeights w;
@@ -57,7 +66,8 @@ struct WeightsView {
       const LoraTableEntry e = table[adapter * num_slices + slice];
       w.a = reinterpret_cast<const void*>(e.a);
       w.b = reinterpret_cast<const void*>(e.b);
-      const bool usable = e.a != 0 && e.b != 0 && e.rank > 0 && e.rank <= max_rank;
+      const bool usable =
+          e.a != 0 && e.b != 0 && (e.a | e.b) % 16 == 0 && e.rank > 0 && e.rank <= max_rank;
       w.rank = usable ? e.rank : 0;
       w.scale = e.scale;
       w.a_row_stride = hidden;
@@ -68,11 +78,7 @@ struct WeightsView {
     const std::int64_t size = dtype == DType::kFloat32 ? 4 : 2;
     w.a = static_cast<const char*>(s.a) + adapter * s.a_adapter_stride * size;
     w.b = static_cast<const char*>(s.b) + adapter * s.b_adapter_stride * size;
-    w.rank = s.rank;
-    if (ranks != nullptr) {
-      const int own = ranks[adapter];
-      w.rank = own < 0 ? 0 : (own < s.rank ? own : s.rank);
-    }
+    w.rank = rank(adapter, slice);
     w.scale = scales != nullptr ? scales[adapter] : 1.0f;
     w.a_row_stride = s.a_row_stride;
     w.b_row_stride = s.b_row_stride;
@@ -136,7 +142,6 @@ struct ApplyProblem {
 /// What a workspace query may depend on.
 struct WorkspaceQuery {
   std::int64_t num_tokens = 0, hidden = 0, num_adapters = 0;
-  std::int64_t sum_widths = 0;
   int num_slices = 0, max_rank = 0;
   DType activation = DType::kFloat32, weight = DType::kFloat32;
 };

@@ -24,8 +24,7 @@ LoraShape shape_of(std::int64_t num_tokens, const WeightsView& w, bool tensor_co
 }
 
 LoraShape shape_of(const WorkspaceQuery& q, bool tensor_cores) {
-  return {q.num_tokens, q.hidden,   q.num_adapters, q.sum_widths,
-          q.num_slices, q.max_rank, tensor_cores};
+  return {q.num_tokens, q.hidden, q.num_adapters, 0, q.num_slices, q.max_rank, tensor_cores};
 }
 
 TileRange tiles_of(const LoraShape& s, int tile_tokens) {
@@ -33,7 +32,8 @@ TileRange tiles_of(const LoraShape& s, int tile_tokens) {
   TileRange t;
   t.num_tokens = s.num_tokens;
   t.list = tile_tokens == 16 ? layout.tiles16 : layout.tiles64;
-  t.count_word = tile_tokens == 16 ? kPlanNumTiles16 : kPlanNumTiles64;
+  t.tokens = tile_tokens == 16 ? layout.tokens16 : layout.tokens64;
+  t.tile_tokens = tile_tokens;
   t.num = static_cast<int>(max_tiles(s.num_tokens, s.num_adapters, tile_tokens));
   return t;
 }
@@ -47,7 +47,7 @@ HView internal_h(const LoraShape& s, void* data, DType dtype, std::int64_t rows)
   h.slice_stride = h.width;
   h.row_stride = h.slice_stride * s.num_slices;
   h.slab_stride = h.row_stride * rows;
-  h.num_rows = rows;
+  h.by_position = true;
   return h;
 }
 
@@ -58,12 +58,34 @@ HView slabs(const LoraShape& s, void* workspace) {
   return h;
 }
 
-void run_shrink(const ShrinkParams& p, const LoraShape& s, const ShrinkConfig& c, Stream stream) {
+bool is_aligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; }
+
+/// Whether every row of x and A starts at a multiple of 16 bytes and has no odd end. (The pointers
+/// of a table are 16-byte aligned by contract.)
+bool allows_vectors(const RowsView& x, const WeightsView& w) {
+  bool ok = w.hidden % 8 == 0 && is_aligned(x.data) && x.row_stride % 8 == 0;
+  for (int i = 0; i < w.num_slices && w.table == nullptr; ++i) {
+    const StackedSlice& slice = w.slices[i];
+    ok = ok && is_aligned(slice.a) && slice.a_row_stride % 8 == 0 && slice.a_adapter_stride % 8 == 0;
+  }
+  return ok;
+}
+
+bool allows_vectors(const RowsView& y, const WeightsView& w, std::int64_t offset) {
+  bool ok = is_aligned(y.data) && y.row_stride % 8 == 0 && offset % 8 == 0;
+  for (int i = 0; i < w.num_slices; ++i) ok = ok && w.widths[i] % 8 == 0;
+  return ok;
+}
+
+void run_shrink(ShrinkParams p, const LoraShape& s, const ShrinkConfig& c, Stream stream) {
+  p.vector = allows_vectors(p.x, p.weights);
   (s.tensor_cores ? shrink_mma : shrink_simt)(p, c, stream);
 }
 
 void run_expand(ExpandParams p, const LoraShape& s, const ExpandConfig& c, Stream stream) {
+  p.vector_y = allows_vectors(p.y, p.weights, p.offset);
   p.cols = c.cols;
+  p.block_cols = c.block_cols;
   p.tiles_per_cta = c.tiles_per_cta;
   for (int i = 0; i < s.num_slices; ++i) {
     p.block_start[i + 1] =
@@ -73,9 +95,6 @@ void run_expand(ExpandParams p, const LoraShape& s, const ExpandConfig& c, Strea
   (s.tensor_cores ? expand_mma : expand_simt)(p, c, stream);
 }
 
-/// Split tiles of 64 tokens meet many column blocks: adding the slabs once pays.
-bool needs_finish(const ShrinkConfig& c) { return c.split && c.tile_tokens == 64; }
-
 std::int64_t finished_bytes(const LoraShape& s) {
   return s.num_tokens * s.num_slices * h_width(s) * (s.tensor_cores ? 2 : 4);
 }
@@ -83,8 +102,7 @@ std::int64_t finished_bytes(const LoraShape& s) {
 void shrink(const ShrinkProblem& problem, Stream stream) {
   const bool tensor_cores =
       problem.x.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
-  LoraShape s = shape_of(problem.num_tokens, problem.weights, tensor_cores);
-  s.sum_widths = 0;  // the caller may have left B out, here or in the workspace query
+  const LoraShape s = shape_of(problem.num_tokens, problem.weights, tensor_cores);
   const ShrinkConfig c = choose_shrink(s);
   ShrinkParams p;
   p.x = problem.x;
@@ -98,7 +116,6 @@ void shrink(const ShrinkProblem& problem, Stream stream) {
   p.h.dtype = problem.h.dtype;
   p.h.slice_stride = problem.h.slice_stride;
   p.h.row_stride = problem.h.row_stride;
-  p.h.num_rows = problem.num_tokens;
   p.h.width = static_cast<int>(problem.h.width);
   if (!c.split) return run_shrink(p, s, c, stream);
 
@@ -107,7 +124,7 @@ void shrink(const ShrinkProblem& problem, Stream stream) {
   partial.pad = false;
   partial.zero_rows = nullptr;
   run_shrink(partial, s, c, stream);
-  shrink_finish(p, partial.h, c, stream);
+  shrink_finish(p, partial.h, stream);
 }
 
 void expand(const ExpandProblem& problem, Stream stream) {
@@ -121,7 +138,6 @@ void expand(const ExpandProblem& problem, Stream stream) {
   p.h.dtype = problem.h.dtype;
   p.h.slice_stride = problem.h.slice_stride;
   p.h.row_stride = problem.h.row_stride;
-  p.h.num_rows = problem.num_tokens;
   p.h.width = static_cast<int>(problem.h.width);
   p.weights = problem.weights;
   p.groups = problem.groups;
@@ -151,6 +167,9 @@ void apply(const ApplyProblem& problem, Stream stream) {
   expand.offset = problem.offset;
   expand.scale = problem.scale;
   expand.add_inputs = problem.add_inputs;
+  expand.early = true;  // its predecessor is our shrink, every CTA of which waited
+  static const bool early = getenv("MORTAR_LATE") == nullptr;
+  shrink.early = early && problem.groups.plan != nullptr;
   const ExpandConfig e = choose_expand(s);
   expand.tiles = tiles_of(s, e.tile_tokens);
 
@@ -158,11 +177,11 @@ void apply(const ApplyProblem& problem, Stream stream) {
     shrink.h = slabs(s, problem.workspace);
     run_shrink(shrink, s, c, stream);
     expand.h = shrink.h;
-    if (needs_finish(c)) {
+    if (c.finish) {
       auto* finished = static_cast<char*>(problem.workspace) + slab_bytes(s);
       ShrinkParams whole = shrink;
       whole.h = internal_h(s, finished, h_dtype, s.num_tokens);
-      shrink_finish(whole, shrink.h, c, stream);
+      shrink_finish(whole, shrink.h, stream);
       expand.h = whole.h;
     }
     return run_expand(expand, s, e, stream);
@@ -176,7 +195,6 @@ void apply(const ApplyProblem& problem, Stream stream) {
   for (int first = 0; first < num_tiles; first += step) {
     shrink.h = internal_h(s, problem.workspace, h_dtype,
                           std::min(s.num_tokens, std::int64_t{step} * c.tile_tokens));
-    shrink.h.by_position = true;
     shrink.tiles.first = first;
     shrink.tiles.num = std::min(step, num_tiles - first);
     expand.h = shrink.h;
@@ -186,14 +204,13 @@ void apply(const ApplyProblem& problem, Stream stream) {
   }
 }
 
-std::int64_t shrink_bytes(LoraShape s) {
-  s.sum_widths = 0;
+std::int64_t shrink_bytes(const LoraShape& s) {
   return choose_shrink(s).split ? slab_bytes(s) : 0;
 }
 
 std::int64_t apply_bytes(const LoraShape& s) {
   const ShrinkConfig c = choose_shrink(s);
-  if (c.split) return slab_bytes(s) + (needs_finish(c) ? finished_bytes(s) : 0);
+  if (c.split) return slab_bytes(s) + (c.finish ? finished_bytes(s) : 0);
   const std::int64_t one_tile = c.tile_tokens * s.num_slices * h_width(s) * 4;
   return std::min(finished_bytes(s), std::max(workspace_budget(s), one_tile));
 }

@@ -18,8 +18,8 @@ void read_plan_header(const std::int32_t* plan, std::int32_t* header, Stream str
 void shrink_mma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
 /// The same for every pair of dtypes, on ordinary float32 units.
 void shrink_simt(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
-/// Adds the slabs of `from` in order, scales, and writes p.h.
-void shrink_finish(const ShrinkParams& p, const HView& from, const ShrinkConfig& c, Stream stream);
+/// Adds the slabs of `from` in order, scales, and writes to.h.
+void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream);
 /// y (+)= h B^T on tensor cores: B and y of one 16-bit type.
 void expand_mma(const ExpandParams& p, const ExpandConfig& c, Stream stream);
 void expand_simt(const ExpandParams& p, const ExpandConfig& c, Stream stream);

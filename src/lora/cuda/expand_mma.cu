@@ -5,12 +5,17 @@
 // bytes  = 4 M sum_s N_s (y read and written) + 2 sum_a sum_s r N_s (B of adapters in use) + h
 // FLOP   = 2 M N r: never the limit below r of about 256
 // 32 tokens of 32 adapters, qkv, r16: 7.1 MB -> 1.7 us;  8192 tokens, 16 adapters: 204 MB -> 48 us
-// limit  : DRAM (y in prefill, B in decode)
+// limit  : DRAM (y in prefill, B in decode); for few tokens the chain of dependent loads
 //
-// A CTA takes one column block of one slice and a few consecutive tiles of tokens; B stays in
-// shared memory as long as the adapter does. Inside groups of 32 columns the rows of B are stored
-// permuted, so that each lane's MMA results are 8 consecutive columns: y moves as 16-byte accesses
-// straight between registers and global memory.
+// A CTA takes a run of columns of one slice and one tile of 16 tokens (decode: B streams through a
+// ring), or a block of columns and a few consecutive tiles of 64 (prefill: B stays in shared memory
+// as long as the adapter does). A warp takes 16 tokens and 64 columns at a time and needs no other
+// warp: h goes straight from global memory into its MMA fragments, and so does y.
+// Two permutations make that possible. Ranks: inside a step of 16, lane q of a quad holds ranks
+// 4q .. 4q + 3 (of h and of B alike), so both are 8-byte accesses. Columns: inside groups of 32,
+// fragment j takes columns 8a + 2j + b, so a lane's results are 8 consecutive columns: 16 bytes.
+#include <algorithm>
+
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
@@ -20,18 +25,30 @@
 namespace mortar::lora::cuda {
 namespace {
 
-constexpr int kGroupCols = 32;  ///< columns whose results a quad of lanes shares
-constexpr int kGroups = 2;      ///< groups that a warp has in flight
-constexpr int kLeafLoads = 8;
+constexpr int kGroupCols = 32;   ///< columns whose results a quad of lanes shares
+constexpr int kGroups = 2;       ///< groups of a warp
+constexpr int kChunkSteps = 4;   ///< MMA steps (16 ranks) whose h a warp holds at a time
+constexpr int kStages = 4;       ///< column blocks of B in flight when a CTA walks over columns
+constexpr int kSlabLoads = 8;
 
-template <class T_, int kWarpsM_, int kWarpsN_>
+/// What h is: Mortar's own, rounded; Mortar's own slabs of partial sums; the caller's.
+enum class Source { kOwn, kSlabs, kCaller };
+
+template <class T_, int kWarpsM_, int kWarpsN_, Source kSource_, bool kVectorY_, bool kPlan_>
 struct Traits {
   using T = T_;
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_;
+  static constexpr Source kSource = kSource_;
+  static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
+  static constexpr bool kPlan = kPlan_;        ///< tokens are grouped by a plan, else by segments
+  /// A tile of 16 tokens walks over columns with B in a ring; larger tiles keep their columns and
+  /// walk over tiles.
+  static constexpr bool kWalkColumns = kWarpsM == 1;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  /// CTAs per SM, for bytes in flight; the rarer element-wise paths may have all registers.
+  static constexpr int kMinCtas = kVectorY && kSource == Source::kOwn ? 2 : 1;
   static constexpr int kTokens = 16 * kWarpsM;
-  static constexpr int kMinCtas = kThreads > 128 ? 2 : 4;  ///< per SM, or too few bytes are in flight
-  static constexpr int kPassCols = kWarpsN * kGroups * kGroupCols;  ///< columns of one pass
+  static constexpr int kCols = kWarpsN * kGroups * kGroupCols;  ///< columns of one block of B
 };
 
 /// Where real column c lies in shared memory: column 8a + 2j + b of a group goes to row 8j + 2a + b,
@@ -40,206 +57,404 @@ __device__ __forceinline__ int permuted(int c) {
   return (c & ~31) | ((c & 6) << 2) | ((c >> 2) & 6) | (c & 1);
 }
 
-/// Elements of a row of B or h in shared memory: whole MMA steps, and 16 bytes so that ldmatrix
-/// has no bank conflicts.
-__host__ __device__ constexpr int row_pitch(int rank) { return round_up(rank, 16) + 8; }
+/// Elements of a row of B in shared memory: whole MMA steps, and a pitch of 32 or 96 bytes modulo
+/// 128, which frees the quads' 8-byte reads from bank conflicts.
+__host__ __device__ constexpr int row_pitch(int rank) {
+  const int padded = round_up(rank, 16);
+  return padded + (padded % 32 == 0 ? 16 : 0);
+}
 
-/// B rows [first, first + cols) of one slice -> shared memory, zeros past the rank.
+/// A thread's share of copying blocks of B into shared memory: always the same 16-byte piece of
+/// every num_threads / pieces-th row.
 template <class T>
-__device__ void load_b(T* sB, const SliceWeights& w, std::int64_t first, int cols, int valid_cols,
-                       int pitch, int num_threads) {
-  const int pieces = (pitch - 8) / 8;
-  for (int i = threadIdx.x; i < valid_cols * pieces; i += num_threads) {
-    const int c = i / pieces, r = i % pieces * 8;
-    const T* src = static_cast<const T*>(w.b) + (first + c) * w.b_row_stride + r;
-    T* dst = sB + permuted(c) * pitch + r;
-    if (r + 8 <= w.rank && device::is_aligned<T, 8>(src)) {
-      device::cp_async_16(dst, src);
+struct BCopy {
+  const T* src;         ///< of the first row of the slice
+  std::int64_t stride;  ///< elements between rows
+  int rank, pitch;
+  int row0, step, column;
+
+  __device__ __forceinline__ BCopy(const SliceWeights& w, int num_threads) {
+    const int pieces = ceil_div(w.rank, 16) * 2;
+    rank = w.rank;
+    pitch = row_pitch(w.rank);
+    stride = w.b_row_stride;
+    if ((pieces & (pieces - 1)) == 0) {  // the usual ranks: no division
+      const int shift = 31 - __clz(pieces);
+      row0 = threadIdx.x >> shift;
+      step = num_threads >> shift;
     } else {
-      *reinterpret_cast<device::Pack<T, 8>*>(dst) = device::load_pack<T, 8>(src, w.rank - r);
+      row0 = threadIdx.x / pieces;
+      step = num_threads / pieces;
+      if (row0 >= step) row0 = 1 << 20;  // a thread left over
+    }
+    column = (threadIdx.x - row0 * pieces) * 8;
+    src = static_cast<const T*>(w.b) + row0 * stride + column;
+  }
+
+  /// Rows [first, first + cols) of the slice; zeros past the rank.
+  __device__ __forceinline__ void block(T* sB, std::int64_t first, int cols) const {
+    const T* at = src + first * stride;
+    for (int c = row0; c < cols; c += step, at += step * stride) {
+      T* dst = sB + permuted(c) * pitch + column;
+      if (column + 8 <= rank && device::is_aligned<T, 8>(at)) {
+        device::cp_async_16(dst, at);
+      } else {
+        *reinterpret_cast<device::Pack<T, 8>*>(dst) = device::load_pack<T, 8>(at, rank - column);
+      }
+    }
+  }
+};
+
+/// Ranks r .. r + 3 of one row of h, scaled and rounded, as two MMA registers; zeros past the rank
+/// and for a row of -1.
+template <class T, Source kSource>
+__device__ __forceinline__ uint2 load_h(const HView& h, std::int64_t row, int slice, int r, int rank,
+                                        float scale) {
+  if (row < 0 || r >= rank) return make_uint2(0, 0);
+  const std::int64_t at = slice * h.slice_stride + row * h.row_stride + r;
+  if constexpr (kSource == Source::kCaller) {
+    const int valid = rank - r;
+    device::Pack<float, 4> v;
+    if (h.dtype == DType::kFloat32) {
+      v = device::load_pack<float, 4>(static_cast<const float*>(h.data) + at, valid);
+    } else if (h.dtype == DType::kFloat16) {
+      const auto u = device::load_pack<__half, 4>(static_cast<const __half*>(h.data) + at, valid);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v.v[i] = device::to_float(u.v[i]);
+    } else {
+      const auto u = device::load_pack<__nv_bfloat16, 4>(
+          static_cast<const __nv_bfloat16*>(h.data) + at, valid);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v.v[i] = device::to_float(u.v[i]);
+    }
+    return make_uint2(device::pack2<T>(v.v[0], v.v[1]), device::pack2<T>(v.v[2], v.v[3]));
+  } else if constexpr (kSource == Source::kSlabs) {
+    // The width of a row is a multiple of 8: 4 ranks are one access, here and below.
+    const float* slab = static_cast<const float*>(h.data) + at;
+    float4 v = __ldcg(reinterpret_cast<const float4*>(slab));
+#pragma unroll kSlabLoads
+    for (int z = 1; z < h.num_slabs; ++z) {
+      const float4 u = __ldcg(reinterpret_cast<const float4*>(slab + z * h.slab_stride));
+      v.x += u.x;
+      v.y += u.y;
+      v.z += u.z;
+      v.w += u.w;
+    }
+    return make_uint2(
+        device::pack2<T>(v.x * scale, r + 1 < rank ? v.y * scale : 0.0f),
+        device::pack2<T>(r + 2 < rank ? v.z * scale : 0.0f, r + 3 < rank ? v.w * scale : 0.0f));
+  } else {
+    uint2 v = __ldcg(reinterpret_cast<const uint2*>(static_cast<const T*>(h.data) + at));
+    if (rank % 4 != 0 && r + 4 > rank) {  // what lies past the rank was never written
+      v.x &= r + 1 < rank ? 0xffffffffu : 0xffffu;
+      v.y &= r + 2 >= rank ? 0u : r + 3 < rank ? 0xffffffffu : 0xffffu;
+    }
+    return v;
+  }
+}
+
+/// What a lane knows of its two rows (place and place + 8 of a tile).
+template <class T>
+struct LaneRows {
+  T* y[2];   ///< at the lane's first column of the slice, or null
+  int h[2];  ///< row of h, or -1
+};
+
+/// A lane's part of y: 8 columns for each [row half][group], two columns to a word.
+template <class Tr>
+struct YPart {
+  using T = typename Tr::T;
+  uint4 v[2][kGroups];
+
+  /// `left`: columns from the lane's first one to the end of the block.
+  __device__ __forceinline__ void load(const LaneRows<T>& rows, std::int64_t col, int left,
+                                       bool add_inputs) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const bool there = add_inputs && rows.y[half] != nullptr && left > g * kGroupCols;
+        const T* at = rows.y[half] + col + g * kGroupCols;
+        v[half][g] = make_uint4(0, 0, 0, 0);
+        if constexpr (Tr::kVectorY) {
+          if (there) v[half][g] = *reinterpret_cast<const uint4*>(at);
+        } else if (there) {
+          const auto pack = device::load_pack<T, 8>(at, left - g * kGroupCols);
+          v[half][g] = *reinterpret_cast<const uint4*>(&pack);
+        }
+      }
+    }
+  }
+
+  /// Adds the warp's products (in float32, rounded once) and writes y.
+  __device__ __forceinline__ void store(const LaneRows<T>& rows, std::int64_t col, int left,
+                                        bool add_inputs, const float (&acc)[kGroups][4][4]) {
+    const auto sum2 = [&](std::uint32_t old, const float (&delta)[4], int half) {
+      const float2 y = device::unpack2<T>(old);
+      return device::pack2<T>(add_inputs ? y.x + delta[half * 2] : delta[half * 2],
+                              add_inputs ? y.y + delta[half * 2 + 1] : delta[half * 2 + 1]);
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (rows.y[half] == nullptr) continue;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (left <= g * kGroupCols) break;
+        const uint4 old = v[half][g];
+        const uint4 out = make_uint4(sum2(old.x, acc[g][0], half), sum2(old.y, acc[g][1], half),
+                                     sum2(old.z, acc[g][2], half), sum2(old.w, acc[g][3], half));
+        T* at = rows.y[half] + col + g * kGroupCols;
+        if constexpr (Tr::kVectorY) {
+          *reinterpret_cast<uint4*>(at) = out;
+        } else {
+          device::store_pack<T, 8>(at, *reinterpret_cast<const device::Pack<T, 8>*>(&out),
+                                   left - g * kGroupCols);
+        }
+      }
+    }
+  }
+};
+
+/// Up to 16 kChunkSteps ranks of h in MMA fragments.
+template <class Tr>
+struct HChunk {
+  std::uint32_t frag[kChunkSteps][4];
+
+  __device__ __forceinline__ void load(const HView& h, const int (&row)[2], int slice, int rank,
+                                       int step0, float scale) {
+#pragma unroll
+    for (int i = 0; i < kChunkSteps; ++i) {
+      const int r = (step0 + i) * 16 + threadIdx.x % 4 * 4;
+      if ((step0 + i) * 16 >= rank) break;
+      const uint2 top = load_h<typename Tr::T, Tr::kSource>(h, row[0], slice, r, rank, scale);
+      const uint2 bottom = load_h<typename Tr::T, Tr::kSource>(h, row[1], slice, r, rank, scale);
+      frag[i][0] = top.x;
+      frag[i][1] = bottom.x;
+      frag[i][2] = top.y;
+      frag[i][3] = bottom.y;
+    }
+  }
+};
+
+/// acc += h B^T for a warp's 16 rows and 64 columns. `b_lane` is the lane's first element of B,
+/// `cols` the columns of the block from the warp's first one. `h` holds the first ranks; further
+/// ones are loaded here, and the first ones again if the caller wants to keep them.
+template <class Tr>
+__device__ __forceinline__ void multiply(float (&acc)[kGroups][4][4], HChunk<Tr>& h,
+                                         const ExpandParams& p, const int (&row)[2], int slice,
+                                         int rank, float scale, const typename Tr::T* b_lane,
+                                         int pitch, int cols, bool reload) {
+  const int num_steps = ceil_div(rank, 16);
+  for (int step0 = 0; step0 < num_steps; step0 += kChunkSteps) {
+    if (step0 > 0 || reload) h.load(p.h, row, slice, rank, step0, scale);
+#pragma unroll
+    for (int i = 0; i < kChunkSteps; ++i) {
+      if (step0 + i >= num_steps) break;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (g * kGroupCols >= cols) break;
+        uint2 b[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          b[j] = *reinterpret_cast<const uint2*>(b_lane + (g * kGroupCols + j * 8) * pitch +
+                                                 (step0 + i) * 16);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          device::mma_16816<typename Tr::T>(acc[g][j], h.frag[i], b[j].x, b[j].y);
+        }
+      }
     }
   }
 }
 
-/// One element of h: the slabs added in order, scaled, not yet rounded.
-__device__ __forceinline__ float load_h(const HView& h, std::int64_t at, float scale) {
-  if (!h.raw) return device::load_as_float(h.data, h.dtype, at);
-  const float* slab = static_cast<const float*>(h.data) + at;
-  float v = slab[0];
-#pragma unroll kLeafLoads
-  for (int z = 1; z < h.num_slabs; ++z) v += slab[z * h.slab_stride];
-  return v * scale;
+/// The column block of a CTA.
+struct Block {
+  int slice = 0;
+  std::int64_t first = 0;  ///< column within the slice
+  std::int64_t y_col = 0;  ///< column of y
+  int cols = 0;
+};
+
+__device__ __forceinline__ Block find_block(const ExpandParams& p) {
+  Block b;
+  b.y_col = p.offset;
+  while (b.slice + 1 < p.weights.num_slices &&
+         static_cast<int>(blockIdx.x) >= p.block_start[b.slice + 1]) {
+    b.y_col += p.weights.widths[b.slice++];
+  }
+  const int block = static_cast<int>(blockIdx.x) - p.block_start[b.slice];
+  b.first = static_cast<std::int64_t>(block) * p.cols;
+  b.y_col += b.first;
+  b.cols = static_cast<int>(
+      min(static_cast<std::int64_t>(p.cols), p.weights.widths[b.slice] - b.first));
+  return b;
 }
 
 template <class Tr>
-struct YPass {
-  device::Pack<typename Tr::T, 8> v[2][kGroups];  ///< [row half][group]
-};
+__device__ __forceinline__ LaneRows<typename Tr::T> lane_rows(const ExpandParams& p,
+                                                              const Tile& tile, int place,
+                                                              const int (&early)[2], int first,
+                                                              std::int64_t y_col) {
+  LaneRows<typename Tr::T> rows;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = place + 8 * half;
+    const int t = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, i, early[half]);
+    rows.y[half] = t < 0 ? nullptr
+                         : static_cast<typename Tr::T*>(p.y.data) + t * p.y.row_stride + y_col;
+    rows.h[half] = h_row(p.h, tile, first, i, t);
+  }
+  return rows;
+}
 
+/// Few tokens per adapter: B is the work, and streams through a ring.
 template <class Tr>
-__global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
-    expand_mma_kernel(const __grid_constant__ ExpandParams p) {
+__device__ __forceinline__ void walk_columns(const ExpandParams& p, unsigned char* smem) {
   using T = typename Tr::T;
-  extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ int tokens[Tr::kTokens];
-
-  // Coordinates
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warp_m = warp % Tr::kWarpsM, warp_n = warp / Tr::kWarpsM;
-  const int block = blockIdx.x;
-  int slice = 0;
-  while (slice + 1 < p.weights.num_slices && block >= p.block_start[slice + 1]) ++slice;
-  const std::int64_t first_col = static_cast<std::int64_t>(block - p.block_start[slice]) * p.cols;
-  std::int64_t y_col = p.offset + first_col;
-  for (int s = 0; s < slice; ++s) y_col += p.weights.widths[s];
-  const int cols = static_cast<int>(
-      min(static_cast<std::int64_t>(p.cols), p.weights.widths[slice] - first_col));
+  const int place = lane / 4;
+  const int local = static_cast<int>(blockIdx.y);
+  if (!p.early) device::pdl_wait();
 
-  const int first = p.h.by_position ? first_position(p.groups, p.tiles, p.weights.num_adapters,
-                                                     Tr::kTokens)
-                                    : 0;
-  T* sB = reinterpret_cast<T*>(smem);
-  int adapter = -1, pitch = 0;
+  const int index = p.tiles.first + local;
+  const int early[2] = {early_token<Tr::kPlan>(p.groups, p.tiles, index, place),
+                        early_token<Tr::kPlan>(p.groups, p.tiles, index, place + 8)};
+  Tile tile;
+  const bool live = find_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, index, &tile);
+  const Block block = find_block(p);
   SliceWeights w;
-  bool waited = false;
-  for (int i = 0; i < p.tiles_per_cta; ++i) {
-    const int local = static_cast<int>(blockIdx.y) * p.tiles_per_cta + i;
-    Tile tile;
-    if (local >= p.tiles.num ||
-        !find_tile(p.groups, p.tiles, p.weights.num_adapters, Tr::kTokens, p.tiles.first + local,
-                   &tile)) {
-      break;
-    }
+  if (live) w = p.weights.get(tile.adapter, block.slice);
+  w.rank = min(w.rank, p.h.width);
+  if (!live || w.rank == 0) {
+    device::pdl_wait();
+    device::pdl_trigger();
+    return;
+  }
 
-    // Load B and the token indices; both are older than the predecessor.
-    if (tile.adapter != adapter) {
-      adapter = tile.adapter;
-      w = p.weights.get(adapter, slice);
-      if (w.rank > p.h.width) w.rank = p.h.width;
-      pitch = row_pitch(w.rank);
-      if (w.rank > 0) load_b(sB, w, first_col, p.cols, cols, pitch, Tr::kThreads);
+  // Load: all but h is older than the predecessor.
+  const BCopy<T> copy(w, Tr::kThreads);
+  const int blocks = ceil_div(block.cols, p.block_cols);
+  const int stage_elts = p.block_cols * row_pitch(p.h.width);
+  T* ring = reinterpret_cast<T*>(smem);
+  const auto copy_block = [&](int i) {
+    if (i < blocks) {
+      const int first = i * p.block_cols;
+      copy.block(ring + i % kStages * stage_elts, block.first + first,
+                 min(p.block_cols, block.cols - first));
     }
     device::cp_async_commit();
-    if (w.rank == 0) continue;  // the same for the whole CTA
-    for (int k = threadIdx.x; k < Tr::kTokens; k += Tr::kThreads) {
-      tokens[k] = tile_token(p.groups, p.tiles, tile, k);
-    }
+  };
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) copy_block(i);
+  const int lane_col = warp * kGroups * kGroupCols + lane % 4 * 8;
+  const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
+  const LaneRows<T> rows =
+      lane_rows<Tr>(p, tile, place, early, first, block.y_col + lane_col);
+  YPart<Tr> y;
+  y.load(rows, 0, min(p.block_cols, block.cols) - lane_col, p.add_inputs);
+  device::pdl_wait();
+  device::pdl_trigger();
+  const float scale = p.scale * w.scale;
+  HChunk<Tr> h;
+  h.load(p.h, rows.h, block.slice, w.rank, 0, scale);
+  const bool keep_h = w.rank <= 16 * kChunkSteps;
+
+  // Compute and store
+  for (int i = 0; i < blocks; ++i) {
+    device::cp_async_wait<kStages - 2>();
     __syncthreads();
+    copy_block(i + kStages - 1);
+    const int col = i * p.block_cols, next_col = col + p.block_cols;
+    const int left = min(p.block_cols, block.cols - col) - lane_col;
+    const int warp_left = left + lane % 4 * 8;
+    YPart<Tr> next;
+    if (i + 1 < blocks) {
+      next.load(rows, next_col, min(p.block_cols, block.cols - next_col) - lane_col, p.add_inputs);
+    }
+    if (warp_left > 0) {
+      float acc[kGroups][4][4] = {};
+      const T* b_lane = ring + i % kStages * stage_elts +
+                        (warp * kGroups * kGroupCols + lane / 4) * copy.pitch + lane % 4 * 4;
+      multiply<Tr>(acc, h, p, rows.h, block.slice, w.rank, scale, b_lane, copy.pitch, warp_left,
+                   i > 0 && !keep_h);
+      y.store(rows, col, left, p.add_inputs, acc);
+    }
+    if (i + 1 < blocks) y = next;
+  }
+}
+
+/// Many tokens per adapter: y is the work, and B stays as long as the adapter does.
+template <class Tr>
+__device__ __forceinline__ void walk_tiles(const ExpandParams& p, unsigned char* smem) {
+  using T = typename Tr::T;
+  T* sB = reinterpret_cast<T*>(smem);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_m = warp % Tr::kWarpsM;
+  const int warp_col = warp / Tr::kWarpsM * kGroups * kGroupCols;
+  const int lane_col = warp_col + lane % 4 * 8;
+  const int place = warp_m * 16 + lane / 4;
+  const int first_tile = static_cast<int>(blockIdx.y) * p.tiles_per_cta;
+  const int end_tile = min(first_tile + p.tiles_per_cta, p.tiles.num);
+  if (!p.early) device::pdl_wait();
+
+  const Block block = find_block(p);
+  const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
+  Tile tile, next_tile;
+  int early[2], next_early[2];
+  bool live = false, next_live = false;
+  const auto look_up = [&](int local, Tile* t, int (&tokens)[2]) {
+    const int index = p.tiles.first + local;
+    tokens[0] = early_token<Tr::kPlan>(p.groups, p.tiles, index, place);
+    tokens[1] = early_token<Tr::kPlan>(p.groups, p.tiles, index, place + 8);
+    return find_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, index, t);
+  };
+  live = look_up(first_tile, &tile, early);
+
+  int adapter = -1, rank = 0;
+  float scale = 0;
+  bool waited = false;
+  for (int local = first_tile; local < end_tile && live; ++local) {
+    const LaneRows<T> rows =
+        lane_rows<Tr>(p, tile, place, early, first, block.y_col + lane_col);
+    YPart<Tr> y;
+    y.load(rows, 0, block.cols - lane_col, p.add_inputs);
+    const bool reload = tile.adapter != adapter;  // the same for the whole CTA
+    if (reload) {
+      if (adapter >= 0) __syncthreads();
+      adapter = tile.adapter;
+      SliceWeights w = p.weights.get(adapter, block.slice);
+      rank = w.rank = min(w.rank, p.h.width);
+      scale = p.scale * w.scale;
+      if (rank > 0) BCopy<T>(w, Tr::kThreads).block(sB, block.first, block.cols);
+      device::cp_async_commit();
+    }
     if (!waited) {
       device::pdl_wait();
       device::pdl_trigger();
       waited = true;
     }
-
-    // Load y of the first pass, then h.
-    T* y_row[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = tokens[warp_m * 16 + half * 8 + lane / 4];
-      y_row[half] = token < 0 ? nullptr
-                              : static_cast<T*>(p.y.data) + token * p.y.row_stride + y_col;
+    HChunk<Tr> h;
+    h.load(p.h, rows.h, block.slice, rank, 0, scale);
+    next_live = local + 1 < end_tile;
+    if (next_live) next_live = look_up(local + 1, &next_tile, next_early);
+    if (reload) {
+      device::cp_async_wait<0>();
+      __syncthreads();
     }
-    const auto column = [&](int pass, int g) {
-      return pass * Tr::kPassCols + (g * Tr::kWarpsN + warp_n) * kGroupCols + lane % 4 * 8;
-    };
-    const auto load_y = [&](int pass) {
-      YPass<Tr> y;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          const int c = column(pass, g);
-          const int valid = p.add_inputs && y_row[half] != nullptr ? cols - c : 0;
-          y.v[half][g] = device::load_pack<T, 8>(y_row[half] + c, valid);
-        }
-      }
-      return y;
-    };
-    const int passes = ceil_div(cols, Tr::kPassCols);
-    YPass<Tr> y = load_y(0);
 
-    T* sH = sB + p.cols * pitch;
-    const int padded = pitch - 8;
-    const float h_scale = p.scale * w.scale;
-    const int live_rows = round_up(tile.count, 16);
-    const bool direct = !p.h.raw && p.h.dtype == p.y.dtype && w.rank % 8 == 0;
-    if (direct) {
-      for (int k = threadIdx.x; k < live_rows * (padded / 8); k += Tr::kThreads) {
-        const int place = k / (padded / 8), r = k % (padded / 8) * 8;
-        const std::int64_t row = h_row(p.h, tile, first, place, place < tile.count ? tokens[place] : -1);
-        const T* src = static_cast<const T*>(p.h.data) + slice * p.h.slice_stride +
-                       row * p.h.row_stride + r;
-        T* dst = sH + place * pitch + r;
-        if (row >= 0 && r < w.rank && device::is_aligned<T, 8>(src)) {
-          device::cp_async_16(dst, src);
-        } else {
-          *reinterpret_cast<device::Pack<T, 8>*>(dst) =
-              device::load_pack<T, 8>(src, row >= 0 ? w.rank - r : 0);
-        }
-      }
-    } else {
-      for (int k = threadIdx.x; k < live_rows * padded; k += Tr::kThreads) {
-        const int place = k / padded, r = k % padded;
-        const std::int64_t row = h_row(p.h, tile, first, place, place < tile.count ? tokens[place] : -1);
-        const float v = row >= 0 && r < w.rank
-                            ? load_h(p.h, slice * p.h.slice_stride + row * p.h.row_stride + r,
-                                     h_scale)
-                            : 0.0f;
-        sH[place * pitch + r] = device::from_float<T>(v);
-      }
+    const int pitch = row_pitch(rank);
+    if (rank > 0 && warp_m * 16 < tile.count && warp_col < block.cols) {
+      float acc[kGroups][4][4] = {};
+      const T* b_lane = sB + (warp_col + lane / 4) * pitch + lane % 4 * 4;
+      multiply<Tr>(acc, h, p, rows.h, block.slice, rank, scale, b_lane, pitch,
+                   block.cols - warp_col, false);
+      y.store(rows, 0, block.cols - lane_col, p.add_inputs, acc);
     }
-    device::cp_async_commit();
-    device::cp_async_wait<0>();
-    __syncthreads();
-
-    // Compute and store, one pass of columns at a time; the next pass's y is in flight meanwhile.
-    if (warp_m * 16 < tile.count) {
-      for (int pass = 0; pass < passes; ++pass) {
-        YPass<Tr> next;
-        if (pass + 1 < passes) next = load_y(pass + 1);
-        float acc[kGroups][4][4] = {};
-        for (int r = 0; r < padded; r += 16) {
-          std::uint32_t h_frag[4];
-          device::ldmatrix_x4(h_frag,
-                              sH + (warp_m * 16 + lane % 16) * pitch + r + lane / 16 * 8);
-#pragma unroll
-          for (int g = 0; g < kGroups; ++g) {
-            const int row0 = pass * Tr::kPassCols + (g * Tr::kWarpsN + warp_n) * kGroupCols;
-            if (row0 >= cols) break;
-#pragma unroll
-            for (int j = 0; j < 4; j += 2) {
-              std::uint32_t b[4];
-              const int row = row0 + j * 8 + lane / 16 * 8 + lane % 8;
-              device::ldmatrix_x4(b, sB + row * pitch + r + lane / 8 % 2 * 8);
-              device::mma_16816<T>(acc[g][j], h_frag, b[0], b[1]);
-              device::mma_16816<T>(acc[g][j + 1], h_frag, b[2], b[3]);
-            }
-          }
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (y_row[half] == nullptr) continue;
-#pragma unroll
-          for (int g = 0; g < kGroups; ++g) {
-            const int c = column(pass, g);
-            if (c >= cols) break;
-            device::Pack<T, 8> out;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-#pragma unroll
-              for (int b = 0; b < 2; ++b) {
-                const float delta = acc[g][j][half * 2 + b];
-                const float old = p.add_inputs ? device::to_float(y.v[half][g].v[2 * j + b]) : 0.0f;
-                out.v[2 * j + b] = device::from_float<T>(old + delta);
-              }
-            }
-            device::store_pack<T, 8>(y_row[half] + c, out, cols - c);
-          }
-        }
-        y = next;
-      }
-    }
-    __syncthreads();
+    tile = next_tile;
+    early[0] = next_early[0];
+    early[1] = next_early[1];
+    live = next_live;
   }
   if (!waited) {
     device::pdl_wait();
@@ -247,24 +462,61 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   }
 }
 
+template <class Tr>
+__global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
+    expand_mma_kernel(const __grid_constant__ ExpandParams p) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  if constexpr (Tr::kWalkColumns) {
+    walk_columns<Tr>(p, smem);
+  } else {
+    walk_tiles<Tr>(p, smem);
+  }
+}
+
 // ---- host ---------------------------------------------------------------------------------------
 
-template <class T, int kWarpsM, int kWarpsN>
-void launch_tile(const ExpandParams& p, const ExpandConfig& c, Stream stream) {
-  using Tr = Traits<T, kWarpsM, kWarpsN>;
+template <class Tr>
+void launch_traits(const ExpandParams& p, Stream stream) {
   device::Launch l;
   l.grid = expand_grid(p);
   l.threads = Tr::kThreads;
-  l.smem = static_cast<std::size_t>(p.cols + c.tile_tokens) * row_pitch(p.h.width) * sizeof(T);
+  // Whole blocks: rows past a block's last column are read, and their results dropped.
+  const int blocks = Tr::kWalkColumns ? std::min(kStages, ceil_div(p.cols, p.block_cols)) : 1;
+  const int rows = blocks * (Tr::kWalkColumns ? p.block_cols : Tr::kCols);
+  l.smem = static_cast<std::size_t>(rows) * row_pitch(p.h.width) * sizeof(typename Tr::T);
   l.stream = stream;
   l.pdl = true;
   device::launch<expand_mma_kernel<Tr>>("lora_expand", l, p);
 }
 
+template <class T, int kWarpsM, int kWarpsN, Source kSource, bool kPlan>
+void launch_source(const ExpandParams& p, Stream stream) {
+  if (p.vector_y) return launch_traits<Traits<T, kWarpsM, kWarpsN, kSource, true, kPlan>>(p, stream);
+  return launch_traits<Traits<T, kWarpsM, kWarpsN, kSource, false, kPlan>>(p, stream);
+}
+
+template <class T, int kWarpsM, int kWarpsN>
+void launch_tile(const ExpandParams& p, Stream stream) {
+  const bool plan = p.groups.plan != nullptr;
+  if (!p.h.by_position && plan) {
+    return launch_source<T, kWarpsM, kWarpsN, Source::kCaller, true>(p, stream);
+  }
+  if (!p.h.by_position) {
+    return launch_source<T, kWarpsM, kWarpsN, Source::kCaller, false>(p, stream);
+  }
+  check(plan, "lora_apply: groups must be a plan, got segments");
+  if (!p.h.raw) return launch_source<T, kWarpsM, kWarpsN, Source::kOwn, true>(p, stream);
+  if constexpr (kWarpsM == 1) {
+    return launch_source<T, kWarpsM, kWarpsN, Source::kSlabs, true>(p, stream);
+  } else {
+    fail(ErrorKind::kRuntime, "lora_expand: no kernel adds slabs for tiles of 64 tokens");
+  }
+}
+
 template <class T>
 void launch_typed(const ExpandParams& p, const ExpandConfig& c, Stream stream) {
-  if (c.tile_tokens == 16) return launch_tile<T, 1, 4>(p, c, stream);
-  if (c.tile_tokens == 64) return launch_tile<T, 4, 2>(p, c, stream);
+  if (c.tile_tokens == 16) return launch_tile<T, 1, 4>(p, stream);
+  if (c.tile_tokens == 64) return launch_tile<T, 4, 2>(p, stream);
   fail(ErrorKind::kRuntime, concat("lora_expand: no kernel for tiles of ", c.tile_tokens));
 }
 

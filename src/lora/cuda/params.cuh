@@ -18,7 +18,6 @@ struct HView {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
   std::int64_t slab_stride = 0, slice_stride = 0, row_stride = 0;
-  std::int64_t num_rows = 0;
   int num_slabs = 1;
   int width = 0;       ///< columns per slice
   bool raw = false;    ///< scales still to be applied
@@ -28,8 +27,9 @@ struct HView {
 /// The tiles of one launch.
 struct TileRange {
   std::int64_t num_tokens = 0;
-  std::int64_t list = 0;  ///< word offset of the tile list in the plan
-  PlanWord count_word = kPlanNumTiles16;
+  std::int64_t list = 0;    ///< word offset of the tile list in the plan
+  std::int64_t tokens = 0;  ///< word offset of the tiles' tokens
+  int tile_tokens = 16;
   int first = 0;  ///< tile of blockIdx 0
   int num = 0;    ///< upper bound of tiles in this launch
 };
@@ -42,6 +42,8 @@ struct ShrinkParams {
   TileRange tiles;
   float scale = 1;
   bool pad = false;  ///< write zeros from an adapter's rank to h.width
+  bool vector = false;  ///< K, x and A allow 16-byte accesses throughout
+  bool early = false;  ///< weights and plan may be read before the predecessor has ended
   const std::int32_t* zero_rows = nullptr;
 };
 
@@ -54,9 +56,12 @@ struct ExpandParams {
   std::int64_t offset = 0;
   float scale = 1;  ///< with raw h
   bool add_inputs = true;
+  bool early = false;     ///< everything but h may be read before the predecessor has ended
   int cols = 0;           ///< columns per CTA
+  int block_cols = 0;     ///< columns of B that a CTA holds per stage of its ring
   int tiles_per_cta = 1;
   int block_start[kLoraMaxSlices + 1] = {};  ///< first column block of each slice
+  bool vector_y = false;  ///< every row and block of y is 16-byte aligned and whole
 };
 
 /// A run of tokens of one adapter: sorted[start .. start + count).
@@ -107,49 +112,68 @@ __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int6
 }
 
 /// Tile `index` of the grouping; false past the last one. Uniform over the CTA.
+template <bool kPlan>
 __device__ __forceinline__ bool find_tile(const GroupsView& g, const TileRange& range,
-                                 std::int64_t num_adapters, int tile_tokens, int index,
-                                 Tile* tile) {
-  if (g.plan == nullptr) return find_segment_tile(g, num_adapters, tile_tokens, index, tile);
-  // The header and the tile are loaded together: one latency. The list has room for `index`
-  // (the host bounds the grid), so the load is safe even when the tile does not exist.
-  const int4 head = *reinterpret_cast<const int4*>(g.plan);
-  const int4 entry =
-      *reinterpret_cast<const int4*>(g.plan + range.list + std::int64_t{kPlanEntryWords} * index);
-  static_assert(kPlanNumTokens == 0 && kPlanNumAdapters == 1 && kPlanNumTiles16 == 2 &&
-                    kPlanNumTiles64 == 3,
-                "find_tile reads the first four words of the plan as one vector");
-  const int num_tiles = range.count_word == kPlanNumTiles16 ? head.z : head.w;
-  if (head.x != range.num_tokens || head.y != num_adapters || index >= num_tiles) return false;
-  tile->adapter = entry.x;
-  tile->start = entry.y;
-  tile->count = entry.z;
-  return true;
+                                          std::int64_t num_adapters, int index, Tile* tile) {
+  if constexpr (!kPlan) {
+    return find_segment_tile(g, num_adapters, range.tile_tokens, index, tile);
+  } else {
+    // The header and the tile are loaded together: one latency. The list has room for `index`
+    // (the host bounds the grid), so the load is safe even when the tile does not exist.
+    const int4 head = __ldcg(reinterpret_cast<const int4*>(g.plan));
+    const int4 entry = __ldcg(reinterpret_cast<const int4*>(g.plan + range.list) + index);
+    static_assert(kPlanNumTokens == 0 && kPlanNumAdapters == 1 && kPlanNumTiles16 == 2 &&
+                      kPlanNumTiles64 == 3 && kPlanEntryWords == 4,
+                  "find_tile reads the first four words of the plan and an entry as vectors");
+    const int num_tiles = range.tile_tokens == 16 ? head.z : head.w;
+    tile->adapter = entry.x;
+    tile->start = entry.y;
+    tile->count = entry.z;
+    return head.x == range.num_tokens && head.y == num_adapters && index < num_tiles;
+  }
 }
 
-/// Place in the grouping from which by_position rows are counted.
-__device__ __forceinline__ int first_position(const GroupsView& g, const TileRange& range,
-                                     std::int64_t num_adapters, int tile_tokens) {
-  if (range.first == 0) return 0;
-  Tile tile;
-  return find_tile(g, range, num_adapters, tile_tokens, range.first, &tile) ? tile.start : 0;
+/// Token in place `i` of tile `index`, as the plan lists it; needs nothing of the tile itself, so
+/// it may be loaded together with it. Meaningless for segments and for tiles that do not exist.
+template <bool kPlan>
+__device__ __forceinline__ int early_token(const GroupsView& g, const TileRange& range, int index,
+                                           int i) {
+  return kPlan ? __ldcg(g.plan + range.tokens + index * range.tile_tokens + i) : -1;
 }
 
-/// The tile's token in place `i`, or -1 where the caller's index table points outside the batch.
-__device__ __forceinline__ int tile_token(const GroupsView& g, const TileRange& range, const Tile& tile,
-                                 int i) {
+/// The tile's token in place `i`; -1 past its count, and where the caller's own index table points
+/// outside the batch. `early` is what early_token gave.
+template <bool kPlan>
+__device__ __forceinline__ int tile_token(const GroupsView& g, const TileRange& range,
+                                          const Tile& tile, int i, int early) {
+  if (kPlan) return early;  // the plan has -1 past a tile's count
   if (i >= tile.count) return -1;
-  const int token = g.sorted[tile.start + i];
+  const int token = __ldcg(g.sorted + tile.start + i);
   return token >= 0 && token < range.num_tokens ? token : -1;
 }
 
+/// The same for kernels that serve both forms of groups with one body.
+__device__ __forceinline__ bool find_any_tile(const GroupsView& g, const TileRange& range,
+                                              std::int64_t num_adapters, int index, Tile* tile) {
+  return g.plan != nullptr ? find_tile<true>(g, range, num_adapters, index, tile)
+                           : find_tile<false>(g, range, num_adapters, index, tile);
+}
+__device__ __forceinline__ int any_token(const GroupsView& g, const TileRange& range,
+                                         const Tile& tile, int i) {
+  return i < tile.count ? tile_token<false>(g, range, tile, i, -1) : -1;
+}
+
+/// Place in the grouping from which by_position rows are counted; only Mortar's own h has such
+/// rows, and only plans lead to one.
+__device__ __forceinline__ int first_position(const GroupsView& g, const TileRange& range) {
+  return range.first == 0 ? 0 : __ldcg(g.plan + range.list + kPlanEntryWords * range.first + 1);
+}
+
 /// Row of h that belongs to place i of a tile whose token is `token`; -1: none.
-__device__ __forceinline__ std::int64_t h_row(const HView& h, const Tile& tile, int first, int i,
+__device__ __forceinline__ int h_row(const HView& h, const Tile& tile, int first, int i,
                                      int token) {
   if (token < 0) return -1;
-  if (!h.by_position) return token;
-  const std::int64_t row = std::int64_t{tile.start} - first + i;
-  return row >= 0 && row < h.num_rows ? row : -1;
+  return h.by_position ? tile.start - first + i : token;
 }
 
 #endif

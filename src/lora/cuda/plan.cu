@@ -67,25 +67,26 @@ __device__ int last_not_above(const int* start, int n, int value) {
   return low;
 }
 
-/// Writes the tiles, and zeros in the rest of the list (readers load an entry before they know
-/// whether it exists).
-__device__ void write_tiles(std::int32_t* list, int num_tiles, int max_tiles, int tile_tokens,
+/// Writes the tiles, zeros in the rest of the list and -1 for the tokens that a tile lacks: readers
+/// load an entry before they know whether it exists.
+__device__ void write_tiles(std::int32_t* list, std::int32_t* tokens, int num_tiles, int max_tiles, int tile_tokens,
                             const int* first_tile, const int* first_token, int num_adapters,
                             int thread, int num_threads) {
   for (int t = thread; t < max_tiles; t += num_threads) {
-    if (t >= num_tiles) {
-      *reinterpret_cast<int4*>(list + kPlanEntryWords * t) = make_int4(0, 0, 0, 0);
-      continue;
+    int4 entry = make_int4(0, 0, 0, 0);
+    if (t < num_tiles) {
+      entry.x = last_not_above(first_tile, num_adapters, t);
+      entry.y = first_token[entry.x] + (t - first_tile[entry.x]) * tile_tokens;
+      entry.z = min(first_token[entry.x + 1] - entry.y, tile_tokens);
     }
-    const int a = last_not_above(first_tile, num_adapters, t);
-    const int start = first_token[a] + (t - first_tile[a]) * tile_tokens;
-    const int left = first_token[a + 1] - start;
-    *reinterpret_cast<int4*>(list + kPlanEntryWords * t) =
-        make_int4(a, start, left < tile_tokens ? left : tile_tokens, 0);
+    *reinterpret_cast<int4*>(list + kPlanEntryWords * t) = entry;
+    for (int i = entry.z; i < tile_tokens; ++i) {
+      tokens[static_cast<std::int64_t>(t) * tile_tokens + i] = -1;
+    }
   }
 }
 
-__global__ void __launch_bounds__(kMaxThreads) plan_kernel(const __grid_constant__ PlanParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_constant__ PlanParams p) {
   // Shared memory: one histogram per warp, then four tables of L + 1 words.
   extern __shared__ int smem[];
   __shared__ int warp_sums[kMaxThreads / 32];
@@ -196,6 +197,8 @@ __global__ void __launch_bounds__(kMaxThreads) plan_kernel(const __grid_constant
 
   // Scatter: the walk of the count again, now with known places.
   std::int32_t* sorted = p.plan + p.layout.sorted;
+  std::int32_t* tokens16 = p.plan + p.layout.tokens16;
+  std::int32_t* tokens64 = p.plan + p.layout.tokens64;
   for (int i = lane; i < p.warp_tokens; i += 32) {
     const std::int64_t token = warp_first + i;
     const bool live = token < p.num_tokens;
@@ -207,7 +210,12 @@ __global__ void __launch_bounds__(kMaxThreads) plan_kernel(const __grid_constant
     if (live) {
       const int rank = __popc(peers & ((1u << lane) - 1));
       const int chunk = __ldcg(chunk_bins + static_cast<std::int64_t>(cta) * bins + bin);
-      sorted[first_token[bin] + chunk + before + rank] = static_cast<std::int32_t>(token);
+      const int place = chunk + before + rank;
+      sorted[first_token[bin] + place] = static_cast<std::int32_t>(token);
+      if (bin < p.num_adapters) {
+        tokens16[std::int64_t{first_tile16[bin]} * 16 + place] = static_cast<std::int32_t>(token);
+        tokens64[std::int64_t{first_tile64[bin]} * 64 + place] = static_cast<std::int32_t>(token);
+      }
       if (lane == __ffs(peers) - 1) own_bins[bin] = before + __popc(peers);
     }
     __syncwarp();
@@ -215,9 +223,9 @@ __global__ void __launch_bounds__(kMaxThreads) plan_kernel(const __grid_constant
 
   // Lists, shared out over the grid.
   const int thread = cta * num_cta_threads + threadIdx.x, num_threads = num_ctas * num_cta_threads;
-  write_tiles(p.plan + p.layout.tiles16, tiles16, static_cast<int>(p.layout.max_tiles16), 16, first_tile16, first_token, p.num_adapters,
+  write_tiles(p.plan + p.layout.tiles16, tokens16, tiles16, static_cast<int>(p.layout.max_tiles16), 16, first_tile16, first_token, p.num_adapters,
               thread, num_threads);
-  write_tiles(p.plan + p.layout.tiles64, tiles64, static_cast<int>(p.layout.max_tiles64), 64, first_tile64, first_token, p.num_adapters,
+  write_tiles(p.plan + p.layout.tiles64, tokens64, tiles64, static_cast<int>(p.layout.max_tiles64), 64, first_tile64, first_token, p.num_adapters,
               thread, num_threads);
   for (int a = thread; a < p.num_adapters; a += num_threads) {
     const int count = first_token[a + 1] - first_token[a];
@@ -245,6 +253,8 @@ __global__ void __launch_bounds__(kMaxThreads) plan_kernel(const __grid_constant
       p.plan[kPlanFirstOutOfRange] = bad > 0 ? first : -1;
     }
   }
+  // The next kernel may start as soon as all CTAs have left and read the plan from L2 at once.
+  __threadfence();
 }
 
 }  // namespace

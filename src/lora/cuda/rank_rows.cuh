@@ -15,35 +15,35 @@ struct RankRows {
   const void* weights[kRows];  ///< row of A; null: a padding row, whose h is zero
   std::int64_t place[kRows];   ///< element offset of the row's column in h
   float scale[kRows];
-  std::int16_t slice[kRows], rank_row[kRows];
   int count;
 
   /// Called by the whole CTA; a barrier must follow before use.
-  __device__ void fill(const ShrinkParams& p, int adapter, int first) {
+  __device__ __forceinline__ void fill(const ShrinkParams& p, int adapter, int first) {
     const int size = p.weights.dtype == DType::kFloat32 ? 4 : 2;
     for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
+      int before = 0, slice = -1, own_first = 0, own_rank = 0;
+      for (int s = 0; s < p.weights.num_slices; ++s) {
+        const int rank = min(p.weights.rank(adapter, s), p.h.width);
+        const int listed = p.pad ? p.h.width : rank;
+        if (first + i >= before && first + i < before + listed) {
+          slice = s;
+          own_first = before;
+          own_rank = rank;
+        }
+        before += listed;
+      }
       weights[i] = nullptr;
       place[i] = 0;
       scale[i] = 0;
-    }
-    __syncthreads();
-    int before = 0;
-    for (int s = 0; s < p.weights.num_slices; ++s) {
-      const SliceWeights w = p.weights.get(adapter, s);
-      const int rank = w.rank < p.h.width ? w.rank : p.h.width;
-      const int listed = p.pad ? p.h.width : rank;
-      for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
-        const int r = first + i - before;
-        if (r < 0 || r >= listed) continue;
-        weights[i] = r < rank ? static_cast<const char*>(w.a) + r * w.a_row_stride * size : nullptr;
-        place[i] = s * p.h.slice_stride + r;
+      if (slice >= 0) {
+        const SliceWeights w = p.weights.get(adapter, slice);
+        const int r = first + i - own_first;
+        if (r < own_rank) weights[i] = static_cast<const char*>(w.a) + r * w.a_row_stride * size;
+        place[i] = slice * p.h.slice_stride + r;
         scale[i] = p.scale * w.scale;
-        slice[i] = static_cast<std::int16_t>(s);
-        rank_row[i] = static_cast<std::int16_t>(r);
       }
-      before += listed;
+      if (i == 0) count = max(0, min(before - first, kRows));
     }
-    if (threadIdx.x == 0) count = before <= first ? 0 : (before - first < kRows ? before - first : kRows);
   }
 };
 
@@ -65,14 +65,18 @@ __device__ __forceinline__ void zero_base_rows(const ShrinkParams& p) {
   }
 }
 
-/// Grid of a shrink kernel: rank rows, leaves of K, tiles and then the rows to zero.
-inline dim3 shrink_grid(const ShrinkParams& p, const ShrinkConfig& c) {
-  const int rows = p.weights.num_slices * (p.pad ? p.h.width : p.weights.max_rank);
+/// CTAs along z: tiles, and then the rows to zero.
+inline unsigned shrink_depth(const ShrinkParams& p) {
   const std::int64_t zero_blocks =
       p.zero_rows == nullptr ? 0 : ceil_div<std::int64_t>(p.tiles.num_tokens, 64);
+  return static_cast<unsigned>(p.tiles.num + zero_blocks);
+}
+
+/// Grid of a shrink kernel: rank rows, leaves of K, tiles.
+inline dim3 shrink_grid(const ShrinkParams& p, const ShrinkConfig& c) {
+  const int rows = p.weights.num_slices * (p.pad ? p.h.width : p.weights.max_rank);
   return dim3(static_cast<unsigned>(ceil_div(rows, c.tile_rows)),
-              static_cast<unsigned>(p.h.num_slabs),
-              static_cast<unsigned>(p.tiles.num + zero_blocks));
+              static_cast<unsigned>(p.h.num_slabs), shrink_depth(p));
 }
 
 }  // namespace mortar::lora::cuda

@@ -4,7 +4,7 @@
 // h[s, t, r] = scale * sum_leaf slab[leaf, t, s, r]
 // bytes  = 4 Z M R (slabs, from L2) + M R (h), Z leaves
 // 1024 tokens, qkv r16, K=4096: 1.6 MB -> 0.3 us at L2 speed
-// limit  : latency; it runs where many column blocks of expand would each add the slabs again
+// limit  : latency, so a thread has one 16-byte column of all slabs in flight at once
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
@@ -15,54 +15,80 @@ namespace mortar::lora::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTileRows = 64;
+constexpr int kPlaces = 16;  ///< tokens of a tile per CTA
+constexpr int kSlabLoads = 8;
 
 struct FinishParams {
   ShrinkParams to;
   HView from;
-  int tile_tokens;
 };
 
-__global__ void __launch_bounds__(kThreads, 1) finish_kernel(const __grid_constant__ FinishParams p) {
-  __shared__ RankRows<kTileRows> rows;
+__global__ void __launch_bounds__(kThreads, 1)
+    finish_kernel(const __grid_constant__ FinishParams p) {
+  device::pdl_wait();
+  device::pdl_trigger();
   const int tile_index = p.to.tiles.first + static_cast<int>(blockIdx.z);
   Tile tile;
   const bool live = static_cast<int>(blockIdx.z) < p.to.tiles.num &&
-                    find_tile(p.to.groups, p.to.tiles, p.to.weights.num_adapters, p.tile_tokens,
-                              tile_index, &tile);
+                    find_any_tile(p.to.groups, p.to.tiles, p.to.weights.num_adapters, tile_index,
+                              &tile);
   if (!live) {
-    device::pdl_wait();
-    device::pdl_trigger();
     zero_base_rows(p.to);
     return;
   }
-  const int first =
-      p.to.h.by_position || p.from.by_position
-          ? first_position(p.to.groups, p.to.tiles, p.to.weights.num_adapters, p.tile_tokens)
-          : 0;
-  rows.fill(p.to, tile.adapter, blockIdx.x * kTileRows);
-  __syncthreads();
-  device::pdl_wait();
-  device::pdl_trigger();
-
-  for (int i = threadIdx.x; i < tile.count * rows.count; i += kThreads) {
-    const int place = i / rows.count, r = i % rows.count;
-    const int token = tile_token(p.to.groups, p.to.tiles, tile, place);
-    const std::int64_t row_from = h_row(p.from, tile, first, place, token);
-    const std::int64_t row_to = h_row(p.to.h, tile, first, place, token);
+  const HView& from = p.from;
+  const HView& h = p.to.h;
+  const int first_place = static_cast<int>(blockIdx.x) * kPlaces;
+  const int pieces = from.width / 4;  // of one slice
+  const int row_pieces = pieces * p.to.weights.num_slices;
+  for (int i = threadIdx.x; i < kPlaces * row_pieces; i += kThreads) {
+    const int place = first_place + i / row_pieces;
+    const int slice = i % row_pieces / pieces;
+    const int r = i % pieces * 4;
+    if (place >= tile.count) break;
+    const SliceWeights w = p.to.weights.get(tile.adapter, slice);
+    const int token =
+        h.by_position ? 0
+                      : any_token(p.to.groups, p.to.tiles, tile, place);
+    const int row_from = h_row(from, tile, 0, place, token);
+    const int row_to = h_row(h, tile, 0, place, token);
     if (row_from < 0 || row_to < 0) continue;
-    float v = 0;
-    if (rows.weights[r] != nullptr) {
-      const std::int64_t column = rows.slice[r] * p.from.slice_stride + rows.rank_row[r];
-      const float* slab =
-          static_cast<const float*>(p.from.data) + row_from * p.from.row_stride + column;
-      v = slab[0];
-#pragma unroll 8
-      for (int z = 1; z < p.from.num_slabs; ++z) v += slab[z * p.from.slab_stride];
-      v *= rows.scale[r];
+    float4 v = make_float4(0, 0, 0, 0);
+    if (r < w.rank) {
+      const float* slab = static_cast<const float*>(from.data) + std::int64_t{row_from} * from.row_stride +
+                          slice * from.slice_stride + r;
+      v = __ldcg(reinterpret_cast<const float4*>(slab));
+#pragma unroll kSlabLoads
+      for (int z = 1; z < from.num_slabs; ++z) {
+        const float4 u = __ldcg(reinterpret_cast<const float4*>(slab + z * from.slab_stride));
+        v.x += u.x;
+        v.y += u.y;
+        v.z += u.z;
+        v.w += u.w;
+      }
     }
-    device::store_from_float(p.to.h.data, p.to.h.dtype, row_to * p.to.h.row_stride + rows.place[r],
-                             v);
+    const float scale = p.to.scale * w.scale;
+    const float out[4] = {v.x * scale, v.y * scale, v.z * scale, v.w * scale};
+    const std::int64_t at = std::int64_t{row_to} * h.row_stride + slice * h.slice_stride + r;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if (r + c < (p.to.pad ? h.width : w.rank)) {
+        device::store_from_float(h.data, h.dtype, at + c, r + c < w.rank ? out[c] : 0.0f);
+      }
+    }
+  }
+  if (!p.to.pad) return;
+  // A public h may be wider than the slabs.
+  for (int i = threadIdx.x; i < kPlaces * p.to.weights.num_slices; i += kThreads) {
+    const int place = first_place + i / p.to.weights.num_slices;
+    const int slice = i % p.to.weights.num_slices;
+    const int token = any_token(p.to.groups, p.to.tiles, tile, place);
+    const int row = h_row(h, tile, 0, place, token);
+    if (row < 0) continue;
+    for (int r = from.width; r < h.width; ++r) {
+      device::store_from_float(h.data, h.dtype, std::int64_t{row} * h.row_stride + slice * h.slice_stride + r,
+                               0.0f);
+    }
   }
 }
 
@@ -70,11 +96,11 @@ __global__ void __launch_bounds__(kThreads, 1) finish_kernel(const __grid_consta
 
 // ---- host ---------------------------------------------------------------------------------------
 
-void shrink_finish(const ShrinkParams& to, const HView& from, const ShrinkConfig& c,
-                   Stream stream) {
-  FinishParams p{to, from, c.tile_tokens};
+void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream) {
+  FinishParams p{to, from};
   device::Launch l;
-  l.grid = shrink_grid(to, ShrinkConfig{c.tile_tokens, kTileRows, false});
+  l.grid = dim3(static_cast<unsigned>(ceil_div(to.tiles.tile_tokens, kPlaces)), 1,
+                shrink_depth(to));
   l.threads = kThreads;
   l.stream = stream;
   l.pdl = true;

@@ -5,13 +5,16 @@
 // bytes  = 2 M K (x, once for all slices) + 2 K sum_a R_a (A of the adapters in use) + h
 // FLOP   = 2 M K R: HBM-bound below R of about 140 at the rate of mma.sync
 // 32 tokens of 32 adapters, qkv, r16: 12.8 MB -> 3.0 us;  8192 tokens, 16 adapters: 73 MB -> 17 us
-// limit  : decode latency and DRAM; prefill DRAM, then L2 (A is read once per tile of tokens)
+// limit  : decode latency and DRAM; prefill instruction issue beside DRAM (few warps fit an SM), so
+//          the main loop keeps its addresses in registers
 //
 // A CTA takes one tile of tokens of one adapter, up to kRows rank rows of all its slices taken
 // together, and all of K or (split) one leaf of it. Copies go through a ring of cp.async stages, so
 // that the bytes in flight do not depend on the compiler. Tokens are the A operand, weights the B
-// operand of the MMA; a warp sums a leaf in one MMA chain and adds leaves in order, so splitting
-// over CTAs or not gives the same bits.
+// operand of the MMA. A leaf is two MMA chains, over its even and its odd steps of 16, in two warps,
+// added; leaves are added in order: so splitting over CTAs or not gives the same bits.
+#include <type_traits>
+
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
@@ -22,40 +25,77 @@
 namespace mortar::lora::cuda {
 namespace {
 
-constexpr int kTileK = 64;
-constexpr int kPitch = kTileK + 8;  ///< elements; 144 B rows make ldmatrix free of bank conflicts
+constexpr int kTileK = 128;
+constexpr int kPitch = kTileK + 8;  ///< elements; 272 B rows make ldmatrix free of bank conflicts
+constexpr int kWarpsK = 2;  ///< warps that share a fragment's sum: even and odd steps of 16
 
-template <class T_, int kWarpsM_, int kWarpsN_, int kFragsM_, int kFragsN_, int kStages_>
+template <class T_, int kWarpsM_, int kWarpsN_, int kFragsN_, int kStages_, bool kVector_, bool kPlan_>
 struct Traits {
   using T = T_;
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_;
-  static constexpr int kFragsM = kFragsM_;  ///< 16-token fragments of a warp
   static constexpr int kFragsN = kFragsN_;  ///< 8-row fragments of a warp
   static constexpr int kStages = kStages_;
-  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
-  static constexpr int kTokens = 16 * kWarpsM * kFragsM;
+  static constexpr bool kVector = kVector_;  ///< every row of x and A is 16-byte aligned
+  static constexpr bool kPlan = kPlan_;      ///< tokens are grouped by a plan, else by segments
+  static constexpr int kTileWarps = kWarpsM * kWarpsN;
+  static constexpr int kThreads = 32 * kTileWarps * kWarpsK;
+  static constexpr int kTokens = 16 * kWarpsM;
   static constexpr int kRows = 8 * kWarpsN * kFragsN;
-  static constexpr int kStageElts = (kTokens + kRows) * kPitch;
-  static constexpr int kSmem = kStages * kStageElts * 2;
-  static constexpr int kChunks = kTileK / 8;  ///< 16-byte pieces of a row
-  static constexpr int kTokenCopies = kTokens * kChunks / kThreads;
-  static constexpr int kRowCopies = (kRows * kChunks + kThreads - 1) / kThreads;
-  static_assert(kTokens * kChunks % kThreads == 0, "every thread copies as many pieces of x");
-  static_assert(kThreads % kChunks == 0, "a thread keeps its column through all its pieces");
+  static constexpr int kStageBytes = (kTokens + kRows) * kPitch * 2;
+  static constexpr int kSmem = kStages * kStageBytes;
+  static constexpr int kPieces = kTileK / 8;               ///< 16-byte pieces of a row
+  static constexpr int kRowStep = kThreads / kPieces;      ///< rows that one round of copies covers
+  static constexpr int kTokenCopies = kTokens / kRowStep;  ///< pieces a thread copies
+  static constexpr int kRowCopies = (kRows + kRowStep - 1) / kRowStep;
+  static_assert(kTokens % kRowStep == 0, "every thread copies as many pieces of x");
 };
 
-/// Copies elements [k, k + 8) of a row; zeros past k_end. Rows that are not 16-byte aligned (odd
-/// hidden sizes, sliced views) go element by element.
-template <class T>
-__device__ __forceinline__ void copy_piece(T* dst, const T* row, std::int64_t k,
+constexpr int kSteps = kTileK / 16 / kWarpsK;  ///< MMA steps of a warp per stage
+
+/// One 16-byte piece into the ring: elements [k, k + 8) of a row, zeros past k_end.
+template <class Tr>
+__device__ __forceinline__ void copy_piece(std::uint32_t dst, unsigned char* ring,
+                                           std::uint32_t ring_address,
+                                           const typename Tr::T* row, std::int64_t k,
                                            std::int64_t k_end) {
-  const T* src = row + k;
-  if (k + 8 <= k_end && device::is_aligned<T, 8>(src)) {
-    device::cp_async_16(dst, src);
+  using T = typename Tr::T;
+  if constexpr (Tr::kVector) {
+    // K is a multiple of 8: a piece is whole or absent, and an absent one is not read.
+    device::cp_async_16(dst, row + k, k < k_end ? 16 : 0);
   } else {
-    *reinterpret_cast<device::Pack<T, 8>*>(dst) = device::load_pack<T, 8>(src, k_end - k);
+    *reinterpret_cast<device::Pack<T, 8>*>(ring + (dst - ring_address)) =
+        device::load_pack<T, 8>(row + k, k_end - k);
   }
 }
+
+/// Operands of one MMA step of a warp.
+template <class Tr>
+struct Fragments {
+  std::uint32_t x[4];
+  std::uint32_t w[Tr::kFragsN][2];
+
+  /// Rows past `live` (fragments of 8 rank rows) are not read: their products are never stored.
+  __device__ __forceinline__ void load(std::uint32_t x_at, std::uint32_t w_at, int live) {
+    device::ldmatrix_x4(x, x_at);
+#pragma unroll
+    for (int n = 0; n < Tr::kFragsN; n += 2) {
+      const std::uint32_t at = w_at + n * 8 * kPitch * 2;
+      if (n + 1 < Tr::kFragsN) {
+        std::uint32_t r[4] = {};
+        if (n < live) device::ldmatrix_x4(r, at);
+        w[n][0] = r[0];
+        w[n][1] = r[1];
+        w[n + 1][0] = r[2];
+        w[n + 1][1] = r[3];
+      } else {
+        // Lanes 16 to 31 give addresses too, which are not used: those of the others.
+        w[n][0] = w[n][1] = 0;
+        const std::uint32_t lower = at - threadIdx.x % 32 / 16 * 8 * kPitch * 2;
+        if (n < live) device::ldmatrix_x2(w[n][0], w[n][1], lower);
+      }
+    }
+  }
+};
 
 template <class Tr>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
@@ -63,33 +103,43 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   using T = typename Tr::T;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RankRows<Tr::kRows> rows;
-  __shared__ int tokens[Tr::kTokens];
+  __shared__ float odd_sums[4 * Tr::kFragsN][32 * Tr::kTileWarps];
 
   // Coordinates
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warp_m = warp % Tr::kWarpsM, warp_n = warp / Tr::kWarpsM;
+  const int warp_m = warp % Tr::kWarpsM, warp_n = warp / Tr::kWarpsM % Tr::kWarpsN;
+  const int warp_k = warp / Tr::kTileWarps;
   const int split = blockIdx.y;
   const int tile_index = p.tiles.first + static_cast<int>(blockIdx.z);
+  const int column = threadIdx.x % Tr::kPieces * 8;
+  const int row0 = threadIdx.x / Tr::kPieces;
+  if (!p.early) device::pdl_wait();
 
   // Guard
   Tile tile;
-  const bool live = static_cast<int>(blockIdx.z) < p.tiles.num &&
-                    find_tile(p.groups, p.tiles, p.weights.num_adapters, Tr::kTokens, tile_index,
-                              &tile);
+  bool live = static_cast<int>(blockIdx.z) < p.tiles.num;
+  int token[Tr::kTokenCopies];
+  if (live) {
+#pragma unroll
+    for (int i = 0; i < Tr::kTokenCopies; ++i) {
+      token[i] = early_token<Tr::kPlan>(p.groups, p.tiles, tile_index, row0 + i * Tr::kRowStep);
+    }
+    live = find_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, tile_index, &tile);
+  }
   if (!live) {
     device::pdl_wait();
     device::pdl_trigger();
     zero_base_rows(p);
     return;
   }
-  const int first = p.h.by_position ? first_position(p.groups, p.tiles, p.weights.num_adapters,
-                                                     Tr::kTokens)
-                                    : 0;
 
   // Pointers
   rows.fill(p, tile.adapter, blockIdx.x * Tr::kRows);
-  for (int i = threadIdx.x; i < Tr::kTokens; i += Tr::kThreads) {
-    tokens[i] = tile_token(p.groups, p.tiles, tile, i);
+  const T* x_row[Tr::kTokenCopies];
+#pragma unroll
+  for (int i = 0; i < Tr::kTokenCopies; ++i) {
+    token[i] = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, row0 + i * Tr::kRowStep, token[i]);
+    x_row[i] = static_cast<const T*>(p.x.data) + token[i] * p.x.row_stride;
   }
   __syncthreads();
   const int num_rows = rows.count;
@@ -98,61 +148,62 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     device::pdl_trigger();
     return;
   }
+  const T* a_row[Tr::kRowCopies];
+#pragma unroll
+  for (int i = 0; i < Tr::kRowCopies; ++i) {
+    const int row = row0 + i * Tr::kRowStep;
+    a_row[i] = row < num_rows ? static_cast<const T*>(rows.weights[row]) : nullptr;
+  }
   const std::int64_t leaf = leaf_size(p.weights.hidden);
   const bool whole = p.h.num_slabs == 1;
   const std::int64_t k_begin = whole ? 0 : split * leaf;
-  const std::int64_t k_end = whole ? p.weights.hidden
-                                   : min(k_begin + leaf, p.weights.hidden);
+  const std::int64_t k_end = whole ? p.weights.hidden : min(k_begin + leaf, p.weights.hidden);
   const int num_steps = static_cast<int>(ceil_div<std::int64_t>(k_end - k_begin, kTileK));
   const int leaf_steps = static_cast<int>(leaf / kTileK);
 
-  const int column = threadIdx.x % Tr::kChunks * 8;
-  const int row0 = threadIdx.x / Tr::kChunks;
-  constexpr int kRowStep = Tr::kThreads / Tr::kChunks;
-  T* ring = reinterpret_cast<T*>(smem);
-  const T* x_row[Tr::kTokenCopies];
-#pragma unroll
-  for (int i = 0; i < Tr::kTokenCopies; ++i) {
-    const int token = tokens[row0 + i * kRowStep];
-    x_row[i] = token < 0 ? nullptr : static_cast<const T*>(p.x.data) + token * p.x.row_stride;
-  }
+  const std::uint32_t ring = device::smem_address(smem);
+  const std::uint32_t own = ring + (row0 * kPitch + column) * 2;
   const auto copy_weights = [&](int step) {
-    T* stage = ring + step % Tr::kStages * Tr::kStageElts + Tr::kTokens * kPitch;
-    const std::int64_t k = k_begin + std::int64_t{step} * kTileK + column;
+    const std::uint32_t stage = own + step % Tr::kStages * Tr::kStageBytes + Tr::kTokens * kPitch * 2;
+    const std::int64_t k = k_begin + step * kTileK + column;
 #pragma unroll
     for (int i = 0; i < Tr::kRowCopies; ++i) {
-      const int row = row0 + i * kRowStep;
-      if (row >= num_rows) break;
-      const T* source = static_cast<const T*>(rows.weights[row]);
-      if (source != nullptr) copy_piece(stage + row * kPitch + column, source, k, k_end);
+      if (a_row[i] != nullptr) {
+        copy_piece<Tr>(stage + i * Tr::kRowStep * kPitch * 2, smem, ring, a_row[i], k, k_end);
+      }
     }
   };
   const auto copy_tokens = [&](int step) {
-    T* stage = ring + step % Tr::kStages * Tr::kStageElts;
-    const std::int64_t k = k_begin + std::int64_t{step} * kTileK + column;
+    const std::uint32_t stage = own + step % Tr::kStages * Tr::kStageBytes;
+    const std::int64_t k = k_begin + step * kTileK + column;
 #pragma unroll
     for (int i = 0; i < Tr::kTokenCopies; ++i) {
-      if (x_row[i] != nullptr) {
-        copy_piece(stage + (row0 + i * kRowStep) * kPitch + column, x_row[i], k, k_end);
+      if (token[i] >= 0) {
+        copy_piece<Tr>(stage + i * Tr::kRowStep * kPitch * 2, smem, ring, x_row[i], k, k_end);
       }
     }
   };
 
-  // Load: weights before the wait, x after it. A range that fits the ring is loaded at once.
+  // Load. A range that fits the ring is loaded at once. kStages - 1 groups are committed whatever
+  // `ahead` is: the last one may hold two steps, and groups may be empty.
   const int ahead = num_steps <= Tr::kStages ? num_steps : Tr::kStages - 1;
   for (int step = 0; step < ahead; ++step) copy_weights(step);
   device::pdl_wait();
   device::pdl_trigger();
-  // kStages - 1 groups, whatever `ahead` is: the last one may hold two steps, or groups be empty.
 #pragma unroll
   for (int step = 0; step < Tr::kStages; ++step) {
     if (step < ahead) copy_tokens(step);
     if (step != Tr::kStages - 2) device::cp_async_commit();
   }
 
-  float total[Tr::kFragsM][Tr::kFragsN][4] = {};
-  float sum[Tr::kFragsM][Tr::kFragsN][4] = {};
+  float total[Tr::kFragsN][4] = {};
+  float sum[Tr::kFragsN][4] = {};
   const int live_frags = (num_rows - warp_n * Tr::kFragsN * 8 + 7) / 8;
+  const std::uint32_t x_lane =
+      ring + ((warp_m * 16 + lane % 16) * kPitch + lane / 16 * 8 + warp_k * 16) * 2;
+  const std::uint32_t a_lane =
+      ring + ((Tr::kTokens + warp_n * Tr::kFragsN * 8 + lane / 16 * 8 + lane % 8) * kPitch +
+              lane / 8 % 2 * 8 + warp_k * 16) * 2;
   for (int step = 0; step < num_steps; ++step) {
     device::cp_async_wait<Tr::kStages - 2>();
     __syncthreads();
@@ -163,70 +214,59 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     device::cp_async_commit();
 
     // Compute
-    const T* x_stage = ring + step % Tr::kStages * Tr::kStageElts;
-    const T* a_stage = x_stage + Tr::kTokens * kPitch;
+    const std::uint32_t stage = step % Tr::kStages * Tr::kStageBytes;
+    Fragments<Tr> frags[2];
+    frags[0].load(x_lane + stage, a_lane + stage, live_frags);
 #pragma unroll
-    for (int kk = 0; kk < kTileK; kk += 16) {
-      std::uint32_t x_frag[Tr::kFragsM][4];
-#pragma unroll
-      for (int m = 0; m < Tr::kFragsM; ++m) {
-        const int row = (warp_m * Tr::kFragsM + m) * 16 + lane % 16;
-        device::ldmatrix_x4(x_frag[m], x_stage + row * kPitch + kk + lane / 16 * 8);
+    for (int i = 0; i < kSteps; ++i) {
+      if (i + 1 < kSteps) {
+        const std::uint32_t next = stage + (i + 1) * kWarpsK * 32;
+        frags[(i + 1) % 2].load(x_lane + next, a_lane + next, live_frags);
       }
 #pragma unroll
-      for (int n = 0; n < Tr::kFragsN; n += 2) {
-        if (n >= live_frags) break;
-        const int row0_n = (warp_n * Tr::kFragsN + n) * 8;
-        std::uint32_t w[4];
-        if (n + 1 < Tr::kFragsN) {
-          const int row = row0_n + lane / 16 * 8 + lane % 8;
-          device::ldmatrix_x4(w, a_stage + row * kPitch + kk + lane / 8 % 2 * 8);
-        } else {
-          device::ldmatrix_x2(w[0], w[1],
-                              a_stage + (row0_n + lane % 8) * kPitch + kk + lane / 8 % 2 * 8);
-        }
-#pragma unroll
-        for (int m = 0; m < Tr::kFragsM; ++m) {
-          device::mma_16816<T>(sum[m][n], x_frag[m], w[0], w[1]);
-          if (n + 1 < Tr::kFragsN) device::mma_16816<T>(sum[m][n + 1], x_frag[m], w[2], w[3]);
-        }
+      for (int n = 0; n < Tr::kFragsN; ++n) {
+        const std::uint32_t* w = frags[i % 2].w[n];
+        device::mma_16816<T>(sum[n], frags[i % 2].x, w[0], w[1]);
       }
     }
     if ((step + 1) % leaf_steps == 0 || step + 1 == num_steps) {
+      const int slot = threadIdx.x % (32 * Tr::kTileWarps);
+      if (warp_k == 1) {
 #pragma unroll
-      for (int m = 0; m < Tr::kFragsM; ++m) {
+        for (int i = 0; i < 4 * Tr::kFragsN; ++i) odd_sums[i][slot] = sum[i / 4][i % 4];
+      }
+      __syncthreads();  // the next leaf's writes are at least one more barrier away
 #pragma unroll
-        for (int n = 0; n < Tr::kFragsN; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            total[m][n][i] += sum[m][n][i];
-            sum[m][n][i] = 0;
-          }
-        }
+      for (int i = 0; i < 4 * Tr::kFragsN; ++i) {
+        if (warp_k == 0) total[i / 4][i % 4] += sum[i / 4][i % 4] + odd_sums[i][slot];
+        sum[i / 4][i % 4] = 0;
       }
     }
   }
+  if (warp_k != 0) return;
 
   // Store
+  const int first =
+      p.h.by_position ? first_position(p.groups, p.tiles) : 0;
 #pragma unroll
-  for (int m = 0; m < Tr::kFragsM; ++m) {
+  for (int half = 0; half < 2; ++half) {
+    const int place = warp_m * 16 + half * 8 + lane / 4;
+    const int row_token =
+        tile_token<Tr::kPlan>(p.groups, p.tiles, tile, place,
+                              early_token<Tr::kPlan>(p.groups, p.tiles, tile_index, place));
+    const int row = h_row(p.h, tile, first, place, row_token);
+    if (row < 0) continue;
+    const std::int64_t base = split * p.h.slab_stride + row * p.h.row_stride;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int place = (warp_m * Tr::kFragsM + m) * 16 + half * 8 + lane / 4;
-      const std::int64_t row = h_row(p.h, tile, first, place, tokens[place]);
-      if (row < 0) continue;
-      const std::int64_t base = split * p.h.slab_stride + row * p.h.row_stride;
+    for (int n = 0; n < Tr::kFragsN; ++n) {
 #pragma unroll
-      for (int n = 0; n < Tr::kFragsN; ++n) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int r = (warp_n * Tr::kFragsN + n) * 8 + lane % 4 * 2 + c;
-          if (r >= num_rows) continue;
-          float v = total[m][n][half * 2 + c];
-          if (!p.h.raw) v *= rows.scale[r];
-          if (rows.weights[r] == nullptr) v = 0;
-          device::store_from_float(p.h.data, p.h.dtype, base + rows.place[r], v);
-        }
+      for (int c = 0; c < 2; ++c) {
+        const int r = (warp_n * Tr::kFragsN + n) * 8 + lane % 4 * 2 + c;
+        if (r >= num_rows) continue;
+        float v = total[n][half * 2 + c];
+        if (!p.h.raw) v *= rows.scale[r];
+        if (rows.weights[r] == nullptr) v = 0;
+        device::store_from_float(p.h.data, p.h.dtype, base + rows.place[r], v);
       }
     }
   }
@@ -234,9 +274,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 
 // ---- host ---------------------------------------------------------------------------------------
 
-template <class T, int kWarpsM, int kWarpsN, int kFragsM, int kFragsN, int kStages>
-void launch_tile(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
-  using Tr = Traits<T, kWarpsM, kWarpsN, kFragsM, kFragsN, kStages>;
+template <class Tr>
+void launch_traits(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
   check(Tr::kTokens == c.tile_tokens && Tr::kRows == c.tile_rows,
         "lora_shrink: no kernel for a tile of ", c.tile_tokens, " tokens and ", c.tile_rows,
         " rank rows");
@@ -249,15 +288,28 @@ void launch_tile(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
   device::launch<shrink_mma_kernel<Tr>>("lora_shrink", l, p);
 }
 
+template <class T, int kWarpsM, int kWarpsN, int kFragsN, int kStages>
+void launch_tile(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
+  const auto with_plan = [&](auto plan) {
+    constexpr bool kPlan = decltype(plan)::value;
+    if (p.vector) {
+      launch_traits<Traits<T, kWarpsM, kWarpsN, kFragsN, kStages, true, kPlan>>(p, c, stream);
+    } else {
+      launch_traits<Traits<T, kWarpsM, kWarpsN, kFragsN, kStages, false, kPlan>>(p, c, stream);
+    }
+  };
+  p.groups.plan != nullptr ? with_plan(std::true_type{}) : with_plan(std::false_type{});
+}
+
 template <class T>
 void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
   if (c.tile_tokens == 16) {
-    if (c.tile_rows == 32) return launch_tile<T, 1, 4, 1, 1, 8>(p, c, stream);
-    return launch_tile<T, 1, 4, 1, 2, 8>(p, c, stream);
+    if (c.tile_rows == 32) return launch_tile<T, 1, 4, 1, 4>(p, c, stream);
+    return launch_tile<T, 1, 4, 2, 4>(p, c, stream);
   }
   if (c.tile_tokens == 64) {
-    if (c.tile_rows == 48) return launch_tile<T, 4, 2, 1, 3, 4>(p, c, stream);
-    return launch_tile<T, 4, 2, 1, 6, 4>(p, c, stream);
+    if (c.tile_rows == 48) return launch_tile<T, 4, 2, 3, 6>(p, c, stream);
+    return launch_tile<T, 4, 2, 6, 4>(p, c, stream);
   }
   fail(ErrorKind::kRuntime, concat("lora_shrink: no kernel for tiles of ", c.tile_tokens));
 }

@@ -35,23 +35,23 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int split = blockIdx.y;
+  device::pdl_wait();
+  device::pdl_trigger();
+  const int tile_index = p.tiles.first + static_cast<int>(blockIdx.z);
   Tile tile;
   const bool live = static_cast<int>(blockIdx.z) < p.tiles.num &&
-                    find_tile(p.groups, p.tiles, p.weights.num_adapters, kTokens,
-                              p.tiles.first + static_cast<int>(blockIdx.z), &tile);
+                    find_any_tile(p.groups, p.tiles, p.weights.num_adapters, tile_index, &tile);
   if (!live) {
-    device::pdl_wait();
-    device::pdl_trigger();
     zero_base_rows(p);
     return;
   }
   const int first =
-      p.h.by_position ? first_position(p.groups, p.tiles, p.weights.num_adapters, kTokens) : 0;
+      p.h.by_position ? first_position(p.groups, p.tiles) : 0;
   rows.fill(p, tile.adapter, blockIdx.x * kRows);
-  if (threadIdx.x < kTokens) tokens[threadIdx.x] = tile_token(p.groups, p.tiles, tile, threadIdx.x);
+  if (threadIdx.x < kTokens) {
+    tokens[threadIdx.x] = any_token(p.groups, p.tiles, tile, threadIdx.x);
+  }
   __syncthreads();
-  device::pdl_wait();
-  device::pdl_trigger();
   if (rows.count == 0) return;
 
   const std::int64_t leaf = leaf_size(p.weights.hidden);
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   if (lane >= tile.count) return;
-  const std::int64_t h_at = h_row(p.h, tile, first, lane, tokens[lane]);
+  const int h_at = h_row(p.h, tile, first, lane, tokens[lane]);
   if (h_at < 0) return;
 #pragma unroll
   for (int i = 0; i < kRowsPerWarp; ++i) {
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (row >= rows.count) break;
     const float v = p.h.raw ? total[i] : total[i] * rows.scale[row];
     device::store_from_float(p.h.data, p.h.dtype,
-                             split * p.h.slab_stride + h_at * p.h.row_stride + rows.place[row],
+                             split * p.h.slab_stride + std::int64_t{h_at} * p.h.row_stride + rows.place[row],
                              rows.weights[row] == nullptr ? 0.0f : v);
   }
 }
