@@ -29,12 +29,13 @@ inline constexpr std::int64_t kLoraMaxAdapters = 4096;
 inline constexpr std::int64_t kLoraMaxTokens = 1 << 20;
 
 /// One (adapter, slice) of a device table: 32 bytes, so that one memory sector holds it.
-/// rank 0 or a null pointer means that the adapter leaves this slice alone.
+/// rank 0, or a pointer that is null or not 16-byte aligned, means that the adapter leaves this
+/// slice alone.
 struct LoraTableEntry {
-  std::uint64_t a;     ///< address of A, dense [rank, K]
-  std::uint64_t b;     ///< address of B, dense [N_s, rank]
-  std::int32_t rank;   ///< 0 .. kLoraMaxRank; a larger or negative rank is treated as 0
-  float scale;         ///< multiplies this adapter's delta
+  std::uint64_t a;    ///< address of A, dense [rank, K]
+  std::uint64_t b;    ///< address of B, dense [N_s, rank]
+  std::int32_t rank;  ///< 0 .. kLoraMaxRank; a larger or negative rank is treated as 0
+  float scale;        ///< multiplies this adapter's delta
   std::uint64_t unused;
 };
 static_assert(sizeof(LoraTableEntry) == 32);
@@ -53,10 +54,10 @@ struct LoraWeights {
   Tensor ranks;
   Tensor scales;
   Tensor table;
-  DType dtype = DType::kFloat32;                   ///< of the table's pointees
-  int max_rank = 0;                                ///< largest rank of any (adapter, slice)
-  std::int64_t num_adapters = 0;                   ///< L
-  std::int64_t hidden = 0;                         ///< K
+  DType dtype = DType::kFloat32;                      ///< of the table's pointees
+  int max_rank = 0;                                   ///< largest rank of any (adapter, slice)
+  std::int64_t num_adapters = 0;                      ///< L
+  std::int64_t hidden = 0;                            ///< K
   std::array<std::int64_t, kLoraMaxSlices> widths{};  ///< N_s
 
   /// Throws unless 1 <= a.size() <= 8, a.size() == b.size() and the shapes agree. For a shrink
@@ -64,8 +65,8 @@ struct LoraWeights {
   static LoraWeights stacked(std::span<const Tensor> a, std::span<const Tensor> b,
                              const Tensor& ranks = {}, const Tensor& scales = {});
   /// `max_rank` bounds every rank in the table: entries above it are treated as rank 0.
-  static LoraWeights from_table(const Tensor& table, DType dtype, int max_rank,
-                                std::int64_t hidden, std::span<const std::int64_t> widths);
+  static LoraWeights from_table(const Tensor& table, DType dtype, int max_rank, std::int64_t hidden,
+                                std::span<const std::int64_t> widths);
 };
 
 /// A grouping of the batch's tokens by adapter, on the device, in one of two forms.
@@ -97,11 +98,11 @@ void lora_plan(const Tensor& token_adapter, std::int64_t num_adapters, const Ten
 
 /// What lora_plan saw. Reading it waits for the stream: a debugging aid, not for the hot path.
 struct LoraPlanReport {
-  std::int64_t num_tokens = 0;       ///< M
-  std::int64_t num_adapters = 0;     ///< L
-  std::int64_t num_active = 0;       ///< tokens with an adapter
-  std::int64_t num_groups = 0;       ///< distinct adapters among them
-  std::int64_t num_out_of_range = 0; ///< ids outside [-1, L)
+  std::int64_t num_tokens = 0;           ///< M
+  std::int64_t num_adapters = 0;         ///< L
+  std::int64_t num_active = 0;           ///< tokens with an adapter
+  std::int64_t num_groups = 0;           ///< distinct adapters among them
+  std::int64_t num_out_of_range = 0;     ///< ids outside [-1, L)
   std::int64_t first_out_of_range = -1;  ///< the first such token, -1 if none
 };
 LoraPlanReport lora_plan_report(const Tensor& plan, Stream stream);
@@ -129,6 +130,8 @@ void lora_expand(const Tensor& h, const LoraWeights& weights, const LoraGroups& 
                  const Tensor& y, std::int64_t offset, bool add_inputs, Stream stream);
 
 /// lora_shrink and lora_expand in one call; h stays in the workspace. The groups must be a plan.
+/// On CUDA the weights may be read while the kernel before this one in the stream still runs: what
+/// writes them must lie before lora_plan, or at least one other kernel earlier.
 /// y must not overlap x or the workspace.
 void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& groups,
                 const Tensor& y, std::int64_t offset, float scale, bool add_inputs,

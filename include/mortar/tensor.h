@@ -13,13 +13,17 @@ enum class DType : std::int8_t { kFloat32, kFloat16, kBFloat16, kInt32, kInt64, 
 /// Bytes of one element.
 constexpr std::int64_t dtype_size(DType dtype) {
   switch (dtype) {
-    case DType::kUInt8: return 1;
+    case DType::kUInt8:
+      return 1;
     case DType::kFloat16:
-    case DType::kBFloat16: return 2;
+    case DType::kBFloat16:
+      return 2;
     case DType::kFloat32:
-    case DType::kInt32: return 4;
+    case DType::kInt32:
+      return 4;
     case DType::kInt64:
-    case DType::kFloat64: return 8;
+    case DType::kFloat64:
+      return 8;
   }
   return 0;
 }

@@ -119,10 +119,14 @@ struct TypeTag {
 template <class Visitor>
 void visit_dtype(DType dtype, Visitor&& visitor) {
   switch (dtype) {
-    case DType::kFloat32: return visitor(TypeTag<float>{});
-    case DType::kFloat16: return visitor(TypeTag<__half>{});
-    case DType::kBFloat16: return visitor(TypeTag<__nv_bfloat16>{});
-    default: fail(ErrorKind::kType, concat("mortar: no kernel for dtype ", dtype_name(dtype)));
+    case DType::kFloat32:
+      return visitor(TypeTag<float>{});
+    case DType::kFloat16:
+      return visitor(TypeTag<__half>{});
+    case DType::kBFloat16:
+      return visitor(TypeTag<__nv_bfloat16>{});
+    default:
+      fail(ErrorKind::kType, concat("mortar: no kernel for dtype ", dtype_name(dtype)));
   }
 }
 

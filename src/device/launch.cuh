@@ -26,15 +26,16 @@ inline void cuda_check(cudaError_t status, const char* what) {
 struct DeviceInfo {
   int index = 0;
   int num_sms = 0;
-  int arch = 0;       ///< 10 * major + minor
-  int max_smem = 0;   ///< bytes a CTA may opt in to
+  int arch = 0;      ///< 10 * major + minor
+  int max_smem = 0;  ///< bytes a CTA may opt in to
 };
 
 inline DeviceInfo read_device_info(int index) {
   DeviceInfo info;
   info.index = index;
   int major = 0, minor = 0;
-  cuda_check(cudaDeviceGetAttribute(&info.num_sms, cudaDevAttrMultiProcessorCount, index), "device");
+  cuda_check(cudaDeviceGetAttribute(&info.num_sms, cudaDevAttrMultiProcessorCount, index),
+             "device");
   cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "device");
   cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index), "device");
   cuda_check(cudaDeviceGetAttribute(&info.max_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
@@ -60,7 +61,7 @@ inline const DeviceInfo& current_device() {
 struct Launch {
   dim3 grid;
   unsigned threads = 0;
-  std::size_t smem = 0;      ///< dynamic shared memory, bytes
+  std::size_t smem = 0;  ///< dynamic shared memory, bytes
   Stream stream;
   bool pdl = false;          ///< may start before the predecessor ends (sm_90 and newer)
   bool cooperative = false;  ///< all CTAs resident at once
@@ -76,7 +77,8 @@ void launch(const char* op, const Launch& l, const Params& params) {
     cudaFuncAttributes attributes;
     cuda_check(cudaFuncGetAttributes(&attributes, kKernel), op);
     const int most = device.max_smem - static_cast<int>(attributes.sharedSizeBytes);
-    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), op);
+    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+               op);
     opted_in[device.index].store(true, std::memory_order_relaxed);
   }
   cudaLaunchAttribute attributes[2];

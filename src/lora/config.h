@@ -33,7 +33,8 @@ struct LoraShape {
 };
 
 inline constexpr std::int64_t kNumSms = 132;  ///< H200; fewer or more only shifts the balance
-/// Up to here tiles have 16 tokens: the loads of weights are the work, and small tiles start sooner.
+/// Up to here tiles have 16 tokens: the loads of weights are the work, and small tiles start
+/// sooner.
 inline constexpr std::int64_t kSmallTileTokens = 256;
 /// Workspace that an op may take whatever the problem's size.
 inline constexpr std::int64_t kWorkspaceFloor = 4 << 20;
@@ -52,8 +53,8 @@ inline std::int64_t slab_bytes(const LoraShape& s) {
   return num_leaves(s.hidden) * s.num_tokens * s.num_slices * h_width(s) * 4;
 }
 
-/// 1 % of x alone (16-bit), or the floor if that is larger: never more than 1 % of what the op reads
-/// and writes.
+/// 1 % of x alone (16-bit), or the floor if that is larger: never more than 1 % of what the op
+/// reads and writes.
 inline std::int64_t workspace_budget(const LoraShape& s) {
   const std::int64_t bytes = s.num_tokens * s.hidden * 2;
   return std::max(kWorkspaceFloor, bytes / 100);

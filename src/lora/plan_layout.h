@@ -30,7 +30,7 @@ enum PlanWord : int {
   kPlanHeaderWords,
 };
 
-inline constexpr int kPlanEntryWords = 4;      ///< {adapter, start, count, 0}
+inline constexpr int kPlanEntryWords = 4;        ///< {adapter, start, count, 0}
 inline constexpr int kPlanTokensPerChunk = 256;  ///< least tokens a planner CTA handles
 inline constexpr int kPlanMaxChunks = 128;
 
@@ -38,7 +38,7 @@ struct PlanLayout {
   std::int64_t max_groups, max_tiles16, max_tiles64;
   std::int64_t num_chunks;
   std::int64_t sorted, groups, tiles16, tiles64, tokens16, tokens64, scratch;  ///< word offsets
-  std::int64_t size;                                       ///< words in all
+  std::int64_t size;                                                           ///< words in all
 
   MORTAR_HOST_DEVICE static constexpr PlanLayout make(std::int64_t num_tokens,
                                                       std::int64_t num_adapters) {

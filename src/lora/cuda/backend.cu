@@ -66,7 +66,8 @@ bool allows_vectors(const RowsView& x, const WeightsView& w) {
   bool ok = w.hidden % 8 == 0 && is_aligned(x.data) && x.row_stride % 8 == 0;
   for (int i = 0; i < w.num_slices && w.table == nullptr; ++i) {
     const StackedSlice& slice = w.slices[i];
-    ok = ok && is_aligned(slice.a) && slice.a_row_stride % 8 == 0 && slice.a_adapter_stride % 8 == 0;
+    ok =
+        ok && is_aligned(slice.a) && slice.a_row_stride % 8 == 0 && slice.a_adapter_stride % 8 == 0;
   }
   return ok;
 }
@@ -89,8 +90,7 @@ void run_expand(ExpandParams p, const LoraShape& s, const ExpandConfig& c, Strea
   p.tiles_per_cta = c.tiles_per_cta;
   for (int i = 0; i < s.num_slices; ++i) {
     p.block_start[i + 1] =
-        p.block_start[i] +
-        static_cast<int>(ceil_div<std::int64_t>(p.weights.widths[i], c.cols));
+        p.block_start[i] + static_cast<int>(ceil_div<std::int64_t>(p.weights.widths[i], c.cols));
   }
   (s.tensor_cores ? expand_mma : expand_simt)(p, c, stream);
 }
@@ -168,8 +168,8 @@ void apply(const ApplyProblem& problem, Stream stream) {
   expand.scale = problem.scale;
   expand.add_inputs = problem.add_inputs;
   expand.early = true;  // its predecessor is our shrink, every CTA of which waited
-  static const bool early = getenv("MORTAR_LATE") == nullptr;
-  shrink.early = early && problem.groups.plan != nullptr;
+  // Weights and plan are older than the predecessor: the contract of lora.h.
+  shrink.early = true;
   const ExpandConfig e = choose_expand(s);
   expand.tiles = tiles_of(s, e.tile_tokens);
 
@@ -204,9 +204,7 @@ void apply(const ApplyProblem& problem, Stream stream) {
   }
 }
 
-std::int64_t shrink_bytes(const LoraShape& s) {
-  return choose_shrink(s).split ? slab_bytes(s) : 0;
-}
+std::int64_t shrink_bytes(const LoraShape& s) { return choose_shrink(s).split ? slab_bytes(s) : 0; }
 
 std::int64_t apply_bytes(const LoraShape& s) {
   const ShrinkConfig c = choose_shrink(s);

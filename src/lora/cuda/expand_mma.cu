@@ -25,16 +25,16 @@
 namespace mortar::lora::cuda {
 namespace {
 
-constexpr int kGroupCols = 32;   ///< columns whose results a quad of lanes shares
-constexpr int kGroups = 2;       ///< groups of a warp
-constexpr int kChunkSteps = 4;   ///< MMA steps (16 ranks) whose h a warp holds at a time
-constexpr int kStages = 4;       ///< column blocks of B in flight when a CTA walks over columns
+constexpr int kGroupCols = 32;  ///< columns whose results a quad of lanes shares
+constexpr int kGroups = 2;      ///< groups of a warp
+constexpr int kStages = 4;      ///< column blocks of B in flight when a CTA walks over columns
 constexpr int kSlabLoads = 8;
 
 /// What h is: Mortar's own, rounded; Mortar's own slabs of partial sums; the caller's.
 enum class Source { kOwn, kSlabs, kCaller };
 
-template <class T_, int kWarpsM_, int kWarpsN_, Source kSource_, bool kVectorY_, bool kPlan_>
+template <class T_, int kWarpsM_, int kWarpsN_, Source kSource_, bool kVectorY_, bool kPlan_,
+          int kChunkSteps_ = 4>
 struct Traits {
   using T = T_;
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_;
@@ -47,12 +47,17 @@ struct Traits {
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
   /// CTAs per SM, for bytes in flight; the rarer element-wise paths may have all registers.
   static constexpr int kMinCtas = kVectorY && kSource == Source::kOwn ? 2 : 1;
-  static constexpr int kTokens = 16 * kWarpsM;
+  /// A warp has two MMA tiles of 16 tokens and 32 columns beside each other. (One above the other,
+  /// a fragment of B serves twice, but y moves in runs of 64 bytes: 40 % slower in prefill.)
+  static constexpr int kFragsM = 1;
+  static constexpr int kGroups = 2 / kFragsM;
+  static constexpr int kChunkSteps = kChunkSteps_;  ///< steps of 16 ranks whose h a warp holds
+  static constexpr int kTokens = 16 * kFragsM * kWarpsM;
   static constexpr int kCols = kWarpsN * kGroups * kGroupCols;  ///< columns of one block of B
 };
 
-/// Where real column c lies in shared memory: column 8a + 2j + b of a group goes to row 8j + 2a + b,
-/// so that fragment j's eight rows are neighbours.
+/// Where real column c lies in shared memory: column 8a + 2j + b of a group goes to row 8j + 2a +
+/// b, so that fragment j's eight rows are neighbours.
 __device__ __forceinline__ int permuted(int c) {
   return (c & ~31) | ((c & 6) << 2) | ((c >> 2) & 6) | (c & 1);
 }
@@ -72,6 +77,7 @@ struct BCopy {
   std::int64_t stride;  ///< elements between rows
   int rank, pitch;
   int row0, step, column;
+  bool whole;  ///< every piece is an aligned, full 16 bytes
 
   __device__ __forceinline__ BCopy(const SliceWeights& w, int num_threads) {
     const int pieces = ceil_div(w.rank, 16) * 2;
@@ -89,6 +95,8 @@ struct BCopy {
     }
     column = (threadIdx.x - row0 * pieces) * 8;
     src = static_cast<const T*>(w.b) + row0 * stride + column;
+    whole = device::is_aligned<T, 8>(static_cast<const T*>(w.b)) && stride % 8 == 0 &&
+            column + 8 <= rank;
   }
 
   /// Rows [first, first + cols) of the slice; zeros past the rank.
@@ -96,7 +104,7 @@ struct BCopy {
     const T* at = src + first * stride;
     for (int c = row0; c < cols; c += step, at += step * stride) {
       T* dst = sB + permuted(c) * pitch + column;
-      if (column + 8 <= rank && device::is_aligned<T, 8>(at)) {
+      if (whole) {
         device::cp_async_16(dst, at);
       } else {
         *reinterpret_cast<device::Pack<T, 8>*>(dst) = device::load_pack<T, 8>(at, rank - column);
@@ -108,11 +116,12 @@ struct BCopy {
 /// Ranks r .. r + 3 of one row of h, scaled and rounded, as two MMA registers; zeros past the rank
 /// and for a row of -1.
 template <class T, Source kSource>
-__device__ __forceinline__ uint2 load_h(const HView& h, std::int64_t row, int slice, int r, int rank,
-                                        float scale) {
-  if (row < 0 || r >= rank) return make_uint2(0, 0);
-  const std::int64_t at = slice * h.slice_stride + row * h.row_stride + r;
+__device__ __forceinline__ uint2 load_h(const HView& h, std::int64_t row, int slice, int r,
+                                        int rank, float scale) {
   if constexpr (kSource == Source::kCaller) {
+    if (row < 0 || r >= rank) return make_uint2(0, 0);
+    const std::int64_t at =
+        slice * h.slice_stride + static_cast<std::int64_t>(row) * h.row_stride + r;
     const int valid = rank - r;
     device::Pack<float, 4> v;
     if (h.dtype == DType::kFloat32) {
@@ -129,6 +138,9 @@ __device__ __forceinline__ uint2 load_h(const HView& h, std::int64_t row, int sl
     }
     return make_uint2(device::pack2<T>(v.v[0], v.v[1]), device::pack2<T>(v.v[2], v.v[3]));
   } else if constexpr (kSource == Source::kSlabs) {
+    if (row < 0 || r >= rank) return make_uint2(0, 0);
+    const std::int64_t at =
+        slice * h.slice_stride + static_cast<std::int64_t>(row) * h.row_stride + r;
     // The width of a row is a multiple of 8: 4 ranks are one access, here and below.
     const float* slab = static_cast<const float*>(h.data) + at;
     float4 v = __ldcg(reinterpret_cast<const float4*>(slab));
@@ -144,33 +156,41 @@ __device__ __forceinline__ uint2 load_h(const HView& h, std::int64_t row, int sl
         device::pack2<T>(v.x * scale, r + 1 < rank ? v.y * scale : 0.0f),
         device::pack2<T>(r + 2 < rank ? v.z * scale : 0.0f, r + 3 < rank ? v.w * scale : 0.0f));
   } else {
+    // Without a branch: ptxas would make every load of y wait together with this one.
+    const bool there = row >= 0 && r < rank;
+    const std::int64_t at =
+        there ? slice * h.slice_stride + static_cast<std::int64_t>(row) * h.row_stride + r : 0;
     uint2 v = __ldcg(reinterpret_cast<const uint2*>(static_cast<const T*>(h.data) + at));
-    if (rank % 4 != 0 && r + 4 > rank) {  // what lies past the rank was never written
-      v.x &= r + 1 < rank ? 0xffffffffu : 0xffffu;
-      v.y &= r + 2 >= rank ? 0u : r + 3 < rank ? 0xffffffffu : 0xffffu;
-    }
+    const int valid = there ? rank - r : 0;  // what lies past the rank was never written
+    v.x &= valid >= 2 ? 0xffffffffu : valid == 1 ? 0xffffu : 0u;
+    v.y &= valid >= 4 ? 0xffffffffu : valid == 3 ? 0xffffu : 0u;
     return v;
   }
 }
 
-/// What a lane knows of its two rows (place and place + 8 of a tile).
-template <class T>
+/// What a lane knows of its rows: places 8 apart in a tile.
+template <class Tr>
 struct LaneRows {
-  T* y[2];   ///< at the lane's first column of the slice, or null
-  int h[2];  ///< row of h, or -1
+  static constexpr int kRows = 2 * Tr::kFragsM;
+  typename Tr::T* y[kRows];  ///< at the lane's first column of the slice, or null
+  int h[kRows];              ///< row of h, or -1
 };
 
-/// A lane's part of y: 8 columns for each [row half][group], two columns to a word.
+template <class Tr>
+using Sums = float[Tr::kFragsM][Tr::kGroups][4][4];
+
+/// A lane's part of y: 8 columns for each [row][group], two columns to a word.
 template <class Tr>
 struct YPart {
   using T = typename Tr::T;
-  uint4 v[2][kGroups];
+  static constexpr int kRows = LaneRows<Tr>::kRows, kGroups = Tr::kGroups;
+  uint4 v[kRows][kGroups];
 
   /// `left`: columns from the lane's first one to the end of the block.
-  __device__ __forceinline__ void load(const LaneRows<T>& rows, std::int64_t col, int left,
+  __device__ __forceinline__ void load(const LaneRows<Tr>& rows, std::int64_t col, int left,
                                        bool add_inputs) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kRows; ++half) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         const bool there = add_inputs && rows.y[half] != nullptr && left > g * kGroupCols;
@@ -187,22 +207,24 @@ struct YPart {
   }
 
   /// Adds the warp's products (in float32, rounded once) and writes y.
-  __device__ __forceinline__ void store(const LaneRows<T>& rows, std::int64_t col, int left,
-                                        bool add_inputs, const float (&acc)[kGroups][4][4]) {
-    const auto sum2 = [&](std::uint32_t old, const float (&delta)[4], int half) {
+  __device__ __forceinline__ void store(const LaneRows<Tr>& rows, std::int64_t col, int left,
+                                        bool add_inputs, const Sums<Tr>& acc) {
+    const auto sum2 = [&](std::uint32_t old, const float(&delta)[4], int half) {
       const float2 y = device::unpack2<T>(old);
       return device::pack2<T>(add_inputs ? y.x + delta[half * 2] : delta[half * 2],
                               add_inputs ? y.y + delta[half * 2 + 1] : delta[half * 2 + 1]);
     };
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kRows; ++half) {
       if (rows.y[half] == nullptr) continue;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         if (left <= g * kGroupCols) break;
         const uint4 old = v[half][g];
-        const uint4 out = make_uint4(sum2(old.x, acc[g][0], half), sum2(old.y, acc[g][1], half),
-                                     sum2(old.z, acc[g][2], half), sum2(old.w, acc[g][3], half));
+        const auto& delta = acc[half / 2][g];
+        const uint4 out =
+            make_uint4(sum2(old.x, delta[0], half % 2), sum2(old.y, delta[1], half % 2),
+                       sum2(old.z, delta[2], half % 2), sum2(old.w, delta[3], half % 2));
         T* at = rows.y[half] + col + g * kGroupCols;
         if constexpr (Tr::kVectorY) {
           *reinterpret_cast<uint4*>(at) = out;
@@ -218,40 +240,45 @@ struct YPart {
 /// Up to 16 kChunkSteps ranks of h in MMA fragments.
 template <class Tr>
 struct HChunk {
-  std::uint32_t frag[kChunkSteps][4];
+  std::uint32_t frag[Tr::kChunkSteps][Tr::kFragsM][4];
 
-  __device__ __forceinline__ void load(const HView& h, const int (&row)[2], int slice, int rank,
-                                       int step0, float scale) {
+  __device__ __forceinline__ void load(const HView& h, const LaneRows<Tr>& rows, int slice,
+                                       int rank, int step0, float scale) {
 #pragma unroll
-    for (int i = 0; i < kChunkSteps; ++i) {
+    for (int i = 0; i < Tr::kChunkSteps; ++i) {
       const int r = (step0 + i) * 16 + threadIdx.x % 4 * 4;
-      if ((step0 + i) * 16 >= rank) break;
-      const uint2 top = load_h<typename Tr::T, Tr::kSource>(h, row[0], slice, r, rank, scale);
-      const uint2 bottom = load_h<typename Tr::T, Tr::kSource>(h, row[1], slice, r, rank, scale);
-      frag[i][0] = top.x;
-      frag[i][1] = bottom.x;
-      frag[i][2] = top.y;
-      frag[i][3] = bottom.y;
+      if (Tr::kSource != Source::kOwn && (step0 + i) * 16 >= rank) break;
+#pragma unroll
+      for (int m = 0; m < Tr::kFragsM; ++m) {
+        const uint2 top =
+            load_h<typename Tr::T, Tr::kSource>(h, rows.h[2 * m], slice, r, rank, scale);
+        const uint2 bottom =
+            load_h<typename Tr::T, Tr::kSource>(h, rows.h[2 * m + 1], slice, r, rank, scale);
+        frag[i][m][0] = top.x;
+        frag[i][m][1] = bottom.x;
+        frag[i][m][2] = top.y;
+        frag[i][m][3] = bottom.y;
+      }
     }
   }
 };
 
-/// acc += h B^T for a warp's 16 rows and 64 columns. `b_lane` is the lane's first element of B,
-/// `cols` the columns of the block from the warp's first one. `h` holds the first ranks; further
-/// ones are loaded here, and the first ones again if the caller wants to keep them.
+/// acc += h B^T for a warp's rows and columns. `b_lane` is the lane's first element of B, `cols`
+/// the columns of the block from the warp's first one. `h` holds the first ranks; further ones are
+/// loaded here, and the first ones again if `reload`.
 template <class Tr>
-__device__ __forceinline__ void multiply(float (&acc)[kGroups][4][4], HChunk<Tr>& h,
-                                         const ExpandParams& p, const int (&row)[2], int slice,
-                                         int rank, float scale, const typename Tr::T* b_lane,
-                                         int pitch, int cols, bool reload) {
+__device__ __forceinline__ void multiply(Sums<Tr>& acc, HChunk<Tr>& h, const ExpandParams& p,
+                                         const LaneRows<Tr>& rows, int slice, int rank, float scale,
+                                         const typename Tr::T* b_lane, int pitch, int cols,
+                                         bool reload) {
   const int num_steps = ceil_div(rank, 16);
-  for (int step0 = 0; step0 < num_steps; step0 += kChunkSteps) {
-    if (step0 > 0 || reload) h.load(p.h, row, slice, rank, step0, scale);
+  for (int step0 = 0; step0 < num_steps; step0 += Tr::kChunkSteps) {
+    if (step0 > 0 || reload) h.load(p.h, rows, slice, rank, step0, scale);
 #pragma unroll
-    for (int i = 0; i < kChunkSteps; ++i) {
+    for (int i = 0; i < Tr::kChunkSteps; ++i) {
       if (step0 + i >= num_steps) break;
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
+      for (int g = 0; g < Tr::kGroups; ++g) {
         if (g * kGroupCols >= cols) break;
         uint2 b[4];
 #pragma unroll
@@ -261,7 +288,10 @@ __device__ __forceinline__ void multiply(float (&acc)[kGroups][4][4], HChunk<Tr>
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          device::mma_16816<typename Tr::T>(acc[g][j], h.frag[i], b[j].x, b[j].y);
+#pragma unroll
+          for (int m = 0; m < Tr::kFragsM; ++m) {
+            device::mma_16816<typename Tr::T>(acc[m][g][j], h.frag[i][m], b[j].x, b[j].y);
+          }
         }
       }
     }
@@ -286,24 +316,23 @@ __device__ __forceinline__ Block find_block(const ExpandParams& p) {
   const int block = static_cast<int>(blockIdx.x) - p.block_start[b.slice];
   b.first = static_cast<std::int64_t>(block) * p.cols;
   b.y_col += b.first;
-  b.cols = static_cast<int>(
-      min(static_cast<std::int64_t>(p.cols), p.weights.widths[b.slice] - b.first));
+  b.cols =
+      static_cast<int>(min(static_cast<std::int64_t>(p.cols), p.weights.widths[b.slice] - b.first));
   return b;
 }
 
 template <class Tr>
-__device__ __forceinline__ LaneRows<typename Tr::T> lane_rows(const ExpandParams& p,
-                                                              const Tile& tile, int place,
-                                                              const int (&early)[2], int first,
-                                                              std::int64_t y_col) {
-  LaneRows<typename Tr::T> rows;
+__device__ __forceinline__ LaneRows<Tr> lane_rows(const ExpandParams& p, const Tile& tile,
+                                                  int place, const int (&early)[2 * Tr::kFragsM],
+                                                  int first, std::int64_t y_col) {
+  LaneRows<Tr> rows;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int i = place + 8 * half;
-    const int t = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, i, early[half]);
-    rows.y[half] = t < 0 ? nullptr
-                         : static_cast<typename Tr::T*>(p.y.data) + t * p.y.row_stride + y_col;
-    rows.h[half] = h_row(p.h, tile, first, i, t);
+  for (int k = 0; k < LaneRows<Tr>::kRows; ++k) {
+    const int i = place + 8 * k;
+    const int t = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, i, early[k]);
+    rows.y[k] =
+        t < 0 ? nullptr : static_cast<typename Tr::T*>(p.y.data) + t * p.y.row_stride + y_col;
+    rows.h[k] = h_row(p.h, tile, first, i, t);
   }
   return rows;
 }
@@ -347,18 +376,17 @@ __device__ __forceinline__ void walk_columns(const ExpandParams& p, unsigned cha
   };
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) copy_block(i);
-  const int lane_col = warp * kGroups * kGroupCols + lane % 4 * 8;
+  const int lane_col = warp * Tr::kGroups * kGroupCols + lane % 4 * 8;
   const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
-  const LaneRows<T> rows =
-      lane_rows<Tr>(p, tile, place, early, first, block.y_col + lane_col);
+  const LaneRows<Tr> rows = lane_rows<Tr>(p, tile, place, early, first, block.y_col + lane_col);
   YPart<Tr> y;
   y.load(rows, 0, min(p.block_cols, block.cols) - lane_col, p.add_inputs);
   device::pdl_wait();
   device::pdl_trigger();
   const float scale = p.scale * w.scale;
   HChunk<Tr> h;
-  h.load(p.h, rows.h, block.slice, w.rank, 0, scale);
-  const bool keep_h = w.rank <= 16 * kChunkSteps;
+  h.load(p.h, rows, block.slice, w.rank, 0, scale);
+  const bool keep_h = w.rank <= 16 * Tr::kChunkSteps;
 
   // Compute and store
   for (int i = 0; i < blocks; ++i) {
@@ -373,10 +401,10 @@ __device__ __forceinline__ void walk_columns(const ExpandParams& p, unsigned cha
       next.load(rows, next_col, min(p.block_cols, block.cols - next_col) - lane_col, p.add_inputs);
     }
     if (warp_left > 0) {
-      float acc[kGroups][4][4] = {};
+      Sums<Tr> acc = {};
       const T* b_lane = ring + i % kStages * stage_elts +
-                        (warp * kGroups * kGroupCols + lane / 4) * copy.pitch + lane % 4 * 4;
-      multiply<Tr>(acc, h, p, rows.h, block.slice, w.rank, scale, b_lane, copy.pitch, warp_left,
+                        (warp * Tr::kGroups * kGroupCols + lane / 4) * copy.pitch + lane % 4 * 4;
+      multiply<Tr>(acc, h, p, rows, block.slice, w.rank, scale, b_lane, copy.pitch, warp_left,
                    i > 0 && !keep_h);
       y.store(rows, col, left, p.add_inputs, acc);
     }
@@ -391,9 +419,9 @@ __device__ __forceinline__ void walk_tiles(const ExpandParams& p, unsigned char*
   T* sB = reinterpret_cast<T*>(smem);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_m = warp % Tr::kWarpsM;
-  const int warp_col = warp / Tr::kWarpsM * kGroups * kGroupCols;
+  const int warp_col = warp / Tr::kWarpsM * Tr::kGroups * kGroupCols;
   const int lane_col = warp_col + lane % 4 * 8;
-  const int place = warp_m * 16 + lane / 4;
+  const int place = warp_m * 16 * Tr::kFragsM + lane / 4;
   const int first_tile = static_cast<int>(blockIdx.y) * p.tiles_per_cta;
   const int end_tile = min(first_tile + p.tiles_per_cta, p.tiles.num);
   if (!p.early) device::pdl_wait();
@@ -401,12 +429,15 @@ __device__ __forceinline__ void walk_tiles(const ExpandParams& p, unsigned char*
   const Block block = find_block(p);
   const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
   Tile tile, next_tile;
-  int early[2], next_early[2];
+  constexpr int kRows = LaneRows<Tr>::kRows;
+  int early[kRows], next_early[kRows];
   bool live = false, next_live = false;
-  const auto look_up = [&](int local, Tile* t, int (&tokens)[2]) {
+  const auto look_up = [&](int local, Tile* t, int(&tokens)[kRows]) {
     const int index = p.tiles.first + local;
-    tokens[0] = early_token<Tr::kPlan>(p.groups, p.tiles, index, place);
-    tokens[1] = early_token<Tr::kPlan>(p.groups, p.tiles, index, place + 8);
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      tokens[k] = early_token<Tr::kPlan>(p.groups, p.tiles, index, place + 8 * k);
+    }
     return find_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, index, t);
   };
   live = look_up(first_tile, &tile, early);
@@ -415,8 +446,7 @@ __device__ __forceinline__ void walk_tiles(const ExpandParams& p, unsigned char*
   float scale = 0;
   bool waited = false;
   for (int local = first_tile; local < end_tile && live; ++local) {
-    const LaneRows<T> rows =
-        lane_rows<Tr>(p, tile, place, early, first, block.y_col + lane_col);
+    const LaneRows<Tr> rows = lane_rows<Tr>(p, tile, place, early, first, block.y_col + lane_col);
     YPart<Tr> y;
     y.load(rows, 0, block.cols - lane_col, p.add_inputs);
     const bool reload = tile.adapter != adapter;  // the same for the whole CTA
@@ -435,7 +465,7 @@ __device__ __forceinline__ void walk_tiles(const ExpandParams& p, unsigned char*
       waited = true;
     }
     HChunk<Tr> h;
-    h.load(p.h, rows.h, block.slice, rank, 0, scale);
+    h.load(p.h, rows, block.slice, rank, 0, scale);
     next_live = local + 1 < end_tile;
     if (next_live) next_live = look_up(local + 1, &next_tile, next_early);
     if (reload) {
@@ -444,16 +474,16 @@ __device__ __forceinline__ void walk_tiles(const ExpandParams& p, unsigned char*
     }
 
     const int pitch = row_pitch(rank);
-    if (rank > 0 && warp_m * 16 < tile.count && warp_col < block.cols) {
-      float acc[kGroups][4][4] = {};
+    if (rank > 0 && warp_m * 16 * Tr::kFragsM < tile.count && warp_col < block.cols) {
+      Sums<Tr> acc = {};
       const T* b_lane = sB + (warp_col + lane / 4) * pitch + lane % 4 * 4;
-      multiply<Tr>(acc, h, p, rows.h, block.slice, rank, scale, b_lane, pitch,
-                   block.cols - warp_col, false);
+      multiply<Tr>(acc, h, p, rows, block.slice, rank, scale, b_lane, pitch, block.cols - warp_col,
+                   false);
       y.store(rows, 0, block.cols - lane_col, p.add_inputs, acc);
     }
     tile = next_tile;
-    early[0] = next_early[0];
-    early[1] = next_early[1];
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) early[k] = next_early[k];
     live = next_live;
   }
   if (!waited) {
@@ -491,7 +521,8 @@ void launch_traits(const ExpandParams& p, Stream stream) {
 
 template <class T, int kWarpsM, int kWarpsN, Source kSource, bool kPlan>
 void launch_source(const ExpandParams& p, Stream stream) {
-  if (p.vector_y) return launch_traits<Traits<T, kWarpsM, kWarpsN, kSource, true, kPlan>>(p, stream);
+  if (p.vector_y)
+    return launch_traits<Traits<T, kWarpsM, kWarpsN, kSource, true, kPlan>>(p, stream);
   return launch_traits<Traits<T, kWarpsM, kWarpsN, kSource, false, kPlan>>(p, stream);
 }
 
@@ -505,6 +536,9 @@ void launch_tile(const ExpandParams& p, Stream stream) {
     return launch_source<T, kWarpsM, kWarpsN, Source::kCaller, false>(p, stream);
   }
   check(plan, "lora_apply: groups must be a plan, got segments");
+  if (!p.h.raw && p.vector_y && p.h.width <= 16) {
+    return launch_traits<Traits<T, kWarpsM, kWarpsN, Source::kOwn, true, true, 1>>(p, stream);
+  }
   if (!p.h.raw) return launch_source<T, kWarpsM, kWarpsN, Source::kOwn, true>(p, stream);
   if constexpr (kWarpsM == 1) {
     return launch_source<T, kWarpsM, kWarpsN, Source::kSlabs, true>(p, stream);

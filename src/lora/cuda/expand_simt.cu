@@ -40,15 +40,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   device::pdl_trigger();
   const int local = static_cast<int>(blockIdx.y);
   Tile tile;
-  const bool live = local < p.tiles.num &&
-                    find_any_tile(p.groups, p.tiles, p.weights.num_adapters, p.tiles.first + local,
-                              &tile);
+  const bool live = local < p.tiles.num && find_any_tile(p.groups, p.tiles, p.weights.num_adapters,
+                                                         p.tiles.first + local, &tile);
   if (!live) return;
   SliceWeights w = p.weights.get(tile.adapter, slice);
   if (w.rank > p.h.width) w.rank = p.h.width;
   if (w.rank == 0) return;
-  const int first =
-      p.h.by_position ? first_position(p.groups, p.tiles) : 0;
+  const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
   if (threadIdx.x < kTokens) {
     tokens[threadIdx.x] = any_token(p.groups, p.tiles, tile, threadIdx.x);
   }
@@ -69,7 +67,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int row = h_row(p.h, tile, first, t, tokens[t]);
       float v = 0;
       if (r < n && row >= 0) {
-        const std::int64_t at = slice * p.h.slice_stride + std::int64_t{row} * p.h.row_stride + r0 + r;
+        const std::int64_t at =
+            slice * p.h.slice_stride + std::int64_t{row} * p.h.row_stride + r0 + r;
         if (p.h.raw) {
           const float* slab = static_cast<const float*>(p.h.data) + at;
           v = slab[0];

@@ -19,8 +19,8 @@ struct HView {
   DType dtype = DType::kFloat32;
   std::int64_t slab_stride = 0, slice_stride = 0, row_stride = 0;
   int num_slabs = 1;
-  int width = 0;       ///< columns per slice
-  bool raw = false;    ///< scales still to be applied
+  int width = 0;     ///< columns per slice
+  bool raw = false;  ///< scales still to be applied
   bool by_position = false;
 };
 
@@ -41,9 +41,9 @@ struct ShrinkParams {
   GroupsView groups;
   TileRange tiles;
   float scale = 1;
-  bool pad = false;  ///< write zeros from an adapter's rank to h.width
+  bool pad = false;     ///< write zeros from an adapter's rank to h.width
   bool vector = false;  ///< K, x and A allow 16-byte accesses throughout
-  bool early = false;  ///< weights and plan may be read before the predecessor has ended
+  bool early = false;   ///< weights and plan may be read before the predecessor has ended
   const std::int32_t* zero_rows = nullptr;
 };
 
@@ -56,9 +56,9 @@ struct ExpandParams {
   std::int64_t offset = 0;
   float scale = 1;  ///< with raw h
   bool add_inputs = true;
-  bool early = false;     ///< everything but h may be read before the predecessor has ended
-  int cols = 0;           ///< columns per CTA
-  int block_cols = 0;     ///< columns of B that a CTA holds per stage of its ring
+  bool early = false;  ///< everything but h may be read before the predecessor has ended
+  int cols = 0;        ///< columns per CTA
+  int block_cols = 0;  ///< columns of B that a CTA holds per stage of its ring
   int tiles_per_cta = 1;
   int block_start[kLoraMaxSlices + 1] = {};  ///< first column block of each slice
   bool vector_y = false;  ///< every row and block of y is 16-byte aligned and whole
@@ -75,7 +75,7 @@ struct Tile {
 
 /// Tile `index` of the segment form: every warp scans the segments, so all threads agree.
 __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int64_t num_adapters,
-                                         int tile_tokens, int index, Tile* tile) {
+                                                  int tile_tokens, int index, Tile* tile) {
   const int lane = threadIdx.x % 32;
   int before = 0;
   for (int base = 0; base < g.num_segments; base += 32) {
@@ -85,8 +85,8 @@ __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int6
       count = g.counts[base + lane];
       start = g.starts[base + lane];
     }
-    const bool live = id >= 0 && id < num_adapters && count > 0 && start >= 0 &&
-                      start < g.num_sorted;
+    const bool live =
+        id >= 0 && id < num_adapters && count > 0 && start >= 0 && start < g.num_sorted;
     if (live && count > g.num_sorted - start) count = static_cast<int>(g.num_sorted - start);
     const int own = live ? (count - 1) / tile_tokens + 1 : 0;
     int last = own;

@@ -62,16 +62,19 @@ __device__ int last_not_above(const int* start, int n, int value) {
   int low = 0, high = n;
   while (high - low > 1) {
     const int mid = (low + high) / 2;
-    if (start[mid] <= value) low = mid; else high = mid;
+    if (start[mid] <= value)
+      low = mid;
+    else
+      high = mid;
   }
   return low;
 }
 
 /// Writes the tiles, zeros in the rest of the list and -1 for the tokens that a tile lacks: readers
 /// load an entry before they know whether it exists.
-__device__ void write_tiles(std::int32_t* list, std::int32_t* tokens, int num_tiles, int max_tiles, int tile_tokens,
-                            const int* first_tile, const int* first_token, int num_adapters,
-                            int thread, int num_threads) {
+__device__ void write_tiles(std::int32_t* list, std::int32_t* tokens, int num_tiles, int max_tiles,
+                            int tile_tokens, const int* first_tile, const int* first_token,
+                            int num_adapters, int thread, int num_threads) {
   for (int t = thread; t < max_tiles; t += num_threads) {
     int4 entry = make_int4(0, 0, 0, 0);
     if (t < num_tiles) {
@@ -86,7 +89,8 @@ __device__ void write_tiles(std::int32_t* list, std::int32_t* tokens, int num_ti
   }
 }
 
-__global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_constant__ PlanParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    plan_kernel(const __grid_constant__ PlanParams p) {
   // Shared memory: one histogram per warp, then four tables of L + 1 words.
   extern __shared__ int smem[];
   __shared__ int warp_sums[kMaxThreads / 32];
@@ -223,10 +227,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
 
   // Lists, shared out over the grid.
   const int thread = cta * num_cta_threads + threadIdx.x, num_threads = num_ctas * num_cta_threads;
-  write_tiles(p.plan + p.layout.tiles16, tokens16, tiles16, static_cast<int>(p.layout.max_tiles16), 16, first_tile16, first_token, p.num_adapters,
-              thread, num_threads);
-  write_tiles(p.plan + p.layout.tiles64, tokens64, tiles64, static_cast<int>(p.layout.max_tiles64), 64, first_tile64, first_token, p.num_adapters,
-              thread, num_threads);
+  write_tiles(p.plan + p.layout.tiles16, tokens16, tiles16, static_cast<int>(p.layout.max_tiles16),
+              16, first_tile16, first_token, p.num_adapters, thread, num_threads);
+  write_tiles(p.plan + p.layout.tiles64, tokens64, tiles64, static_cast<int>(p.layout.max_tiles64),
+              64, first_tile64, first_token, p.num_adapters, thread, num_threads);
   for (int a = thread; a < p.num_adapters; a += num_threads) {
     const int count = first_token[a + 1] - first_token[a];
     if (count > 0) {

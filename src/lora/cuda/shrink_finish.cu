@@ -29,9 +29,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   device::pdl_trigger();
   const int tile_index = p.to.tiles.first + static_cast<int>(blockIdx.z);
   Tile tile;
-  const bool live = static_cast<int>(blockIdx.z) < p.to.tiles.num &&
-                    find_any_tile(p.to.groups, p.to.tiles, p.to.weights.num_adapters, tile_index,
-                              &tile);
+  const bool live =
+      static_cast<int>(blockIdx.z) < p.to.tiles.num &&
+      find_any_tile(p.to.groups, p.to.tiles, p.to.weights.num_adapters, tile_index, &tile);
   if (!live) {
     zero_base_rows(p.to);
     return;
@@ -47,16 +47,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int r = i % pieces * 4;
     if (place >= tile.count) break;
     const SliceWeights w = p.to.weights.get(tile.adapter, slice);
-    const int token =
-        h.by_position ? 0
-                      : any_token(p.to.groups, p.to.tiles, tile, place);
+    const int token = h.by_position ? 0 : any_token(p.to.groups, p.to.tiles, tile, place);
     const int row_from = h_row(from, tile, 0, place, token);
     const int row_to = h_row(h, tile, 0, place, token);
     if (row_from < 0 || row_to < 0) continue;
     float4 v = make_float4(0, 0, 0, 0);
     if (r < w.rank) {
-      const float* slab = static_cast<const float*>(from.data) + std::int64_t{row_from} * from.row_stride +
-                          slice * from.slice_stride + r;
+      const float* slab = static_cast<const float*>(from.data) +
+                          std::int64_t{row_from} * from.row_stride + slice * from.slice_stride + r;
       v = __ldcg(reinterpret_cast<const float4*>(slab));
 #pragma unroll kSlabLoads
       for (int z = 1; z < from.num_slabs; ++z) {
@@ -86,8 +84,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int row = h_row(h, tile, 0, place, token);
     if (row < 0) continue;
     for (int r = from.width; r < h.width; ++r) {
-      device::store_from_float(h.data, h.dtype, std::int64_t{row} * h.row_stride + slice * h.slice_stride + r,
-                               0.0f);
+      device::store_from_float(h.data, h.dtype,
+                               std::int64_t{row} * h.row_stride + slice * h.slice_stride + r, 0.0f);
     }
   }
 }
@@ -99,8 +97,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream) {
   FinishParams p{to, from};
   device::Launch l;
-  l.grid = dim3(static_cast<unsigned>(ceil_div(to.tiles.tile_tokens, kPlaces)), 1,
-                shrink_depth(to));
+  l.grid =
+      dim3(static_cast<unsigned>(ceil_div(to.tiles.tile_tokens, kPlaces)), 1, shrink_depth(to));
   l.threads = kThreads;
   l.stream = stream;
   l.pdl = true;

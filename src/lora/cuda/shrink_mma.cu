@@ -11,8 +11,8 @@
 // A CTA takes one tile of tokens of one adapter, up to kRows rank rows of all its slices taken
 // together, and all of K or (split) one leaf of it. Copies go through a ring of cp.async stages, so
 // that the bytes in flight do not depend on the compiler. Tokens are the A operand, weights the B
-// operand of the MMA. A leaf is two MMA chains, over its even and its odd steps of 16, in two warps,
-// added; leaves are added in order: so splitting over CTAs or not gives the same bits.
+// operand of the MMA. A leaf is two MMA chains, over its even and its odd steps of 16, in two
+// warps, added; leaves are added in order: so splitting over CTAs or not gives the same bits.
 #include <type_traits>
 
 #include "device/convert.cuh"
@@ -27,9 +27,10 @@ namespace {
 
 constexpr int kTileK = 128;
 constexpr int kPitch = kTileK + 8;  ///< elements; 272 B rows make ldmatrix free of bank conflicts
-constexpr int kWarpsK = 2;  ///< warps that share a fragment's sum: even and odd steps of 16
+constexpr int kWarpsK = 2;          ///< warps that share a fragment's sum: even and odd steps of 16
 
-template <class T_, int kWarpsM_, int kWarpsN_, int kFragsN_, int kStages_, bool kVector_, bool kPlan_>
+template <class T_, int kWarpsM_, int kWarpsN_, int kFragsN_, int kStages_, bool kVector_,
+          bool kPlan_>
 struct Traits {
   using T = T_;
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_;
@@ -52,21 +53,46 @@ struct Traits {
 
 constexpr int kSteps = kTileK / 16 / kWarpsK;  ///< MMA steps of a warp per stage
 
-/// One 16-byte piece into the ring: elements [k, k + 8) of a row, zeros past k_end.
+/// One 16-byte piece into the ring: the 8 elements at `src`, of which the first `left` lie inside
+/// K; zeros for the others.
 template <class Tr>
-__device__ __forceinline__ void copy_piece(std::uint32_t dst, unsigned char* ring,
-                                           std::uint32_t ring_address,
-                                           const typename Tr::T* row, std::int64_t k,
-                                           std::int64_t k_end) {
+__device__ __forceinline__ void copy_piece(std::uint32_t dst, const unsigned char* ring,
+                                           std::uint32_t ring_address, const typename Tr::T* src,
+                                           int left) {
   using T = typename Tr::T;
   if constexpr (Tr::kVector) {
     // K is a multiple of 8: a piece is whole or absent, and an absent one is not read.
-    device::cp_async_16(dst, row + k, k < k_end ? 16 : 0);
+    device::cp_async_16(dst, src, left > 0 ? 16 : 0);
   } else {
-    *reinterpret_cast<device::Pack<T, 8>*>(ring + (dst - ring_address)) =
-        device::load_pack<T, 8>(row + k, k_end - k);
+    *reinterpret_cast<device::Pack<T, 8>*>(const_cast<unsigned char*>(ring) +
+                                           (dst - ring_address)) =
+        device::load_pack<T, 8>(src, left);
   }
 }
+
+/// A thread's pieces of kCopies rows, walking along K one stage at a time.
+template <class Tr, int kCopies>
+struct RowCopies {
+  const typename Tr::T* src[kCopies];  ///< null: no such row, its place in the ring stays as it is
+  std::uint32_t dst;                   ///< of the first piece, in the stage to be filled next
+  int stage, left;
+
+  __device__ __forceinline__ void next(const unsigned char* ring, std::uint32_t ring_address) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (src[i] != nullptr) {
+        copy_piece<Tr>(dst + i * Tr::kRowStep * kPitch * 2, ring, ring_address, src[i], left);
+        src[i] += kTileK;
+      }
+    }
+    left -= kTileK;
+    dst += Tr::kStageBytes;
+    if (++stage == Tr::kStages) {
+      stage = 0;
+      dst -= Tr::kSmem;
+    }
+  }
+};
 
 /// Operands of one MMA step of a warp.
 template <class Tr>
@@ -134,13 +160,23 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   }
 
   // Pointers
-  rows.fill(p, tile.adapter, blockIdx.x * Tr::kRows);
-  const T* x_row[Tr::kTokenCopies];
+  const std::int64_t leaf = leaf_size(p.weights.hidden);
+  const bool whole = p.h.num_slabs == 1;
+  const std::int64_t k_begin = whole ? 0 : split * leaf;
+  const std::int64_t k_end = whole ? p.weights.hidden : min(k_begin + leaf, p.weights.hidden);
+  const std::uint32_t ring = device::smem_address(smem);
+  const int left = static_cast<int>(k_end - k_begin) - column;
+  RowCopies<Tr, Tr::kTokenCopies> copy_tokens;
+  copy_tokens.dst = ring + (row0 * kPitch + column) * 2;
+  copy_tokens.stage = 0;
+  copy_tokens.left = left;
 #pragma unroll
   for (int i = 0; i < Tr::kTokenCopies; ++i) {
-    token[i] = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, row0 + i * Tr::kRowStep, token[i]);
-    x_row[i] = static_cast<const T*>(p.x.data) + token[i] * p.x.row_stride;
+    const int t = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, row0 + i * Tr::kRowStep, token[i]);
+    copy_tokens.src[i] =
+        t < 0 ? nullptr : static_cast<const T*>(p.x.data) + t * p.x.row_stride + k_begin + column;
   }
+  rows.fill(p, tile.adapter, blockIdx.x * Tr::kRows);
   __syncthreads();
   const int num_rows = rows.count;
   if (num_rows == 0) {
@@ -148,51 +184,28 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     device::pdl_trigger();
     return;
   }
-  const T* a_row[Tr::kRowCopies];
+  RowCopies<Tr, Tr::kRowCopies> copy_weights;
+  copy_weights.dst = ring + ((Tr::kTokens + row0) * kPitch + column) * 2;
+  copy_weights.stage = 0;
+  copy_weights.left = left;
 #pragma unroll
   for (int i = 0; i < Tr::kRowCopies; ++i) {
     const int row = row0 + i * Tr::kRowStep;
-    a_row[i] = row < num_rows ? static_cast<const T*>(rows.weights[row]) : nullptr;
+    const void* a = row < num_rows ? rows.weights[row] : nullptr;
+    copy_weights.src[i] = a == nullptr ? nullptr : static_cast<const T*>(a) + k_begin + column;
   }
-  const std::int64_t leaf = leaf_size(p.weights.hidden);
-  const bool whole = p.h.num_slabs == 1;
-  const std::int64_t k_begin = whole ? 0 : split * leaf;
-  const std::int64_t k_end = whole ? p.weights.hidden : min(k_begin + leaf, p.weights.hidden);
   const int num_steps = static_cast<int>(ceil_div<std::int64_t>(k_end - k_begin, kTileK));
   const int leaf_steps = static_cast<int>(leaf / kTileK);
-
-  const std::uint32_t ring = device::smem_address(smem);
-  const std::uint32_t own = ring + (row0 * kPitch + column) * 2;
-  const auto copy_weights = [&](int step) {
-    const std::uint32_t stage = own + step % Tr::kStages * Tr::kStageBytes + Tr::kTokens * kPitch * 2;
-    const std::int64_t k = k_begin + step * kTileK + column;
-#pragma unroll
-    for (int i = 0; i < Tr::kRowCopies; ++i) {
-      if (a_row[i] != nullptr) {
-        copy_piece<Tr>(stage + i * Tr::kRowStep * kPitch * 2, smem, ring, a_row[i], k, k_end);
-      }
-    }
-  };
-  const auto copy_tokens = [&](int step) {
-    const std::uint32_t stage = own + step % Tr::kStages * Tr::kStageBytes;
-    const std::int64_t k = k_begin + step * kTileK + column;
-#pragma unroll
-    for (int i = 0; i < Tr::kTokenCopies; ++i) {
-      if (token[i] >= 0) {
-        copy_piece<Tr>(stage + i * Tr::kRowStep * kPitch * 2, smem, ring, x_row[i], k, k_end);
-      }
-    }
-  };
 
   // Load. A range that fits the ring is loaded at once. kStages - 1 groups are committed whatever
   // `ahead` is: the last one may hold two steps, and groups may be empty.
   const int ahead = num_steps <= Tr::kStages ? num_steps : Tr::kStages - 1;
-  for (int step = 0; step < ahead; ++step) copy_weights(step);
+  for (int step = 0; step < ahead; ++step) copy_weights.next(smem, ring);
   device::pdl_wait();
   device::pdl_trigger();
 #pragma unroll
   for (int step = 0; step < Tr::kStages; ++step) {
-    if (step < ahead) copy_tokens(step);
+    if (step < ahead) copy_tokens.next(smem, ring);
     if (step != Tr::kStages - 2) device::cp_async_commit();
   }
 
@@ -203,18 +216,20 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       ring + ((warp_m * 16 + lane % 16) * kPitch + lane / 16 * 8 + warp_k * 16) * 2;
   const std::uint32_t a_lane =
       ring + ((Tr::kTokens + warp_n * Tr::kFragsN * 8 + lane / 16 * 8 + lane % 8) * kPitch +
-              lane / 8 % 2 * 8 + warp_k * 16) * 2;
+              lane / 8 % 2 * 8 + warp_k * 16) *
+                 2;
+  std::uint32_t stage = 0;  // bytes from the ring's start
+  int leaf_step = 0;
   for (int step = 0; step < num_steps; ++step) {
     device::cp_async_wait<Tr::kStages - 2>();
     __syncthreads();
     if (const int next = step + Tr::kStages - 1; next >= ahead && next < num_steps) {
-      copy_weights(next);
-      copy_tokens(next);
+      copy_weights.next(smem, ring);
+      copy_tokens.next(smem, ring);
     }
     device::cp_async_commit();
 
     // Compute
-    const std::uint32_t stage = step % Tr::kStages * Tr::kStageBytes;
     Fragments<Tr> frags[2];
     frags[0].load(x_lane + stage, a_lane + stage, live_frags);
 #pragma unroll
@@ -229,7 +244,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
         device::mma_16816<T>(sum[n], frags[i % 2].x, w[0], w[1]);
       }
     }
-    if ((step + 1) % leaf_steps == 0 || step + 1 == num_steps) {
+    stage = stage + Tr::kStageBytes == Tr::kSmem ? 0 : stage + Tr::kStageBytes;
+    if (++leaf_step == leaf_steps || step + 1 == num_steps) {
+      leaf_step = 0;
       const int slot = threadIdx.x % (32 * Tr::kTileWarps);
       if (warp_k == 1) {
 #pragma unroll
@@ -246,8 +263,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (warp_k != 0) return;
 
   // Store
-  const int first =
-      p.h.by_position ? first_position(p.groups, p.tiles) : 0;
+  const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int place = warp_m * 16 + half * 8 + lane / 4;

@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     zero_base_rows(p);
     return;
   }
-  const int first =
-      p.h.by_position ? first_position(p.groups, p.tiles) : 0;
+  const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
   rows.fill(p, tile.adapter, blockIdx.x * kRows);
   if (threadIdx.x < kTokens) {
     tokens[threadIdx.x] = any_token(p.groups, p.tiles, tile, threadIdx.x);
@@ -104,9 +103,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int row = warp + i * kWarps;
     if (row >= rows.count) break;
     const float v = p.h.raw ? total[i] : total[i] * rows.scale[row];
-    device::store_from_float(p.h.data, p.h.dtype,
-                             split * p.h.slab_stride + std::int64_t{h_at} * p.h.row_stride + rows.place[row],
-                             rows.weights[row] == nullptr ? 0.0f : v);
+    device::store_from_float(
+        p.h.data, p.h.dtype,
+        split * p.h.slab_stride + std::int64_t{h_at} * p.h.row_stride + rows.place[row],
+        rows.weights[row] == nullptr ? 0.0f : v);
   }
 }
 
