@@ -21,6 +21,7 @@
 #include "device/mma.cuh"
 #include "device/pdl.cuh"
 #include "lora/cuda/backend.cuh"
+#include "lora/cuda/slabs.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
@@ -28,7 +29,6 @@ namespace {
 constexpr int kGroupCols = 32;  ///< columns whose results a quad of lanes shares
 constexpr int kGroups = 2;      ///< groups of a warp
 constexpr int kStages = 4;      ///< column blocks of B in flight when a CTA walks over columns
-constexpr int kSlabLoads = 8;
 
 /// What h is: Mortar's own, rounded; Mortar's own slabs of partial sums; the caller's.
 enum class Source { kOwn, kSlabs, kCaller };
@@ -143,15 +143,7 @@ __device__ __forceinline__ uint2 load_h(const HView& h, std::int64_t row, int sl
         slice * h.slice_stride + static_cast<std::int64_t>(row) * h.row_stride + r;
     // The width of a row is a multiple of 8: 4 ranks are one access, here and below.
     const float* slab = static_cast<const float*>(h.data) + at;
-    float4 v = __ldcg(reinterpret_cast<const float4*>(slab));
-#pragma unroll kSlabLoads
-    for (int z = 1; z < h.num_slabs; ++z) {
-      const float4 u = __ldcg(reinterpret_cast<const float4*>(slab + z * h.slab_stride));
-      v.x += u.x;
-      v.y += u.y;
-      v.z += u.z;
-      v.w += u.w;
-    }
+    const float4 v = sum_slabs(slab, h.slab_stride, h.num_slabs);
     return make_uint2(
         device::pack2<T>(v.x * scale, r + 1 < rank ? v.y * scale : 0.0f),
         device::pack2<T>(r + 2 < rank ? v.z * scale : 0.0f, r + 3 < rank ? v.w * scale : 0.0f));
@@ -541,7 +533,11 @@ void launch_tile(const ExpandParams& p, Stream stream) {
   }
   if (!p.h.raw) return launch_source<T, kWarpsM, kWarpsN, Source::kOwn, true>(p, stream);
   if constexpr (kWarpsM == 1) {
-    return launch_source<T, kWarpsM, kWarpsN, Source::kSlabs, true>(p, stream);
+    check(p.h.width <= 32, "lora_expand: slabs are added here for ranks up to 32 only");
+    if (p.vector_y) {
+      return launch_traits<Traits<T, kWarpsM, kWarpsN, Source::kSlabs, true, true, 2>>(p, stream);
+    }
+    return launch_traits<Traits<T, kWarpsM, kWarpsN, Source::kSlabs, false, true, 2>>(p, stream);
   } else {
     fail(ErrorKind::kRuntime, "lora_expand: no kernel adds slabs for tiles of 64 tokens");
   }

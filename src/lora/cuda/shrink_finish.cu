@@ -10,13 +10,13 @@
 #include "device/pdl.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/rank_rows.cuh"
+#include "lora/cuda/slabs.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPlaces = 16;  ///< tokens of a tile per CTA
-constexpr int kSlabLoads = 8;
 
 struct FinishParams {
   ShrinkParams to;
@@ -55,15 +55,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (r < w.rank) {
       const float* slab = static_cast<const float*>(from.data) +
                           std::int64_t{row_from} * from.row_stride + slice * from.slice_stride + r;
-      v = __ldcg(reinterpret_cast<const float4*>(slab));
-#pragma unroll kSlabLoads
-      for (int z = 1; z < from.num_slabs; ++z) {
-        const float4 u = __ldcg(reinterpret_cast<const float4*>(slab + z * from.slab_stride));
-        v.x += u.x;
-        v.y += u.y;
-        v.z += u.z;
-        v.w += u.w;
-      }
+      v = sum_slabs(slab, from.slab_stride, from.num_slabs);
     }
     const float scale = p.to.scale * w.scale;
     const float out[4] = {v.x * scale, v.y * scale, v.z * scale, v.w * scale};
