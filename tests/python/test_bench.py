@@ -92,8 +92,8 @@ def test_a_peer_over_its_warm_up_budget_is_skipped_and_the_subject_never():
 
 
 def test_buffers_exceed_the_cache(device):
-    one = {"x": torch.zeros(1 << 18), "deep": [(torch.zeros(10, dtype=torch.int64),)]}
-    size = (1 << 20) + 80
+    one = {"x": torch.zeros(1 << 22), "deep": [(torch.zeros(10, dtype=torch.int64),)]}
+    size = (1 << 24) + 80
     count = cases.num_sets(one, Options(device), host=False)
     assert count * size >= 3 * machine.cache_bytes(device) > (count - 2) * size
     assert cases.num_sets(one, Options(device, warm=True), host=False) == 1

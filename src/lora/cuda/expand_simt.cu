@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// y (+)= h B^T for every pair of dtypes on float32 units; h stays float32.
+// y (+)= h B^T for every pair of dtypes on float32 units.
 //
 // y[t, n] (+)= sum_r h[s, t, r] B_{a(t), s}[n, r]
 // bytes  = 2 e_y M sum_s N_s (y read and written) + e_B sum_a sum_s r N_s + h
@@ -8,6 +8,8 @@
 //
 // A thread owns one column and the 16 tokens of a tile. B passes through shared memory in pieces of
 // 32 ranks, so that its rows are read coalesced; sums run over ranks in order.
+#include <type_traits>
+
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"

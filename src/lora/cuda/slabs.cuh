@@ -8,8 +8,8 @@
 
 namespace mortar::lora::cuda {
 
-/// Four neighbouring columns of all slabs, from `slab` on (16-byte aligned). The loads of eight slabs
-/// are in flight together: a loop that loads and adds would wait for L2 once per slab.
+/// Four neighbouring columns of all slabs, from `slab` on (16-byte aligned). The loads of eight
+/// slabs are in flight together: a loop that loads and adds would wait for L2 once per slab.
 __device__ __forceinline__ float4 sum_slabs(const float* slab, std::int64_t stride, int num) {
   constexpr int kLoads = 8;
   float4 sum = make_float4(0, 0, 0, 0);
