@@ -80,6 +80,8 @@ __global__ void __launch_bounds__(kThreads, 1)
           v = device::load_as_float(p.h.data, p.h.dtype, at);
         }
       }
+      // As on tensor cores: h takes the dtype of B where y has it too.
+      if constexpr (std::is_same_v<TW, TY>) v = device::to_float(device::from_float<TW>(v));
       sH[t][r] = v;
     }
     __syncthreads();
