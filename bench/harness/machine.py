@@ -124,11 +124,12 @@ def slug(info: dict[str, object]) -> str:
 def copy_roof(device: torch.device, quick: bool = False) -> float:
     """Bytes read plus written per second by a copy far larger than any cache."""
     size = (64 << 20) if quick else (2 << 30) if device.type == "cuda" else (256 << 20)
-    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    source = torch.randn(size // 4, device=device)
     target = torch.zeros_like(source)
 
     def copy() -> None:
-        target.copy_(source)
+        # A kernel: captured in a graph, copy_ becomes a memory copy node at two thirds of its speed.
+        torch.neg(source, out=target)
 
     if device.type == "cuda":
         us = time_graphs({"copy": [copy]})["copy"].us
