@@ -128,7 +128,7 @@ def copy_roof(device: torch.device, quick: bool = False) -> float:
     target = torch.zeros_like(source)
 
     def copy() -> None:
-        # A kernel: captured in a graph, copy_ becomes a memory copy node at two thirds of its speed.
+        # A kernel: in a graph, copy_ is a memory copy node, which runs at two thirds of the speed.
         torch.neg(source, out=target)
 
     if device.type == "cuda":
