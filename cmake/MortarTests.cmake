@@ -27,6 +27,7 @@ set(carried mortar_testing ${test_programs})
 if(TARGET mortar_ffi)
   list(APPEND carried mortar_ffi)
 endif()
-install(TARGETS ${carried} RUNTIME DESTINATION . LIBRARY DESTINATION .
-  COMPONENT tests EXCLUDE_FROM_ALL)
+install(TARGETS ${carried}
+  RUNTIME DESTINATION . COMPONENT tests EXCLUDE_FROM_ALL
+  LIBRARY DESTINATION . COMPONENT tests EXCLUDE_FROM_ALL)
 install(FILES ${MORTAR_HIGHWAY_LIBRARY} DESTINATION . COMPONENT tests EXCLUDE_FROM_ALL)
