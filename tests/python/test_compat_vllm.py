@@ -156,6 +156,17 @@ def test_stale_tail_of_the_indices(device):
     check_expand(inputs)
 
 
+def test_index_table_longer_than_the_batch(device):
+    """Places in the table are no rows of any buffer: only tokens lie inside the batch."""
+    inputs = make_inputs(device, hidden=1000)  # several leaves of K, so a split shrink
+    far = 1 << 22
+    head = torch.full((far,), STALE, dtype=torch.int32, device=device)
+    inputs.metadata[1] = torch.cat([head, inputs.metadata[1]])
+    inputs.metadata[3] += far
+    check_shrink(inputs)
+    check_expand(inputs)
+
+
 @pytest.mark.parametrize("kind", ["int", "tensor"])
 def test_num_active_limits_the_groups(device, kind):
     inputs = make_inputs(device, tokens=30, map="blocks")  # groups -1, 0, 1, 2, 3

@@ -38,6 +38,17 @@ TileRange tiles_of(const LoraShape& s, int tile_tokens) {
   return t;
 }
 
+/// The caller's h: one row per token.
+HView caller_h(const RowsView& rows) {
+  HView h;
+  h.data = rows.data;
+  h.dtype = rows.dtype;
+  h.slice_stride = rows.slice_stride;
+  h.row_stride = rows.row_stride;
+  h.width = static_cast<int>(rows.width);
+  return h;
+}
+
 /// h in the workspace, rows first, then slices, then ranks.
 HView internal_h(const LoraShape& s, void* data, DType dtype, std::int64_t rows) {
   HView h;
@@ -112,15 +123,13 @@ void shrink(const ShrinkProblem& problem, Stream stream) {
   p.scale = problem.scale;
   p.pad = true;
   p.zero_rows = problem.zero_rows;
-  p.h.data = problem.h.data;
-  p.h.dtype = problem.h.dtype;
-  p.h.slice_stride = problem.h.slice_stride;
-  p.h.row_stride = problem.h.row_stride;
-  p.h.width = static_cast<int>(problem.h.width);
+  p.h = caller_h(problem.h);
   if (!c.split) return run_shrink(p, s, c, stream);
 
   ShrinkParams partial = p;
   partial.h = slabs(s, problem.workspace);
+  // A caller's index table may be longer than the batch: only tokens are sure to lie inside it.
+  partial.h.by_position = problem.groups.plan != nullptr;
   partial.pad = false;
   partial.zero_rows = nullptr;
   run_shrink(partial, s, c, stream);
@@ -134,11 +143,7 @@ void expand(const ExpandProblem& problem, Stream stream) {
   const ExpandConfig c = choose_expand(s);
   ExpandParams p;
   p.y = problem.y;
-  p.h.data = problem.h.data;
-  p.h.dtype = problem.h.dtype;
-  p.h.slice_stride = problem.h.slice_stride;
-  p.h.row_stride = problem.h.row_stride;
-  p.h.width = static_cast<int>(problem.h.width);
+  p.h = caller_h(problem.h);
   p.weights = problem.weights;
   p.groups = problem.groups;
   p.tiles = tiles_of(s, c.tile_tokens);

@@ -27,7 +27,6 @@ namespace mortar::lora::cuda {
 namespace {
 
 constexpr int kGroupCols = 32;  ///< columns whose results a quad of lanes shares
-constexpr int kGroups = 2;      ///< groups of a warp
 constexpr int kStages = 4;      ///< column blocks of B in flight when a CTA walks over columns
 
 /// What h is: Mortar's own, rounded; Mortar's own slabs of partial sums; the caller's.
