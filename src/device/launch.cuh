@@ -62,6 +62,7 @@ struct Launch {
   dim3 grid;
   unsigned threads = 0;
   std::size_t smem = 0;  ///< dynamic shared memory, bytes
+  unsigned cluster_y = 1;  ///< CTAs along y that form a cluster (sm_90 and newer)
   Stream stream;
   bool pdl = false;          ///< may start before the predecessor ends (sm_90 and newer)
   bool cooperative = false;  ///< all CTAs resident at once
@@ -81,7 +82,7 @@ void launch(const char* op, const Launch& l, const Params& params) {
                op);
     opted_in[device.index].store(true, std::memory_order_relaxed);
   }
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   cudaLaunchConfig_t config{};
   config.gridDim = l.grid;
   config.blockDim = dim3(l.threads);
@@ -95,6 +96,12 @@ void launch(const char* op, const Launch& l, const Params& params) {
   if (l.cooperative) {
     attributes[config.numAttrs].id = cudaLaunchAttributeCooperative;
     attributes[config.numAttrs++].val.cooperative = 1;
+  }
+  if (l.cluster_y > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs].val.clusterDim.x = 1;
+    attributes[config.numAttrs].val.clusterDim.y = l.cluster_y;
+    attributes[config.numAttrs++].val.clusterDim.z = 1;
   }
   cuda_check(cudaLaunchKernelEx(&config, kKernel, params), op);
 }

@@ -10,18 +10,22 @@
 
 namespace mortar::lora {
 
+enum class ShrinkKernel { kSimt, kMma, kDecode, kWgmma };
+enum class ExpandKernel { kSimt, kDecode, kPrefill };
+
 struct ShrinkConfig {
-  int tile_tokens;  ///< tokens of one adapter per CTA
-  int tile_rows;    ///< rank rows per CTA
-  bool split;       ///< one CTA per leaf of K, partial sums in slabs
-  bool finish;      ///< a kernel of its own adds the slabs, not every CTA of expand
+  int tile_tokens = 16;   ///< tokens of one adapter per CTA
+  int tile_rows = 32;     ///< rank rows per CTA
+  bool split = false;     ///< slabs of partial sums, one per leaf of K
+  bool finish = false;    ///< lora_apply: a kernel of its own adds the slabs, not every CTA of expand
+  int decode_rows = 0;    ///< rank rows per CTA of the decode kernel
+  int cluster_k = 1;      ///< CTAs that share a tile's K, wgmma kernel
 };
 
 struct ExpandConfig {
-  int tile_tokens;
-  int cols;           ///< columns per CTA
-  int block_cols;     ///< columns whose B lies in shared memory at a time
-  int tiles_per_cta;  ///< consecutive tiles that share a block of B
+  ExpandKernel kernel = ExpandKernel::kSimt;
+  int cols = 128;        ///< columns of a block: what a CTA takes at a time
+  int block_cols = 128;  ///< columns whose B lies in a stage of the ring, decode kernel
 };
 
 /// What the choices look at.
@@ -38,6 +42,8 @@ inline constexpr std::int64_t kNumSms = 132;  ///< H200; fewer or more only shif
 inline constexpr std::int64_t kSmallTileTokens = 256;
 /// Workspace that an op may take whatever the problem's size.
 inline constexpr std::int64_t kWorkspaceFloor = 4 << 20;
+/// Two column blocks of B of a larger rank do not fit an SM beside y.
+inline constexpr int kExpandPrefillMaxRank = 128;
 
 /// Upper bound of the tiles that `num_tokens` tokens can make.
 inline std::int64_t max_tiles(std::int64_t num_tokens, std::int64_t num_adapters, int tile_tokens) {
@@ -60,53 +66,53 @@ inline std::int64_t workspace_budget(const LoraShape& s) {
   return std::max(kWorkspaceFloor, bytes / 100);
 }
 
+inline int tile_tokens(const LoraShape& s) {
+  return s.tensor_cores && s.num_tokens > kSmallTileTokens ? 64 : 16;
+}
+
 inline ExpandConfig choose_expand(const LoraShape& s) {
-  if (!s.tensor_cores) return {16, 128, 128, 1};
-  ExpandConfig c{s.num_tokens <= kSmallTileTokens ? 16 : 64, 128, 128, 1};
-  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, c.tile_tokens);
-  if (c.tile_tokens == 16) {
-    // A ring of four blocks of at most 24 KB: two CTAs fit an SM, with 144 KB in flight.
-    c.block_cols = std::clamp(12288 / round_up(s.max_rank, 16) / 32 * 32, 32, 256);
-    // As many CTAs as run at once, each with a run of columns; at least two blocks' worth of CTAs.
-    const std::int64_t cols = ceil_div<std::int64_t>(s.sum_widths * tiles, 2 * kNumSms);
-    c.cols = static_cast<int>(
-        round_up<std::int64_t>(std::max<std::int64_t>(cols, c.block_cols), c.block_cols));
-    if (cols < c.block_cols) c.cols = c.block_cols = std::max(64, c.block_cols / 2);
-  } else {
-    const std::int64_t ctas = tiles * ceil_div<std::int64_t>(s.sum_widths, c.cols);
-    c.tiles_per_cta = static_cast<int>(std::clamp<std::int64_t>(ctas / (6 * kNumSms), 1, 8));
+  ExpandConfig c;
+  if (!s.tensor_cores) return c;
+  if (tile_tokens(s) == 64 && h_width(s) <= kExpandPrefillMaxRank) {
+    c.kernel = ExpandKernel::kPrefill;
+    return c;
   }
+  c.kernel = ExpandKernel::kDecode;
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
+  // A stage of the ring is a block of B of 8 to 16 KB: two CTAs fit an SM beside two of shrink.
+  const int rank = round_up(s.max_rank, 16);
+  c.block_cols = rank <= 16 ? 256 : rank <= 64 ? 128 : rank <= 256 ? 64 : 32;
+  // As many CTAs as run at once, each with a run of columns.
+  const std::int64_t cols = ceil_div<std::int64_t>(s.sum_widths * tiles, 2 * kNumSms);
+  if (cols < c.block_cols) c.block_cols = std::max(32, c.block_cols / 2);
+  c.cols = static_cast<int>(round_up<std::int64_t>(cols, c.block_cols));
   return c;
 }
 
 inline ShrinkConfig choose_shrink(const LoraShape& s) {
   const int rows = s.num_slices * s.max_rank;
   const std::int64_t leaves = num_leaves(s.hidden);
-  ShrinkConfig c{16, 32, false, false};
-  if (s.tensor_cores) {
-    c.tile_tokens = s.num_tokens <= kSmallTileTokens ? 16 : 64;
-    if (c.tile_tokens == 64) {
-      c.tile_rows = rows <= 48 ? 48 : 96;
-    } else {
-      // Rows of 64 halve the CTAs; rows of 32 fill the chip when there are few of them.
-      const std::int64_t ctas =
-          max_tiles(s.num_tokens, s.num_adapters, 16) * leaves * ceil_div(rows, 64);
-      c.tile_rows = rows <= 32 || ctas < kNumSms ? 32 : 64;
-    }
+  ShrinkConfig c;
+  c.tile_tokens = tile_tokens(s);
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, c.tile_tokens);
+  const bool slabs_fit = 5 * slab_bytes(s) <= 4 * workspace_budget(s);
+  if (c.tile_tokens == 16) {
+    c.split = slabs_fit && (s.tensor_cores || leaves > 1);
+    // Where there are few tiles and leaves, rank rows are shared out as well: two CTAs per SM.
+    const std::int64_t ctas = tiles * ceil_div<std::int64_t>(s.hidden, 512);
+    const std::int64_t shares =
+        std::clamp<std::int64_t>(2 * kNumSms / std::max<std::int64_t>(ctas, 1), 1, ceil_div(rows, 16));
+    c.decode_rows = static_cast<int>(ceil_div<std::int64_t>(rows, shares));
+    c.finish = s.tensor_cores && s.max_rank > kExpandPrefillMaxRank;
+    return c;
   }
+  c.tile_rows = rows <= 48 ? 48 : 96;
   // Splitting fills the chip; without need it only writes and reads slabs.
-  const std::int64_t whole =
-      ceil_div<std::int64_t>(s.num_tokens, c.tile_tokens) * ceil_div(rows, c.tile_rows);
-  const bool few = c.tile_tokens == 16 || whole < kNumSms;
-  c.split = leaves > 1 && few && 5 * slab_bytes(s) <= 4 * workspace_budget(s);
-  if (c.split && s.tensor_cores) {
-    // Expand adds the slabs itself where that is a handful of loads per lane: low ranks, few
-    // leaves, and few tokens beside the columns of B that a CTA reads anyway.
-    const std::int64_t tile = std::min<std::int64_t>(
-        c.tile_tokens, ceil_div(s.num_tokens, std::min(s.num_tokens, s.num_adapters)));
-    c.finish = c.tile_tokens == 64 || s.max_rank > 32 || leaves > 16 ||
-               16 * leaves * tile > choose_expand(s).cols;
-  }
+  const std::int64_t ctas =
+      ceil_div<std::int64_t>(s.num_tokens, 128) * ceil_div<std::int64_t>(rows, 192);
+  c.split = leaves > 1 && slabs_fit && 4 * ctas < kNumSms;
+  c.finish = true;
+  if (!c.split && ctas <= kNumSms) c.cluster_k = 2;
   return c;
 }
 

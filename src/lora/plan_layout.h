@@ -5,8 +5,10 @@
 //   header | sorted tokens [M] | groups [G][4] | tiles of 16 tokens [T16][4] | tiles of 64 [T64][4]
 //   | tokens of the tiles of 16 [T16][16] | of the tiles of 64 [T64][64] | scratch of the planner
 //
-// A group or tile is {adapter, start, count, 0}: tokens sorted[start .. start + count). Base
-// tokens follow the active ones in `sorted`, in their own order. A tile never mixes adapters.
+// A group is {adapter, start, count, 0}: tokens sorted[start .. start + count). A tile is the same
+// with its ordinal among its adapter's tiles as fourth word, so that a kernel may take two at a
+// time. Base tokens follow the active ones in `sorted`, in their own order. A tile never mixes
+// adapters.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +32,7 @@ enum PlanWord : int {
   kPlanHeaderWords,
 };
 
-inline constexpr int kPlanEntryWords = 4;        ///< {adapter, start, count, 0}
+inline constexpr int kPlanEntryWords = 4;        ///< {adapter, start, count, ordinal or 0}
 inline constexpr int kPlanTokensPerChunk = 256;  ///< least tokens a planner CTA handles
 inline constexpr int kPlanMaxChunks = 128;
 

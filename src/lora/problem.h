@@ -11,10 +11,16 @@
 
 namespace mortar::lora {
 
-/// K is summed in leaves of this many elements, and leaves are added in order: the one summation
-/// tree of every backend and every batch size, so a token's bits do not depend on its neighbours.
+/// The CUDA backend's summation tree, the same for every batch and every kernel, so that a token's
+/// bits do not depend on its neighbours: K is cut in leaves of this many elements, leaves are added
+/// in order in the first half and in the second half of K (the first has the odd one), and the two
+/// halves are added. A leaf is one chain of MMA steps of 16.
 MORTAR_HOST_DEVICE constexpr std::int64_t leaf_size(std::int64_t hidden) {
-  return hidden <= 2048 ? 256 : 512;
+  return hidden <= 4096 ? 256 : 512;
+}
+/// Leaves of the first half.
+MORTAR_HOST_DEVICE constexpr std::int64_t first_leaves(std::int64_t num_leaves) {
+  return (num_leaves + 1) / 2;
 }
 MORTAR_HOST_DEVICE constexpr std::int64_t num_leaves(std::int64_t hidden) {
   return hidden <= 0 ? 1 : ceil_div<std::int64_t>(hidden, leaf_size(hidden));

@@ -14,12 +14,13 @@ namespace {
 struct EntryWriter {
   std::int32_t* out;
   std::int32_t num = 0;
-  void add(std::int32_t adapter, std::int32_t start, std::int32_t count) {
+  void add(std::int32_t adapter, std::int32_t start, std::int32_t count,
+           std::int32_t ordinal = 0) {
     std::int32_t* e = out + kPlanEntryWords * static_cast<std::int64_t>(num++);
     e[0] = adapter;
     e[1] = start;
     e[2] = count;
-    e[3] = 0;
+    e[3] = ordinal;
   }
 };
 
@@ -30,7 +31,7 @@ void add_tiles(EntryWriter& tiles, std::int32_t* tokens, std::int32_t tile,
   for (std::int32_t done = 0; done < count; done += tile) {
     const std::int32_t part = std::min(tile, count - done);
     std::copy_n(sorted + start + done, part, tokens + std::int64_t{tile} * tiles.num);
-    tiles.add(adapter, start + done, part);
+    tiles.add(adapter, start + done, part, done / tile);
   }
 }
 

@@ -10,7 +10,7 @@ namespace mortar::lora::cuda {
 
 dim3 expand_grid(const ExpandParams& p) {
   return dim3(static_cast<unsigned>(p.block_start[p.weights.num_slices]),
-              static_cast<unsigned>(ceil_div(p.tiles.num, p.tiles_per_cta)));
+              static_cast<unsigned>(p.tiles.num * (p.tiles.tile_tokens / 16)));
 }
 
 namespace {
@@ -49,6 +49,8 @@ HView caller_h(const RowsView& rows) {
   return h;
 }
 
+bool is_aligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; }
+
 /// h in the workspace, rows first, then slices, then ranks.
 HView internal_h(const LoraShape& s, void* data, DType dtype, std::int64_t rows) {
   HView h;
@@ -59,6 +61,7 @@ HView internal_h(const LoraShape& s, void* data, DType dtype, std::int64_t rows)
   h.row_stride = h.slice_stride * s.num_slices;
   h.slab_stride = h.row_stride * rows;
   h.by_position = true;
+  h.vector = is_half(dtype);
   return h;
 }
 
@@ -68,8 +71,6 @@ HView slabs(const LoraShape& s, void* workspace) {
   h.raw = true;
   return h;
 }
-
-bool is_aligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; }
 
 /// Whether every row of x and A starts at a multiple of 16 bytes and has no odd end. (The pointers
 /// of a table are 16-byte aligned by contract.)
@@ -90,20 +91,30 @@ bool allows_vectors(const RowsView& y, const WeightsView& w, std::int64_t offset
 }
 
 void run_shrink(ShrinkParams p, const LoraShape& s, const ShrinkConfig& c, Stream stream) {
+  if (!s.tensor_cores) return shrink_simt(p, c, stream);
   p.vector = allows_vectors(p.x, p.weights);
-  (s.tensor_cores ? shrink_mma : shrink_simt)(p, c, stream);
+  if (p.vector && c.tile_tokens == 16 && p.h.raw) return shrink_decode(p, c, stream);
+  const bool wgmma = p.vector && c.tile_tokens == 64 && p.groups.plan != nullptr &&
+                     device::current_device().arch == 90;
+  (wgmma ? shrink_wgmma : shrink_mma)(p, c, stream);
 }
 
 void run_expand(ExpandParams p, const LoraShape& s, const ExpandConfig& c, Stream stream) {
   p.vector_y = allows_vectors(p.y, p.weights, p.offset);
   p.cols = c.cols;
   p.block_cols = c.block_cols;
-  p.tiles_per_cta = c.tiles_per_cta;
   for (int i = 0; i < s.num_slices; ++i) {
     p.block_start[i + 1] =
         p.block_start[i] + static_cast<int>(ceil_div<std::int64_t>(p.weights.widths[i], c.cols));
   }
-  (s.tensor_cores ? expand_mma : expand_simt)(p, c, stream);
+  switch (c.kernel) {
+    case ExpandKernel::kSimt:
+      return expand_simt(p, c, stream);
+    case ExpandKernel::kDecode:
+      return expand_decode(p, stream);
+    case ExpandKernel::kPrefill:
+      return expand_prefill(p, stream);
+  }
 }
 
 std::int64_t finished_bytes(const LoraShape& s) {
@@ -144,9 +155,12 @@ void expand(const ExpandProblem& problem, Stream stream) {
   ExpandParams p;
   p.y = problem.y;
   p.h = caller_h(problem.h);
+  p.h.width = std::min(p.h.width, static_cast<int>(h_width(s)));
+  p.h.vector = p.h.dtype == p.y.dtype && is_half(p.h.dtype) && is_aligned(p.h.data) &&
+               p.h.row_stride % 8 == 0 && p.h.slice_stride % 8 == 0;
   p.weights = problem.weights;
   p.groups = problem.groups;
-  p.tiles = tiles_of(s, c.tile_tokens);
+  p.tiles = tiles_of(s, tile_tokens(s));
   p.offset = problem.offset;
   p.add_inputs = problem.add_inputs;
   run_expand(p, s, c, stream);
@@ -176,7 +190,7 @@ void apply(const ApplyProblem& problem, Stream stream) {
   // Weights and plan are older than the predecessor: the contract of lora.h.
   shrink.early = true;
   const ExpandConfig e = choose_expand(s);
-  expand.tiles = tiles_of(s, e.tile_tokens);
+  expand.tiles = shrink.tiles;
 
   if (c.split) {
     shrink.h = slabs(s, problem.workspace);

@@ -14,17 +14,24 @@ void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64
           std::int32_t* plan, Stream stream);
 void read_plan_header(const std::int32_t* plan, std::int32_t* header, Stream stream);
 
-/// Partial or whole h = x A^T on tensor cores: x and A of one 16-bit type.
+/// Slabs of h = x A^T for tiles of 16 tokens, on tensor cores: x and A of one 16-bit type, aligned.
+void shrink_decode(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
+/// h, whole or in slabs, for tiles of 64 tokens of a plan, on the tensor cores of sm_90a.
+void shrink_wgmma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
+/// h, whole or in slabs, on the tensor cores of any architecture: all that the other two leave.
 void shrink_mma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
 /// The same for every pair of dtypes, on ordinary float32 units.
 void shrink_simt(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
 /// Adds the slabs of `from` in order, scales, and writes to.h.
 void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream);
 /// y (+)= h B^T on tensor cores: B and y of one 16-bit type.
-void expand_mma(const ExpandParams& p, const ExpandConfig& c, Stream stream);
+void expand_decode(const ExpandParams& p, Stream stream);
+/// The same for tiles of 64 tokens, h not in slabs and ranks up to kExpandPrefillMaxRank.
+void expand_prefill(const ExpandParams& p, Stream stream);
+/// The same for every pair of dtypes, on ordinary float32 units.
 void expand_simt(const ExpandParams& p, const ExpandConfig& c, Stream stream);
 
-/// Grid of an expand kernel: column blocks, then groups of tiles.
+/// Column blocks, then tiles of 16 tokens.
 dim3 expand_grid(const ExpandParams& p);
 
 }  // namespace mortar::lora::cuda

@@ -14,6 +14,7 @@
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "lora/cuda/backend.cuh"
+#include "lora/cuda/slabs.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
@@ -38,8 +39,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int cols = static_cast<int>(
       min(static_cast<std::int64_t>(kThreads), p.weights.widths[slice] - first_col));
 
-  device::pdl_wait();
   device::pdl_trigger();
+  device::pdl_wait();
   const int local = static_cast<int>(blockIdx.y);
   Tile tile;
   const bool live = local < p.tiles.num && find_any_tile(p.groups, p.tiles, p.weights.num_adapters,
@@ -72,10 +73,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         const std::int64_t at =
             slice * p.h.slice_stride + std::int64_t{row} * p.h.row_stride + r0 + r;
         if (p.h.raw) {
-          const float* slab = static_cast<const float*>(p.h.data) + at;
-          v = slab[0];
-          for (int z = 1; z < p.h.num_slabs; ++z) v += slab[z * p.h.slab_stride];
-          v *= p.scale * w.scale;
+          v = p.scale * w.scale *
+              sum_slabs_scalar(static_cast<const float*>(p.h.data) + at, p.h.slab_stride,
+                               p.h.num_slabs);
         } else {
           v = device::load_as_float(p.h.data, p.h.dtype, at);
         }
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <class TW, class TY>
 void launch_typed(const ExpandParams& p, const ExpandConfig& c, Stream stream) {
-  check(c.tile_tokens == kTokens && p.cols == kThreads && p.tiles_per_cta == 1,
-        "lora_expand: the float32 kernel takes one tile of 16 tokens and 128 columns only");
+  check(p.tiles.tile_tokens == kTokens && p.cols == kThreads,
+        "lora_expand: the float32 kernel takes a tile of 16 tokens and 128 columns only");
   device::Launch l;
   l.grid = expand_grid(p);
   l.threads = kThreads;

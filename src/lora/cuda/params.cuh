@@ -20,7 +20,8 @@ struct HView {
   std::int64_t slab_stride = 0, slice_stride = 0, row_stride = 0;
   int num_slabs = 1;
   int width = 0;     ///< columns per slice
-  bool raw = false;  ///< scales still to be applied
+  bool raw = false;     ///< scales still to be applied
+  bool vector = false;  ///< rows of 16-bit elements that start at multiples of 16 bytes
   bool by_position = false;
 };
 
@@ -43,6 +44,7 @@ struct ShrinkParams {
   float scale = 1;
   bool pad = false;     ///< write zeros from an adapter's rank to h.width
   bool vector = false;  ///< K, x and A allow 16-byte accesses throughout
+  int rows_per_cta = 0;  ///< rank rows, decode kernel
   bool early = false;   ///< weights and plan may be read before the predecessor has ended
   const std::int32_t* zero_rows = nullptr;
 };
@@ -56,10 +58,10 @@ struct ExpandParams {
   std::int64_t offset = 0;
   float scale = 1;  ///< with raw h
   bool add_inputs = true;
-  bool early = false;  ///< everything but h may be read before the predecessor has ended
-  int cols = 0;        ///< columns per CTA
-  int block_cols = 0;  ///< columns of B that a CTA holds per stage of its ring
-  int tiles_per_cta = 1;
+  bool early = false;  ///< weights and plan may be read before the predecessor has ended
+  int cols = 0;        ///< columns of a block: what a CTA takes at a time
+  int block_cols = 0;  ///< columns of B per stage of the ring, decode kernel
+  int log_run = 0;     ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel
   int block_start[kLoraMaxSlices + 1] = {};  ///< first column block of each slice
   bool vector_y = false;  ///< every row and block of y is 16-byte aligned and whole
 };

@@ -79,7 +79,8 @@ __device__ void write_tiles(std::int32_t* list, std::int32_t* tokens, int num_ti
     int4 entry = make_int4(0, 0, 0, 0);
     if (t < num_tiles) {
       entry.x = last_not_above(first_tile, num_adapters, t);
-      entry.y = first_token[entry.x] + (t - first_tile[entry.x]) * tile_tokens;
+      entry.w = t - first_tile[entry.x];
+      entry.y = first_token[entry.x] + entry.w * tile_tokens;
       entry.z = min(first_token[entry.x + 1] - entry.y, tile_tokens);
     }
     *reinterpret_cast<int4*>(list + kPlanEntryWords * t) = entry;

@@ -17,32 +17,38 @@ struct RankRows {
   float scale[kRows];
   int count;
 
-  /// Called by the whole CTA; a barrier must follow before use.
-  __device__ __forceinline__ void fill(const ShrinkParams& p, int adapter, int first) {
+  /// At most `most` rows. Called by the whole CTA; a barrier must follow before use.
+  __device__ __forceinline__ void fill(const ShrinkParams& p, int adapter, int first,
+                                       int most = kRows) {
+    // Each lane looks up one slice, so that the loads of all slices are one trip.
     const int size = p.weights.dtype == DType::kFloat32 ? 4 : 2;
-    for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
-      int before = 0, slice = -1, own_first = 0, own_rank = 0;
+    const int own_slice = min(static_cast<int>(threadIdx.x % 32), p.weights.num_slices - 1);
+    const SliceWeights own = p.weights.get(adapter, own_slice);
+    const int own_rank = min(own.rank, p.h.width);
+    for (int base = 0; base < most; base += blockDim.x) {
+      const int i = base + static_cast<int>(threadIdx.x);
+      int before = 0, slice = -1, r = 0;
       for (int s = 0; s < p.weights.num_slices; ++s) {
-        const int rank = min(p.weights.rank(adapter, s), p.h.width);
-        const int listed = p.pad ? p.h.width : rank;
+        const int listed = p.pad ? p.h.width : __shfl_sync(0xffffffffu, own_rank, s);
         if (first + i >= before && first + i < before + listed) {
           slice = s;
-          own_first = before;
-          own_rank = rank;
+          r = first + i - before;
         }
         before += listed;
       }
-      weights[i] = nullptr;
-      place[i] = 0;
-      scale[i] = 0;
-      if (slice >= 0) {
-        const SliceWeights w = p.weights.get(adapter, slice);
-        const int r = first + i - own_first;
-        if (r < own_rank) weights[i] = static_cast<const char*>(w.a) + r * w.a_row_stride * size;
+      const int from = max(slice, 0);
+      const int rank = __shfl_sync(0xffffffffu, own_rank, from);
+      const auto a = reinterpret_cast<const char*>(
+          __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(own.a), from));
+      const auto stride =
+          __shfl_sync(0xffffffffu, static_cast<long long>(own.a_row_stride), from);
+      const float own_scale = __shfl_sync(0xffffffffu, own.scale, from);
+      if (i < most) {
+        weights[i] = slice >= 0 && r < rank ? a + r * stride * size : nullptr;
         place[i] = slice * p.h.slice_stride + r;
-        scale[i] = p.scale * w.scale;
+        scale[i] = p.scale * own_scale;
       }
-      if (i == 0) count = max(0, min(before - first, kRows));
+      if (i == 0) count = max(0, min(before - first, most));
     }
   }
 };

@@ -25,8 +25,8 @@ struct FinishParams {
 
 __global__ void __launch_bounds__(kThreads, 1)
     finish_kernel(const __grid_constant__ FinishParams p) {
-  device::pdl_wait();
   device::pdl_trigger();
+  device::pdl_wait();
   const int tile_index = p.to.tiles.first + static_cast<int>(blockIdx.z);
   Tile tile;
   const bool live =
@@ -55,7 +55,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (r < w.rank) {
       const float* slab = static_cast<const float*>(from.data) +
                           std::int64_t{row_from} * from.row_stride + slice * from.slice_stride + r;
-      v = sum_slabs(slab, from.slab_stride, from.num_slabs);
+      SlabSum slabs(slab, from.slab_stride, from.num_slabs);
+      slabs.load();
+      v = slabs.sum();
     }
     const float scale = p.to.scale * w.scale;
     const float out[4] = {v.x * scale, v.y * scale, v.z * scale, v.w * scale};

@@ -11,8 +11,7 @@
 // A CTA takes one tile of tokens of one adapter, up to kRows rank rows of all its slices taken
 // together, and all of K or (split) one leaf of it. Copies go through a ring of cp.async stages, so
 // that the bytes in flight do not depend on the compiler. Tokens are the A operand, weights the B
-// operand of the MMA. A leaf is two MMA chains, over its even and its odd steps of 16, in two
-// warps, added; leaves are added in order: so splitting over CTAs or not gives the same bits.
+// operand of the MMA. The summation tree (leaf_size in problem.h) does not depend on the split.
 #include <type_traits>
 
 #include "device/convert.cuh"
@@ -27,7 +26,6 @@ namespace {
 
 constexpr int kTileK = 128;
 constexpr int kPitch = kTileK + 8;  ///< elements; 272 B rows make ldmatrix free of bank conflicts
-constexpr int kWarpsK = 2;          ///< warps that share a fragment's sum: even and odd steps of 16
 
 template <class T_, int kWarpsM_, int kWarpsN_, int kFragsN_, int kStages_, bool kVector_,
           bool kPlan_>
@@ -38,8 +36,7 @@ struct Traits {
   static constexpr int kStages = kStages_;
   static constexpr bool kVector = kVector_;  ///< every row of x and A is 16-byte aligned
   static constexpr bool kPlan = kPlan_;      ///< tokens are grouped by a plan, else by segments
-  static constexpr int kTileWarps = kWarpsM * kWarpsN;
-  static constexpr int kThreads = 32 * kTileWarps * kWarpsK;
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kTokens = 16 * kWarpsM;
   static constexpr int kRows = 8 * kWarpsN * kFragsN;
   static constexpr int kStageBytes = (kTokens + kRows) * kPitch * 2;
@@ -51,7 +48,7 @@ struct Traits {
   static_assert(kTokens % kRowStep == 0, "every thread copies as many pieces of x");
 };
 
-constexpr int kSteps = kTileK / 16 / kWarpsK;  ///< MMA steps of a warp per stage
+constexpr int kSteps = kTileK / 16;  ///< MMA steps of a warp per stage
 
 /// One 16-byte piece into the ring: the 8 elements at `src`, of which the first `left` lie inside
 /// K; zeros for the others.
@@ -129,16 +126,15 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   using T = typename Tr::T;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RankRows<Tr::kRows> rows;
-  __shared__ float odd_sums[4 * Tr::kFragsN][32 * Tr::kTileWarps];
 
   // Coordinates
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warp_m = warp % Tr::kWarpsM, warp_n = warp / Tr::kWarpsM % Tr::kWarpsN;
-  const int warp_k = warp / Tr::kTileWarps;
+  const int warp_m = warp % Tr::kWarpsM, warp_n = warp / Tr::kWarpsM;
   const int split = blockIdx.y;
   const int tile_index = p.tiles.first + static_cast<int>(blockIdx.z);
   const int column = threadIdx.x % Tr::kPieces * 8;
   const int row0 = threadIdx.x / Tr::kPieces;
+  device::pdl_trigger();
   if (!p.early) device::pdl_wait();
 
   // Guard
@@ -154,7 +150,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   }
   if (!live) {
     device::pdl_wait();
-    device::pdl_trigger();
     zero_base_rows(p);
     return;
   }
@@ -181,7 +176,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   const int num_rows = rows.count;
   if (num_rows == 0) {
     device::pdl_wait();
-    device::pdl_trigger();
     return;
   }
   RowCopies<Tr, Tr::kRowCopies> copy_weights;
@@ -202,21 +196,22 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   const int ahead = num_steps <= Tr::kStages ? num_steps : Tr::kStages - 1;
   for (int step = 0; step < ahead; ++step) copy_weights.next(smem, ring);
   device::pdl_wait();
-  device::pdl_trigger();
 #pragma unroll
   for (int step = 0; step < Tr::kStages; ++step) {
     if (step < ahead) copy_tokens.next(smem, ring);
     if (step != Tr::kStages - 2) device::cp_async_commit();
   }
 
-  float total[Tr::kFragsN][4] = {};
+  float first_half[Tr::kFragsN][4] = {}, total[Tr::kFragsN][4] = {};
   float sum[Tr::kFragsN][4] = {};
+  const int middle =
+      static_cast<int>(first_leaves(num_leaves(p.weights.hidden))) * leaf_steps;  // step
   const int live_frags = (num_rows - warp_n * Tr::kFragsN * 8 + 7) / 8;
   const std::uint32_t x_lane =
-      ring + ((warp_m * 16 + lane % 16) * kPitch + lane / 16 * 8 + warp_k * 16) * 2;
+      ring + ((warp_m * 16 + lane % 16) * kPitch + lane / 16 * 8) * 2;
   const std::uint32_t a_lane =
       ring + ((Tr::kTokens + warp_n * Tr::kFragsN * 8 + lane / 16 * 8 + lane % 8) * kPitch +
-              lane / 8 % 2 * 8 + warp_k * 16) *
+              lane / 8 % 2 * 8) *
                  2;
   std::uint32_t stage = 0;  // bytes from the ring's start
   int leaf_step = 0;
@@ -235,7 +230,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       if (i + 1 < kSteps) {
-        const std::uint32_t next = stage + (i + 1) * kWarpsK * 32;
+        const std::uint32_t next = stage + (i + 1) * 32;
         frags[(i + 1) % 2].load(x_lane + next, a_lane + next, live_frags);
       }
 #pragma unroll
@@ -247,20 +242,17 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     stage = stage + Tr::kStageBytes == Tr::kSmem ? 0 : stage + Tr::kStageBytes;
     if (++leaf_step == leaf_steps || step + 1 == num_steps) {
       leaf_step = 0;
-      const int slot = threadIdx.x % (32 * Tr::kTileWarps);
-      if (warp_k == 1) {
-#pragma unroll
-        for (int i = 0; i < 4 * Tr::kFragsN; ++i) odd_sums[i][slot] = sum[i / 4][i % 4];
-      }
-      __syncthreads();  // the next leaf's writes are at least one more barrier away
 #pragma unroll
       for (int i = 0; i < 4 * Tr::kFragsN; ++i) {
-        if (warp_k == 0) total[i / 4][i % 4] += sum[i / 4][i % 4] + odd_sums[i][slot];
+        total[i / 4][i % 4] += sum[i / 4][i % 4];
         sum[i / 4][i % 4] = 0;
+        if (step + 1 == middle) {
+          first_half[i / 4][i % 4] = total[i / 4][i % 4];
+          total[i / 4][i % 4] = 0;
+        }
       }
     }
   }
-  if (warp_k != 0) return;
 
   // Store
   const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
@@ -279,7 +271,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       for (int c = 0; c < 2; ++c) {
         const int r = (warp_n * Tr::kFragsN + n) * 8 + lane % 4 * 2 + c;
         if (r >= num_rows) continue;
-        float v = total[n][half * 2 + c];
+        float v = first_half[n][half * 2 + c] + total[n][half * 2 + c];
         if (!p.h.raw) v *= rows.scale[r];
         if (rows.weights[r] == nullptr) v = 0;
         device::store_from_float(p.h.data, p.h.dtype, base + rows.place[r], v);

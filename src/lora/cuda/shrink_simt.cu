@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int split = blockIdx.y;
-  device::pdl_wait();
   device::pdl_trigger();
+  device::pdl_wait();
   const int tile_index = p.tiles.first + static_cast<int>(blockIdx.z);
   Tile tile;
   const bool live = static_cast<int>(blockIdx.z) < p.tiles.num &&
@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::int64_t k_end = whole ? p.weights.hidden : min(k_begin + leaf, p.weights.hidden);
 
   // Lane t of the total of a row holds token t's sum.
-  float total[kRowsPerWarp] = {};
+  float total[kRowsPerWarp] = {}, first_half[kRowsPerWarp] = {};
+  const std::int64_t middle = whole ? leaf * first_leaves(num_leaves(k_end)) : k_end;
   for (std::int64_t k0 = k_begin; k0 < k_end; k0 += leaf) {
     const int n = static_cast<int>(min(leaf, k_end - k0));
     __syncthreads();
@@ -91,6 +92,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int d = 16; d > 0; d /= 2) sum[t] += __shfl_xor_sync(0xffffffffu, sum[t], d);
         if (lane == t) own = sum[t];
       }
+      if (k0 == middle) {
+        first_half[i] = total[i];
+        total[i] = 0;
+      }
       total[i] += own;
     }
   }
@@ -102,7 +107,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int i = 0; i < kRowsPerWarp; ++i) {
     const int row = warp + i * kWarps;
     if (row >= rows.count) break;
-    const float v = p.h.raw ? total[i] : total[i] * rows.scale[row];
+    const float sum = first_half[i] + total[i];
+    const float v = p.h.raw ? sum : sum * rows.scale[row];
     device::store_from_float(
         p.h.data, p.h.dtype,
         split * p.h.slab_stride + std::int64_t{h_at} * p.h.row_stride + rows.place[row],

@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+// Warpgroup matrix multiply of sm_90a: wgmma.m64nNk16 on 16-bit operands in shared memory, with
+// float32 sums. PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
+//
+// Operands lie K-major with the 128-byte swizzle: 64 elements (128 bytes) a row, rows one after
+// another, the 16-byte piece p of row r at piece p ^ (r % 8); blocks start at multiples of 1024
+// bytes. Kernels that call these guard their bodies with __CUDA_ARCH_FEAT_SM90_ALL.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/async_copy.cuh"
+
+namespace mortar::device {
+
+inline constexpr int kSwizzleBytes = 128;  ///< of a row of an operand in shared memory
+
+/// Byte offset of the 16-byte piece `piece` of row `row` in a swizzled block.
+__device__ __forceinline__ std::uint32_t swizzled(int row, int piece) {
+  return row * kSwizzleBytes + (piece ^ (row & 7)) * 16;
+}
+
+/// Copies kRows rows into a swizzled block, 64 elements of each from element k on, 16 bytes at a
+/// time: kThreads threads share the work, thread t with `rows` at row t / 8, `to` at its place
+/// swizzled(t / 8, t % 8) and k for its piece. The rows' pointers lie in shared memory; a null one
+/// is no row: its place in the block stays as it is. k_end is a multiple of 8: what lies past it is
+/// not read and becomes zeros.
+template <class T, int kRows, int kThreads>
+__device__ __forceinline__ void copy_swizzled(const void* const* rows, std::uint32_t to, int k,
+                                              int k_end) {
+  constexpr int kStep = kThreads / 8, kCopies = kRows / kStep;
+  constexpr int kBatch = 4;  // pointers read together, or every one would wait for shared memory
+  static_assert(kRows % kStep == 0 && kStep % 8 == 0, "threads copy alike, in one swizzle phase");
+  const int bytes = k < k_end ? 16 : 0;
+#pragma unroll
+  for (int base = 0; base < kCopies; base += kBatch) {
+    const T* row[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      row[i] = base + i < kCopies ? static_cast<const T*>(rows[(base + i) * kStep]) : nullptr;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (base + i < kCopies && row[i] != nullptr) {
+        cp_async_16(to + (base + i) * kStep * kSwizzleBytes, row[i] + k, bytes);
+      }
+    }
+  }
+}
+
+/// Matrix descriptor of a swizzled block at shared-memory address `address`: groups of 8 rows are
+/// 1024 bytes apart (the other stride has no meaning for this layout). To step by 16 elements of K
+/// inside a row, add kDescriptorStep.
+__device__ __forceinline__ std::uint64_t wgmma_descriptor(std::uint32_t address) {
+  constexpr std::uint64_t kStride = std::uint64_t{1024 / 16} << 32;
+  constexpr std::uint64_t kLeading = std::uint64_t{1} << 16;
+  constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
+  return kSwizzle128 | kStride | kLeading | ((address & 0x3ffff) >> 4);
+}
+inline constexpr std::uint64_t kDescriptorStep = 32 / 16;
+
+/// Orders the warpgroup's accesses to registers before the next wgmma.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+/// Waits until at most N committed groups are in flight.
+template <int N>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+/// Keeps the compiler from reading sums before the wait that precedes this, or from writing them
+/// after the wgmma that follows.
+template <int N>
+__device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+/// Makes this thread's writes to shared memory (cp.async that has landed, too) visible to wgmma; a
+/// barrier must follow.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// clang-format off
+#define MORTAR_WGMMA_N48(kind)                                                                    \
+  asm volatile(                                                                                   \
+      "{\n"                                                                                       \
+      ".reg .pred p;\n"                                                                           \
+      "setp.ne.b32 p, %26, 0;\n"                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32." kind "." kind " {"                            \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
+      "%16, %17, %18, %19, %20, %21, %22, %23}, "                                                 \
+      "%24, %25, p, 1, 1, 0, 0;\n"                                                                \
+      "}\n"                                                                                       \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),                   \
+        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),                 \
+        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),             \
+        "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])              \
+      : "l"(a), "l"(b), "r"(add))
+
+#define MORTAR_WGMMA_N96(kind)                                                                    \
+  asm volatile(                                                                                   \
+      "{\n"                                                                                       \
+      ".reg .pred p;\n"                                                                           \
+      "setp.ne.b32 p, %50, 0;\n"                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32." kind "." kind " {"                            \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "          \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "         \
+      "%48, %49, p, 1, 1, 0, 0;\n"                                                                \
+      "}\n"                                                                                       \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),                   \
+        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),                 \
+        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),             \
+        "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),             \
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),             \
+        "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),             \
+        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),             \
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])              \
+      : "l"(a), "l"(b), "r"(add))
+
+#define MORTAR_WGMMA_N144(kind)                                                                   \
+  asm volatile(                                                                                   \
+      "{\n"                                                                                       \
+      ".reg .pred p;\n"                                                                           \
+      "setp.ne.b32 p, %74, 0;\n"                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n144k16.f32." kind "." kind " {"                           \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "          \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "          \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "          \
+      "%64, %65, %66, %67, %68, %69, %70, %71}, "                                                 \
+      "%72, %73, p, 1, 1, 0, 0;\n"                                                                \
+      "}\n"                                                                                       \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),                   \
+        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),                 \
+        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),             \
+        "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),             \
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),             \
+        "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),             \
+        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),             \
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),             \
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),             \
+        "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),             \
+        "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]),             \
+        "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])              \
+      : "l"(a), "l"(b), "r"(add))
+
+#define MORTAR_WGMMA_N192(kind)                                                                   \
+  asm volatile(                                                                                   \
+      "{\n"                                                                                       \
+      ".reg .pred p;\n"                                                                           \
+      "setp.ne.b32 p, %98, 0;\n"                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." kind "." kind " {"                           \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "          \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "          \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "          \
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "          \
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "         \
+      "%96, %97, p, 1, 1, 0, 0;\n"                                                                \
+      "}\n"                                                                                       \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),                   \
+        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),                 \
+        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),             \
+        "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),             \
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),             \
+        "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),             \
+        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),             \
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),             \
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),             \
+        "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),             \
+        "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]),             \
+        "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),             \
+        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]),             \
+        "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),             \
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]),             \
+        "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])              \
+      : "l"(a), "l"(b), "r"(add))
+// clang-format on
+
+/// d = a b^T, plus d if `add`, for a [64, 16] and b [kN, 16]; asynchronous. Thread 32 w + l of the
+/// warpgroup holds in d[4 j + 2 h + c] row 16 w + 8 h + l / 4, column 8 j + l % 4 * 2 + c.
+template <class T, int kN>
+__device__ __forceinline__ void wgmma(float* d, std::uint64_t a, std::uint64_t b, int add) {
+  static_assert(kN % 48 == 0 && kN <= 192, "a width for which there is a wrapper");
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  if constexpr (kN == 48) {
+    if constexpr (kBf16) MORTAR_WGMMA_N48("bf16");
+    if constexpr (!kBf16) MORTAR_WGMMA_N48("f16");
+  } else if constexpr (kN == 96) {
+    if constexpr (kBf16) MORTAR_WGMMA_N96("bf16");
+    if constexpr (!kBf16) MORTAR_WGMMA_N96("f16");
+  } else if constexpr (kN == 144) {
+    if constexpr (kBf16) MORTAR_WGMMA_N144("bf16");
+    if constexpr (!kBf16) MORTAR_WGMMA_N144("f16");
+  } else {
+    if constexpr (kBf16) MORTAR_WGMMA_N192("bf16");
+    if constexpr (!kBf16) MORTAR_WGMMA_N192("f16");
+  }
+}
+
+#undef MORTAR_WGMMA_N48
+#undef MORTAR_WGMMA_N96
+#undef MORTAR_WGMMA_N144
+#undef MORTAR_WGMMA_N192
+
+// ---- what a producer and a consumer warpgroup need ----------------------------------------------
+
+/// A barrier in shared memory on which other threads wait than those that arrive.
+struct Mbarrier {
+  std::uint64_t word;
+
+  __device__ __forceinline__ void init(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&word)), "r"(arrivals)
+                 : "memory");
+  }
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&word)) : "memory");
+  }
+  /// Arrives when all earlier cp.async of this thread have landed.
+  __device__ __forceinline__ void arrive_after_copies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(&word))
+                 : "memory");
+  }
+  /// Waits for the end of the phase of this parity: 0 for the first.
+  __device__ __forceinline__ void wait(std::uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@!p bra again;\n"
+        "}\n" ::"r"(smem_address(&word)),
+        "r"(parity)
+        : "memory");
+  }
+};
+
+/// Gives registers of a whole warpgroup back, or takes them.
+template <int kRegisters>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace mortar::device

@@ -1,0 +1,434 @@
+// SPDX-License-Identifier: Apache-2.0
+// y (+)= h B^T for many tokens per adapter, on tensor cores, B and y of one 16-bit type.
+//
+// y[t, n] (+)= sum_r h[s, t, r] B_{a(t), s}[n, r]        N hidden out, r rank
+// bytes  = 4 M sum_s N_s (y read and written) + 2 sum_a sum_s r N_s (B of adapters in use) + h
+// FLOP   = 2 M N r: never the limit below r of about 256
+// 8192 tokens, 16 adapters, qkv: 204 MB -> 48 us (r16), 214 MB -> 50 us (r64)
+// limit  : DRAM; y is 95 % of the bytes
+//
+// The grid is as large as fits at once. A CTA walks over steps of one tile of 64 tokens and one block
+// of 128 columns; y, h and (where the adapter or the block changes) B of the next steps are in
+// flight in a ring of cp.async stages meanwhile, and the tokens of the tiles beyond those, so that
+// nothing waits for a chain of loads. Neighbouring CTAs have neighbouring blocks of the same tokens:
+// whole rows of y are open at a time.
+// Columns: inside groups of 32, MMA fragment j takes columns 8a + 2j + b, so that a lane's results
+// are 8 consecutive columns: 16 bytes. Results go back through shared memory: y moves in runs of
+// 256 bytes both ways.
+#include <algorithm>
+
+#include "device/convert.cuh"
+#include "device/launch.cuh"
+#include "device/mma.cuh"
+#include "device/pdl.cuh"
+#include "lora/cuda/backend.cuh"
+#include "lora/cuda/expand_tile.cuh"
+
+namespace mortar::lora::cuda {
+namespace {
+
+constexpr int kWorkers = 256;              ///< threads that copy and compute
+constexpr int kThreads = kWorkers + 32;    ///< and one warp that looks ahead
+constexpr int kTokens = 64;  ///< of a tile
+constexpr int kCols = 128;   ///< of a block
+constexpr int kWarpsM = 4, kGroups = 2;
+constexpr int kYBytes = kTokens * kCols * 2;
+/// Segments whose table is copied to shared memory; more of them are looked up in global memory.
+constexpr int kSharedSegments = 256;
+
+template <class T_, bool kVectorY_, bool kPlan_, bool kOwnH_, int kStages_>
+struct Traits {
+  using T = T_;
+  static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
+  static constexpr bool kPlan = kPlan_;        ///< tokens are grouped by a plan, else by segments
+  static constexpr bool kOwnH = kOwnH_;        ///< h is lora_apply's: rows of T by position
+  static constexpr int kStages = kStages_;
+  static constexpr int kAhead = kStages - 1;     ///< steps whose data is in flight
+  static constexpr int kScout = 2 * kAhead + 1;  ///< steps that the scout is ahead
+  static constexpr int kSlots = kScout + 1;
+};
+
+/// What all warps need of a step. The scout, the last warp, fills it in time.
+struct StepSlot {
+  int4 entry;  ///< of the tile: {adapter, start, count, -}
+  int tokens[kTokens];
+  const void* b;             ///< B of the block's first column
+  std::int64_t b_stride;     ///< elements between columns
+  std::int64_t h_at, y_col;  ///< elements before the slice in a row of h, the block in a row of y
+  int block;
+  int cols, rank;
+  int b_slot;
+  bool live;   ///< there is something to do
+  bool fresh;  ///< B differs from the last step's
+};
+
+/// 16-byte piece of a row of the y tile: odd rows are turned by 64 bytes, which frees the reads of
+/// two rows by a quad each from bank conflicts.
+__device__ __forceinline__ int y_place(int row, int piece) {
+  return row * kCols * 2 + (piece ^ ((row & 1) << 2)) * 16;
+}
+
+/// The last warp's walk over the CTA's steps: runs of 2^log_run tiles of a block, blocks first; the CTA
+/// takes every gridDim.x-th run.
+template <class Tr>
+struct Scout {
+  const ExpandParams& p;
+  const GroupsView& groups;
+  StepSlot* slots;
+  int num_blocks, num_tiles;
+
+  // The step whose tile is looked up next, and what the last prepared step had.
+  int step = 0, in_run = 0, run = 0, block = 0;
+  int last_block = -1, last_adapter = -1, b_slot = 0;
+  Block at;
+
+  __device__ __forceinline__ Scout(const ExpandParams& params, const GroupsView& g, StepSlot* s,
+                                   int tiles)
+      : p(params), groups(g), slots(s), num_tiles(tiles) {
+    num_blocks = p.block_start[p.weights.num_slices];
+    next_run(static_cast<int>(blockIdx.x));
+  }
+  __device__ __forceinline__ int num_steps() const {
+    const int items = ((num_tiles + (1 << p.log_run) - 1) >> p.log_run) * num_blocks;
+    const int cta = static_cast<int>(blockIdx.x), ctas = static_cast<int>(gridDim.x);
+    return cta < items ? ((items - 1 - cta) / ctas + 1) << p.log_run : 0;
+  }
+  __device__ __forceinline__ void next_run(int ahead) {
+    for (block += ahead; block >= num_blocks; block -= num_blocks) ++run;
+  }
+
+  /// Tile and tokens of the next step. With a plan the copy is in flight on return.
+  __device__ __forceinline__ void look_up() {
+    const int lane = threadIdx.x % 32;
+    StepSlot& slot = slots[step % Tr::kSlots];
+    const int tile = (run << p.log_run) + in_run, index = p.tiles.first + tile;
+    bool live = tile < num_tiles;
+    if constexpr (Tr::kPlan) {
+      if (live && lane < kTokens / 4) {
+        device::cp_async_16(&slot.tokens[lane * 4],
+                            groups.plan + p.tiles.tokens + index * kTokens + lane * 4);
+      } else if (live && lane == kTokens / 4) {
+        device::cp_async_16(&slot.entry, groups.plan + p.tiles.list + kPlanEntryWords * index);
+      }
+    } else {
+      Tile t;
+      live = live && find_segment_tile(groups, p.weights.num_adapters, kTokens, index, &t);
+      if (live) {
+        for (int i = lane; i < kTokens; i += 32) {
+          slot.tokens[i] = tile_token<false>(groups, p.tiles, t, i, -1);
+        }
+        if (lane == 0) slot.entry = make_int4(t.adapter, t.start, t.count, 0);
+      }
+    }
+    if (lane == 0) {
+      slot.live = live;
+      slot.block = block;
+    }
+    ++step;
+    if (++in_run == 1 << p.log_run) {
+      in_run = 0;
+      next_run(static_cast<int>(gridDim.x));
+    }
+  }
+
+  /// The rest of step s, whose tile has arrived: one lane's work.
+  __device__ __forceinline__ void prepare(int s) {
+    StepSlot& slot = slots[s % Tr::kSlots];
+    if (threadIdx.x != kWorkers || !slot.live) return;
+    const int adapter = slot.entry.x;
+    slot.fresh = slot.block != last_block || adapter != last_adapter;
+    if (slot.block != last_block) at = find_block(p, slot.block);
+    last_block = slot.block;
+    last_adapter = adapter;
+    const SliceWeights w = p.weights.get(adapter, at.slice);
+    if (slot.fresh) b_slot = b_slot + 1 == Tr::kStages ? 0 : b_slot + 1;
+    slot.b = static_cast<const typename Tr::T*>(w.b) + at.first * w.b_row_stride;
+    slot.b_stride = w.b_row_stride;
+    slot.h_at = at.slice * p.h.slice_stride;
+    slot.y_col = at.y_col;
+    slot.cols = at.cols;
+    slot.rank = min(w.rank, p.h.width);
+    slot.b_slot = b_slot;
+    slot.live = slot.rank > 0;
+  }
+};
+
+/// Where a step's tile and its data lie.
+template <class Tr>
+struct Cursor {
+  int slot = 0, stage = 0;
+  __device__ __forceinline__ void next() {
+    slot = slot + 1 == Tr::kSlots ? 0 : slot + 1;
+    stage = stage + 1 == Tr::kStages ? 0 : stage + 1;
+  }
+};
+
+template <class Tr>
+struct Worker {
+  using T = typename Tr::T;
+  const ExpandParams& p;
+  unsigned char* ring;
+  const StepSlot* slots;
+  int stage_bytes;
+  int first_row;
+  std::int64_t y_stride;
+  int piece, row0;  ///< this thread's part of copying y: 8 columns of every 16th row
+
+  __device__ __forceinline__ Worker(const ExpandParams& params, unsigned char* smem,
+                                    const StepSlot* s, int bytes, int first)
+      : p(params),
+        ring(smem),
+        slots(s),
+        stage_bytes(bytes),
+        first_row(first),
+        y_stride(params.y.row_stride),
+        piece(threadIdx.x % 16),
+        row0(threadIdx.x / 16) {}
+
+  __device__ __forceinline__ unsigned char* y_stage(int stage) const {
+    return ring + stage * stage_bytes;
+  }
+  __device__ __forceinline__ T* h_stage(int stage) const {
+    return reinterpret_cast<T*>(y_stage(stage) + kYBytes);
+  }
+  __device__ __forceinline__ T* b_stage(int stage, int pitch) const {
+    return h_stage(stage) + kTokens * pitch;
+  }
+
+  __device__ __forceinline__ void issue_b(const StepSlot& t) const {
+    if (!t.live || !t.fresh) return;
+    const BCopy<T> copy(static_cast<const T*>(t.b), t.b_stride, t.rank, kWorkers);
+    copy.block(b_stage(t.b_slot, RankTile(p.h.width).pitch()), 0, t.cols);
+  }
+
+  /// y and h of a step.
+  __device__ __forceinline__ void issue_rows(const StepSlot& t, int stage) const {
+    if (!t.live) return;
+    if (p.add_inputs && piece * 8 < t.cols) {
+      const T* y = static_cast<const T*>(p.y.data) + t.y_col + piece * 8;
+      unsigned char* dst = y_stage(stage) + y_place(row0, piece);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = t.tokens[row0 + 16 * i];
+        const T* src = y + max(token, 0) * y_stride;
+        unsigned char* at = dst + i * 16 * kCols * 2;
+        if constexpr (Tr::kVectorY) {
+          device::cp_async_16(device::smem_address(at), src, token >= 0 ? 16 : 0);
+        } else if (token >= 0) {
+          *reinterpret_cast<device::Pack<T, 8>*>(at) =
+              device::load_pack<T, 8>(src, t.cols - piece * 8);
+        }
+      }
+    }
+    const Tile tile{t.entry.x, t.entry.y, t.entry.z};
+    if constexpr (Tr::kOwnH) {
+      // Rows of one after the other.
+      const RankTile ranks(t.rank);
+      const int h_piece = static_cast<int>(threadIdx.x) & ((1 << ranks.log_pieces) - 1);
+      const int step = kWorkers >> ranks.log_pieces, bytes = piece_bytes(t.rank - h_piece * 8);
+      int i = static_cast<int>(threadIdx.x) >> ranks.log_pieces;
+      const T* src = static_cast<const T*>(p.h.data) + t.h_at + (bytes > 0 ? h_piece * 8 : 0) +
+                     (tile.start - first_row + i) * p.h.row_stride;
+      if (h_piece * 8 >= round_up(t.rank, 16)) i = kTokens;
+      T* h_tile = h_stage(stage);
+      for (; i < tile.count; i += step, src += step * p.h.row_stride) {
+        device::cp_async_16(device::smem_address(h_tile + ranks.place(i, h_piece)), src, bytes);
+      }
+    } else {
+      copy_h<T>(p.h, tile, t.tokens, first_row, t.h_at, t.rank, h_stage(stage), kWorkers);
+    }
+  }
+
+  __device__ __forceinline__ void compute(const StepSlot& t, int stage) const {
+    if (!t.live) return;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp_m = warp % kWarpsM, warp_n = warp / kWarpsM;
+    if (warp_m * 16 >= t.entry.z || warp_n * 64 >= t.cols) return;
+    const RankTile ranks(t.rank);
+    float acc[kGroups][4][4] = {};
+    multiply<T, kGroups>(
+        acc, a_fragment_row(h_stage(stage), ranks.pitch(), warp_m * 16),
+        b_fragment_row(b_stage(t.b_slot, RankTile(p.h.width).pitch()), ranks.pitch(), warp_n * 64),
+        ranks, ceil_div(t.rank, 16));
+    const int row = warp_m * 16 + lane / 4;
+    unsigned char* y_tile = y_stage(stage);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      auto* y = reinterpret_cast<uint4*>(y_tile + y_place(row, warp_n * 8 + g * 4 + lane % 4));
+#pragma unroll
+      for (int half = 0; half < 2; ++half, y += 8 * kCols * 2 / 16) {
+        *y = add_products<T>(*y, acc[g], half, p.add_inputs);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const StepSlot& t, int stage) const {
+    if (!t.live || piece * 8 >= t.cols) return;
+    T* y = static_cast<T*>(p.y.data) + t.y_col + piece * 8;
+    const unsigned char* src = y_stage(stage) + y_place(row0, piece);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = t.tokens[row0 + 16 * i];
+      const auto v = *reinterpret_cast<const uint4*>(src + i * 16 * kCols * 2);
+      T* dst = y + token * y_stride;
+      if (token < 0) continue;
+      if constexpr (Tr::kVectorY) {
+        *reinterpret_cast<uint4*>(dst) = v;
+      } else {
+        device::store_pack<T, 8>(dst, *reinterpret_cast<const device::Pack<T, 8>*>(&v),
+                                 t.cols - piece * 8);
+      }
+    }
+  }
+};
+
+/// Tiles of 64 tokens that the segments make; every warp counts for itself.
+__device__ __forceinline__ int count_segment_tiles(const GroupsView& g, std::int64_t num_adapters) {
+  int tiles = 0;
+  for (int i = threadIdx.x % 32; i < g.num_segments; i += 32) {
+    const int id = g.ids[i], start = g.starts[i];
+    int count = g.counts[i];
+    if (id < 0 || id >= num_adapters || count <= 0 || start < 0 || start >= g.num_sorted) continue;
+    if (count > g.num_sorted - start) count = static_cast<int>(g.num_sorted - start);
+    tiles += (count - 1) / kTokens + 1;
+  }
+  return __reduce_add_sync(0xffffffffu, tiles);
+}
+
+template <class Tr>
+__global__ void __launch_bounds__(kThreads, 2)
+    expand_prefill_kernel(const __grid_constant__ ExpandParams p) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ StepSlot slots[Tr::kSlots];
+  __shared__ int segments[Tr::kPlan ? 1 : 3 * kSharedSegments];
+  device::pdl_trigger();
+  if (!p.early) device::pdl_wait();
+
+  GroupsView groups = p.groups;
+  int num_tiles = 0;
+  if constexpr (Tr::kPlan) {
+    const int4 head = __ldcg(reinterpret_cast<const int4*>(groups.plan));
+    const bool same = head.x == p.tiles.num_tokens && head.y == p.weights.num_adapters;
+    num_tiles = same ? min(head.w - p.tiles.first, p.tiles.num) : 0;
+  } else {
+    const int n = static_cast<int>(groups.num_segments);
+    if (n <= kSharedSegments) {
+      for (int i = threadIdx.x; i < n; i += kThreads) {
+        segments[i] = groups.ids[i];
+        segments[kSharedSegments + i] = groups.counts[i];
+        segments[2 * kSharedSegments + i] = groups.starts[i];
+      }
+      __syncthreads();
+      groups.ids = segments;
+      groups.counts = segments + kSharedSegments;
+      groups.starts = segments + 2 * kSharedSegments;
+    }
+    num_tiles = min(count_segment_tiles(groups, p.weights.num_adapters), p.tiles.num);
+  }
+
+  const int stage_bytes = kYBytes + (kTokens + kCols) * RankTile(p.h.width).pitch() * 2;
+  const bool is_scout = threadIdx.x >= kWorkers;
+  Scout<Tr> scout(p, groups, slots, max(num_tiles, 0));
+  const int num_steps = scout.num_steps();
+  if (is_scout) {
+    for (int s = 0; s < Tr::kScout; ++s) scout.look_up();
+    device::cp_async_commit();
+    device::cp_async_wait<0>();
+    __syncwarp();
+    for (int s = 0; s <= Tr::kAhead; ++s) scout.prepare(s);
+  }
+  __syncthreads();
+  if (is_scout) {
+    if (p.early) device::pdl_wait();
+    for (int s = 0; s < Tr::kAhead; ++s) device::cp_async_commit();
+    for (int s = 0; s < num_steps; ++s) {
+      device::cp_async_wait<Tr::kAhead - 1>();
+      __syncthreads();
+      scout.look_up();
+      device::cp_async_commit();
+      scout.prepare(s + Tr::kAhead + 1);
+      __syncthreads();
+    }
+    return;
+  }
+  const Worker<Tr> worker(p, smem, slots, stage_bytes,
+                          p.h.by_position ? first_position(groups, p.tiles) : 0);
+  // B of the first steps does not depend on the predecessor.
+  Cursor<Tr> ahead, now;
+#pragma unroll 1
+  for (int s = 0; s < Tr::kAhead; ++s) worker.issue_b(slots[s]);
+  if (p.early) device::pdl_wait();
+#pragma unroll 1
+  for (int s = 0; s < Tr::kAhead; ++s, ahead.next()) {
+    worker.issue_rows(slots[ahead.slot], ahead.stage);
+    device::cp_async_commit();
+  }
+#pragma unroll 1
+  for (int s = 0; s < num_steps; ++s, ahead.next(), now.next()) {
+    device::cp_async_wait<Tr::kAhead - 1>();
+    __syncthreads();
+    worker.issue_b(slots[ahead.slot]);
+    worker.issue_rows(slots[ahead.slot], ahead.stage);
+    device::cp_async_commit();
+    worker.compute(slots[now.slot], now.stage);
+    __syncthreads();
+    worker.store(slots[now.slot], now.stage);
+  }
+}
+
+// ---- host ---------------------------------------------------------------------------------------
+
+template <class T, bool kVectorY, bool kPlan, bool kOwnH, int kStages>
+void launch_stages(ExpandParams p, Stream stream) {
+  using Tr = Traits<T, kVectorY, kPlan, kOwnH, kStages>;
+  device::Launch l;
+  l.threads = kThreads;
+  l.smem = static_cast<std::size_t>(kStages) *
+           (kYBytes + (kTokens + kCols) * RankTile(p.h.width).pitch() * 2);
+  const int ctas_per_sm = 2 * (l.smem + 8192) <= 228 * 1024 ? 2 : 1;
+  const int num_ctas = device::current_device().num_sms * ctas_per_sm;
+  const std::int64_t steps = std::int64_t{p.tiles.num} * p.block_start[p.weights.num_slices];
+  // Long runs re-use B; short ones spread evenly.
+  p.log_run = 0;
+  while (p.log_run < 3 && steps > (std::int64_t{24} * num_ctas << p.log_run)) ++p.log_run;
+  l.grid = dim3(static_cast<unsigned>(std::min<std::int64_t>(steps, num_ctas)));
+  l.stream = stream;
+  l.pdl = true;
+  device::launch<expand_prefill_kernel<Tr>>("lora_expand", l, p);
+}
+
+template <class T, bool kVectorY, bool kPlan, bool kOwnH>
+void launch_h(const ExpandParams& p, Stream stream) {
+  // Two CTAs an SM as long as their stages fit.
+  if (p.h.width <= 16) return launch_stages<T, kVectorY, kPlan, kOwnH, 4>(p, stream);
+  if (p.h.width <= 32) return launch_stages<T, kVectorY, kPlan, kOwnH, 3>(p, stream);
+  return launch_stages<T, kVectorY, kPlan, kOwnH, 2>(p, stream);
+}
+
+template <class T, bool kVectorY>
+void launch_vector(const ExpandParams& p, Stream stream) {
+  if (p.groups.plan == nullptr) return launch_h<T, kVectorY, false, false>(p, stream);
+  if (!p.h.by_position) return launch_h<T, kVectorY, true, false>(p, stream);
+  check(p.h.vector, "lora_expand: lora_apply's own h must have aligned rows of 16-bit elements");
+  launch_h<T, kVectorY, true, true>(p, stream);
+}
+
+template <class T>
+void launch_typed(const ExpandParams& p, Stream stream) {
+  if (p.vector_y) return launch_vector<T, true>(p, stream);
+  launch_vector<T, false>(p, stream);
+}
+
+}  // namespace
+
+void expand_prefill(const ExpandParams& p, Stream stream) {
+  check(p.h.width <= kExpandPrefillMaxRank && !p.h.raw,
+        "lora_expand: no kernel for tiles of 64 tokens and rank ", p.h.width);
+  if (p.y.dtype == DType::kBFloat16) {
+    launch_typed<__nv_bfloat16>(p, stream);
+  } else {
+    launch_typed<__half>(p, stream);
+  }
+}
+
+}  // namespace mortar::lora::cuda

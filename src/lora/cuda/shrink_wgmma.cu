@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: Apache-2.0
+// h = x A^T on the warpgroup tensor cores of sm_90a, for many tokens grouped by a plan.
+//
+// h[s, t, r] = sum_k x[t, k] A_{a(t), s}[r, k]      K hidden, R = sum over slices of ranks
+// bytes  = 2 M K (x, once for all slices) + 2 K sum_a R_a (A of the adapters in use) + h
+// FLOP   = 2 M K R: 13 us at R = 192 at the rate of wgmma
+// 8192 tokens, K=4096, 16 adapters: 73 MB (R=48) -> 17 us, 92 MB (R=192) -> 22 us
+// limit  : DRAM, and L2 beside it: 128 tokens read A once, R / 128 of x's bytes
+// wrong  : few tokens (tiles of 16 start sooner), segments, rows that are not 16-byte aligned
+//
+// A CTA takes two or three tiles of 64 tokens of one adapter, a warpgroup each, and up to kRows
+// rank rows of all its slices taken together. A further warpgroup streams K through a ring of
+// cp.async stages in the swizzle that wgmma reads. (All warps both copying and multiplying, with a
+// barrier per stage: 40 us against 32 at R = 192. Pointers read from shared memory one by one, each
+// before its copy: 47.) Summation: a leaf of K is one chain of MMA steps from zero; the first half
+// of the leaves is added in order, then the second half, then both halves. A cluster of two CTAs
+// takes a half each, a grid a leaf each (slabs), or one CTA both halves: the same bits.
+#include <cooperative_groups.h>
+
+#include <algorithm>
+
+#include "device/async_copy.cuh"
+#include "device/convert.cuh"
+#include "device/launch.cuh"
+#include "device/pdl.cuh"
+#include "device/wgmma.cuh"
+#include "lora/cuda/backend.cuh"
+#include "lora/cuda/rank_rows.cuh"
+#include "lora/cuda/store_sums.cuh"
+#include "lora/cuda/tile_run.cuh"
+
+namespace mortar::lora::cuda {
+namespace {
+
+constexpr int kTileK = device::kSwizzleBytes / 2;  ///< elements of a stage
+constexpr int kProducers = 128;
+
+/// How much of K a CTA sums.
+enum class Share {
+  kAll,   ///< both halves of the leaves, the sums of the first one parked in shared memory
+  kPart,  ///< one half, of a cluster of two CTAs, or one leaf
+};
+
+template <class T_, int kRows_, int kTiles_, int kStages_, int kMinCtas_, Share kShare_>
+struct Traits {
+  using T = T_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kTiles = kTiles_;  ///< of 64 tokens, a consumer warpgroup each
+  static constexpr int kTokens = 64 * kTiles;
+  static constexpr int kStages = kStages_;
+  static constexpr int kMinCtas = kMinCtas_;
+  static constexpr bool kAll = kShare_ == Share::kAll;
+  static constexpr int kConsumers = 128 * kTiles;
+  static constexpr int kThreads = kConsumers + kProducers;
+  static constexpr int kSums = kRows / 2;  ///< sums of a thread
+  static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes;
+  static constexpr int kStageBytes = kTokenBytes + kRows * device::kSwizzleBytes;
+  static constexpr int kRing = kStages * kStageBytes;
+  static constexpr int kSumBytes = kConsumers * kSums * 4;
+  static constexpr int kParked = kAll ? kSumBytes : 0;
+  // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
+  static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters =
+      std::min(240, kRegisters + (kRegisters - kProducerRegisters) / kTiles / 8 * 8);
+  static_assert(kRows % 48 == 0, "there is an MMA of so many columns");
+  static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
+  static_assert(kSumBytes <= kRing, "sums of a cluster's second CTA fit where the ring was");
+};
+
+/// What lies in shared memory behind the ring and the parked sums.
+template <class Tr>
+struct Shared {
+  Column columns[Tr::kRows];
+  RankRows<Tr::kRows> rows;
+  const void* tokens[Tr::kTokens];  ///< row of x; null: no token
+  device::Mbarrier full[Tr::kStages], empty[Tr::kStages];
+  TileRun<Tr::kTiles, Tr::kThreads> run;
+};
+template <class Tr>
+constexpr int kSmem = Tr::kRing + Tr::kParked + int{sizeof(Shared<Tr>)};
+
+/// The stage of a ring that is next, and how often the ring has been walked through.
+template <class Tr>
+struct Cursor {
+  int stage = 0;
+  std::uint32_t round = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == Tr::kStages) {
+      stage = 0;
+      ++round;
+    }
+  }
+};
+
+/// The CTA's part of K: leaves [first, end), the middle of all leaves, and what follows from them.
+struct Range {
+  int leaf, first, end, middle, k_begin, k_end, num_steps;
+};
+
+template <class Tr>
+__device__ __forceinline__ Range range_of(const ShrinkParams& p) {
+  const int hidden = static_cast<int>(p.weights.hidden), part = static_cast<int>(blockIdx.y);
+  const int num = static_cast<int>(num_leaves(hidden));
+  Range r{static_cast<int>(leaf_size(hidden)), 0, num, (num + 1) / 2, 0, 0, 0};
+  if (p.h.num_slabs > 1) {
+    r.first = part;
+    r.end = part + 1;
+  } else if (!Tr::kAll) {  // the half of a cluster's CTA
+    if (part == 0) r.end = r.middle;
+    if (part == 1) r.first = r.middle;
+  }
+  r.k_begin = r.first * r.leaf;
+  r.k_end = min(r.end * r.leaf, hidden);
+  r.num_steps = max(0, ceil_div(r.k_end - r.k_begin, kTileK));
+  return r;
+}
+
+/// Fills the ring: the weights of the first stages before the predecessor's end is awaited.
+template <class Tr>
+__device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& shared,
+                                        std::uint32_t ring) {
+  using T = typename Tr::T;
+  const int thread = static_cast<int>(threadIdx.x) - Tr::kConsumers;
+  const int piece = thread % 8, row0 = thread / 8;  // 16 bytes of a row, and the first row
+  const Range r = range_of<Tr>(p);
+  const std::uint32_t to = ring + device::swizzled(row0, piece);
+  const void* const* tokens = shared.tokens + row0;
+  const void* const* weights = shared.rows.weights + row0;
+  const int ahead = min(r.num_steps, Tr::kStages);
+  int k = r.k_begin + piece * 8;
+  for (int step = 0; step < ahead; ++step) {
+    device::copy_swizzled<T, Tr::kRows, kProducers>(
+        weights, to + step * Tr::kStageBytes + Tr::kTokenBytes, k + step * kTileK, r.k_end);
+  }
+  device::pdl_wait();
+  Cursor<Tr> at;
+  for (int step = 0; step < r.num_steps; ++step, k += kTileK, at.next()) {
+    const std::uint32_t stage = to + at.stage * Tr::kStageBytes;
+    if (step >= ahead) {
+      shared.empty[at.stage].wait((at.round - 1) & 1);
+      device::copy_swizzled<T, Tr::kRows, kProducers>(weights, stage + Tr::kTokenBytes, k, r.k_end);
+    }
+    device::copy_swizzled<T, Tr::kTokens, kProducers>(tokens, stage, k, r.k_end);
+    shared.full[at.stage].arrive_after_copies();
+  }
+}
+
+/// Sums of a consumer warpgroup over the CTA's part of K (kAll: over the second half of it, with
+/// those of the first half parked). They start at +0 and leaves are added to them, so that a leaf
+/// of -0 gives +0 on all paths.
+template <class Tr>
+__device__ __forceinline__ void consume(const ShrinkParams& p, Shared<Tr>& shared,
+                                        std::uint32_t ring, float4* parked,
+                                        float (&total)[Tr::kSums]) {
+  using T = typename Tr::T;
+  const Range r = range_of<Tr>(p);
+  const int warpgroup = threadIdx.x / 128;
+  const bool signals = threadIdx.x % 32 == 0;
+  float sum[Tr::kSums];
+#pragma unroll
+  for (int i = 0; i < Tr::kSums; ++i) sum[i] = total[i] = 0;
+  Cursor<Tr> at;
+  int step = 0;
+  for (int leaf = r.first; leaf < r.end; ++leaf) {
+    const int leaf_end = min(r.num_steps, step + r.leaf / kTileK);
+    int last = -1;  // stage of the MMAs in flight
+    for (; step < leaf_end; ++step, at.next()) {
+      shared.full[at.stage].wait(at.round & 1);
+      device::fence_async_proxy();  // cp.async wrote through the generic proxy
+      device::wgmma_keep(sum);
+      device::wgmma_fence();
+      const std::uint32_t stage = ring + at.stage * Tr::kStageBytes;
+      const auto x = device::wgmma_descriptor(stage + warpgroup * 64 * device::kSwizzleBytes);
+      const auto a = device::wgmma_descriptor(stage + Tr::kTokenBytes);
+#pragma unroll
+      for (int i = 0; i < kTileK / 16; ++i) {
+        const int add = i > 0 || last >= 0;
+        device::wgmma<T, Tr::kRows>(sum, x + i * device::kDescriptorStep,
+                                    a + i * device::kDescriptorStep, add);
+      }
+      device::wgmma_commit();
+      device::wgmma_wait<1>();
+      if (last >= 0 && signals) shared.empty[last].arrive();
+      last = at.stage;
+    }
+    device::wgmma_wait<0>();
+    device::wgmma_keep(sum);
+    if (last >= 0 && signals) shared.empty[last].arrive();
+#pragma unroll
+    for (int i = 0; i < Tr::kSums; ++i) total[i] += sum[i];
+    if constexpr (Tr::kAll) {
+      if (leaf + 1 == r.middle) {
+        put_sums<Tr::kConsumers>(parked, total);
+#pragma unroll
+        for (int i = 0; i < Tr::kSums; ++i) total[i] = 0;
+      }
+    }
+  }
+}
+
+template <class Tr>
+__global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
+    shrink_wgmma_kernel(const __grid_constant__ ShrinkParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using T = typename Tr::T;
+  namespace cg = cooperative_groups;
+  extern __shared__ __align__(1024) unsigned char smem[];
+  auto& shared = *reinterpret_cast<Shared<Tr>*>(smem + Tr::kRing + Tr::kParked);
+  auto* parked = reinterpret_cast<float4*>(smem + Tr::kRing);
+  const std::uint32_t ring = device::smem_address(smem);
+
+  // Guard
+  device::pdl_trigger();
+  if (!p.early) device::pdl_wait();
+  if (static_cast<int>(blockIdx.z) >= p.tiles.num ||
+      !shared.run.find(p.groups, p.tiles, p.weights.num_adapters)) {
+    device::pdl_wait();
+    zero_base_rows(p);
+    return;
+  }
+
+  // Pointers
+  if (threadIdx.x < Tr::kTokens) {
+    const int place = static_cast<int>(threadIdx.x);
+    const int token =
+        place < shared.run.tile.count ? shared.run.token(p.groups, p.tiles, place) : -1;
+    const auto* x = static_cast<const T*>(p.x.data);
+    shared.tokens[place] = token < 0 ? nullptr : x + token * p.x.row_stride;
+  }
+  shared.rows.fill(p, shared.run.tile.adapter, blockIdx.x * Tr::kRows);
+  if (threadIdx.x < Tr::kStages) {
+    shared.full[threadIdx.x].init(kProducers);
+    shared.empty[threadIdx.x].init(Tr::kConsumers / 32);
+  }
+  __syncthreads();
+  if (shared.rows.count == 0) {
+    device::pdl_wait();
+    return;
+  }
+
+  // Load
+  if (threadIdx.x >= Tr::kConsumers) {
+    device::fewer_registers<Tr::kProducerRegisters>();
+    produce<Tr>(p, shared, ring);
+    return;
+  }
+
+  // Compute
+  device::more_registers<Tr::kConsumerRegisters>();
+  if (threadIdx.x < Tr::kRows) {
+    shared.columns[threadIdx.x] = Column::of(shared.rows, static_cast<int>(threadIdx.x), p.h.raw);
+  }
+  device::pdl_wait();
+  float total[Tr::kSums];
+  consume<Tr>(p, shared, ring, parked, total);
+
+  // Rows of h of a thread's two tokens
+  const int part = static_cast<int>(blockIdx.y);
+  const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
+  const Tile tile = shared.run.tile;
+  std::int64_t base[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int place = static_cast<int>(threadIdx.x) / 32 * 16 + i * 8 + threadIdx.x % 32 / 4;
+    const bool there = place < tile.count;
+    const int token = there && !p.h.by_position ? shared.run.token(p.groups, p.tiles, place) : 0;
+    base[i] = there ? h_row(p.h, tile, first, place, token) * p.h.row_stride : -1;
+    if (there && p.h.num_slabs > 1) base[i] += part * p.h.slab_stride;
+  }
+
+  // Reduce and store: the sum of both halves of K
+  const auto consumers_sync = [] {
+    asm volatile("barrier.sync 1, %0;" ::"n"(Tr::kConsumers) : "memory");
+  };
+  if constexpr (Tr::kAll) {
+    consumers_sync();  // columns
+    add_sums<Tr::kConsumers>(total, parked);
+    store_sums(p.h, base, shared.columns, total);
+  } else if (p.h.num_slabs > 1) {
+    consumers_sync();
+    store_sums(p.h, base, shared.columns, total);
+  } else {
+    // Each CTA of the cluster takes half of the columns.
+    constexpr int kHalf = Tr::kSums / 2;
+    float own[kHalf], other[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      own[i] = part == 0 ? total[i] : total[kHalf + i];
+      other[i] = part == 0 ? total[kHalf + i] : total[i];
+    }
+    const auto group = cg::this_cluster();
+    group.sync();  // both rings are free
+    put_sums<Tr::kConsumers>(group.map_shared_rank(reinterpret_cast<float4*>(smem), 1 - part),
+                             other);
+    group.sync();
+    add_sums<Tr::kConsumers>(own, reinterpret_cast<const float4*>(smem));
+    store_sums(p.h, base, shared.columns + part * Tr::kRows / 2, own);
+  }
+#endif
+}
+
+// ---- host ---------------------------------------------------------------------------------------
+
+template <class Tr>
+void launch_traits(const ShrinkParams& p, int num_rows, bool cluster, Stream stream) {
+  static_assert((kSmem<Tr> + 1024) * Tr::kMinCtas <= 228 * 1024, "the CTAs fit an SM");
+  const std::int64_t runs =
+      TileRun<Tr::kTiles, Tr::kThreads>::most(p.tiles, p.weights.num_adapters);
+  device::Launch l;
+  l.grid = dim3(static_cast<unsigned>(ceil_div(num_rows, Tr::kRows)),
+                static_cast<unsigned>(cluster ? 2 : p.h.num_slabs),
+                p.zero_rows != nullptr ? shrink_depth(p) : static_cast<unsigned>(runs));
+  l.cluster_y = cluster ? 2 : 1;
+  l.threads = Tr::kThreads;
+  l.smem = kSmem<Tr>;
+  l.stream = stream;
+  l.pdl = true;
+  device::launch<shrink_wgmma_kernel<Tr>>("lora_shrink", l, p);
+}
+
+struct Shape {
+  int rows, tiles;  ///< of a CTA
+};
+
+/// The shape whose clusters take the least time, by the rows of x and A that an SM reads: with one
+/// CTA per SM, 150 of them take as long as 264. (8192 tokens, K=4096, R=48: 2 tiles 23.8 us for one
+/// adapter, 36.7 for 16; 3 tiles 24.8 and 27.8.)
+Shape choose_shape(const ShrinkParams& p, int num_rows) {
+  constexpr Shape kShapes[] = {{48, 2}, {48, 3}, {96, 2}, {96, 3}, {144, 2}, {192, 2}};
+  constexpr std::int64_t kStart = 64;  // a CTA's start and end, in rows
+  const std::int64_t groups = std::min(p.tiles.num_tokens, p.weights.num_adapters);
+  const std::int64_t full = std::max<std::int64_t>(p.tiles.num - groups, 0);
+  Shape best{};
+  std::int64_t least = 0;
+  for (const Shape s : kShapes) {
+    // The last run of an adapter is half full in the mean.
+    const std::int64_t runs = ceil_div<std::int64_t>(full, s.tiles) + groups / 2;
+    const std::int64_t ctas = 2 * runs * ceil_div(num_rows, s.rows);
+    const std::int64_t rows = 64 * s.tiles + std::min(num_rows, s.rows) + kStart;
+    const std::int64_t time = ceil_div(std::max<std::int64_t>(ctas, 1), kNumSms) * rows;
+    if (least == 0 || time < least) {
+      least = time;
+      best = s;
+    }
+  }
+  return best;
+}
+
+/// As many stages as the shared memory of an SM holds.
+template <class T>
+void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
+  const int num_rows = p.weights.num_slices * (p.pad ? p.h.width : p.weights.max_rank);
+  const auto run = [&]<class Tr>(device::TypeTag<Tr>) {
+    launch_traits<Tr>(p, num_rows, c.cluster_k == 2, stream);
+  };
+#define MORTAR_RUN(...) return run(device::TypeTag<Traits<T, __VA_ARGS__>>{})
+  if (c.cluster_k == 2) {
+    const Shape s = choose_shape(p, num_rows);
+    if (s.rows == 48 && s.tiles == 2) MORTAR_RUN(48, 2, 9, 1, Share::kPart);
+    if (s.rows == 48) MORTAR_RUN(48, 3, 7, 1, Share::kPart);
+    if (s.rows == 96 && s.tiles == 2) MORTAR_RUN(96, 2, 7, 1, Share::kPart);
+    if (s.rows == 96) MORTAR_RUN(96, 3, 6, 1, Share::kPart);
+    if (s.rows == 144) MORTAR_RUN(144, 2, 6, 1, Share::kPart);
+    MORTAR_RUN(192, 2, 5, 1, Share::kPart);
+  }
+  if (p.h.num_slabs > 1) {
+    if (num_rows <= 48) MORTAR_RUN(48, 2, 5, 2, Share::kPart);
+    if (num_rows <= 96) MORTAR_RUN(96, 2, 7, 1, Share::kPart);
+    if (num_rows <= 144) MORTAR_RUN(144, 2, 6, 1, Share::kPart);
+    MORTAR_RUN(192, 2, 5, 1, Share::kPart);
+  }
+  if (num_rows <= 48) MORTAR_RUN(48, 2, 3, 2, Share::kAll);
+  if (num_rows <= 96) MORTAR_RUN(96, 2, 6, 1, Share::kAll);
+  if (num_rows <= 144) MORTAR_RUN(144, 2, 4, 1, Share::kAll);
+  MORTAR_RUN(192, 2, 3, 1, Share::kAll);
+#undef MORTAR_RUN
+}
+
+}  // namespace
+
+void shrink_wgmma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
+  check(p.groups.plan != nullptr && p.vector && p.tiles.tile_tokens == 64,
+        "lora_shrink: wgmma needs a plan's tiles of 64 tokens and rows of whole 16-byte pieces");
+  check(c.cluster_k == 1 || (c.cluster_k == 2 && p.h.num_slabs == 1),
+        "lora_shrink: a cluster holds 1 CTA, or 2 without slabs, got ", c.cluster_k);
+  if (p.x.dtype == DType::kBFloat16) {
+    launch_typed<__nv_bfloat16>(p, c, stream);
+  } else {
+    launch_typed<__half>(p, c, stream);
+  }
+}
+
+}  // namespace mortar::lora::cuda

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a CTA that takes several tiles of 64 tokens finds them in a plan.
+#pragma once
+
+#include <cstdint>
+
+#include "device/async_copy.cuh"
+#include "lora/cuda/params.cuh"
+
+namespace mortar::lora::cuda {
+
+/// Up to kTiles tiles, neighbours in the plan and of one adapter; in shared memory.
+template <int kTiles, int kThreads>
+struct TileRun {
+  int index;  ///< of the first tile in the plan's list
+  Tile tile;  ///< all of them taken together
+  int warp_leaders[kThreads / 32];
+
+  /// Finds the run of this CTA, blockIdx.z. Its first tile is the first of the launch or one whose
+  /// ordinal is a multiple of kTiles. Every CTA counts such leaders before its own, so that live
+  /// CTAs are neighbours in the grid and spread evenly over the SMs. Called by the whole CTA; false
+  /// past the last run.
+  __device__ __forceinline__ bool find(const GroupsView& g, const TileRange& range,
+                                       std::int64_t num_adapters) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int wanted = static_cast<int>(blockIdx.z);
+    const int4 head = __ldcg(reinterpret_cast<const int4*>(g.plan));
+    const auto* list = reinterpret_cast<const int4*>(g.plan + range.list) + range.first;
+    // Tokens are read in the next trip to memory: the CTAs together have L2 fetch all of them.
+    if (const int at = wanted * kTiles * 64 + static_cast<int>(threadIdx.x) * 32;
+        threadIdx.x < kTiles * 2 && at < range.num * 64) {
+      device::prefetch_l2(g.plan + range.tokens + std::int64_t{range.first} * 64 + at);
+    }
+    int before = 0;
+    for (int base = 0; base < range.num && before <= wanted; base += kThreads) {
+      const int i = base + static_cast<int>(threadIdx.x);
+      int4 entry[kTiles];
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        entry[j] = i + j < range.num ? __ldcg(list + i + j) : make_int4(0, 0, 0, 0);
+      }
+      const int part = entry[0].w % kTiles;
+      const bool leads = entry[0].z > 0 && (part == 0 || i == 0);  // a count of 0 is no tile
+      const unsigned leaders = __ballot_sync(0xffffffffu, leads);
+      if (lane == 0) warp_leaders[warp] = __popc(leaders);
+      __syncthreads();
+      int place = before + __popc(leaders & ((1u << lane) - 1));
+#pragma unroll
+      for (int w = 0; w < kThreads / 32; ++w) {
+        if (w < warp) place += warp_leaders[w];
+        before += warp_leaders[w];
+      }
+      if (leads && place == wanted) {
+        int count = entry[0].z;
+#pragma unroll
+        for (int j = 1; j < kTiles; ++j) {
+          const bool same = entry[j].x == entry[0].x && entry[j].w == entry[0].w + j;
+          if (part + j < kTiles && same) count += entry[j].z;
+        }
+        index = range.first + i;
+        tile = {entry[0].x, entry[0].y, count};
+      }
+      __syncthreads();
+    }
+    return before > wanted && head.x == range.num_tokens && head.y == num_adapters &&
+           index < head.w;
+  }
+
+  /// The token in place `place`, below the count.
+  __device__ __forceinline__ int token(const GroupsView& g, const TileRange& range,
+                                       int place) const {
+    return __ldcg(g.plan + range.tokens + std::int64_t{index} * 64 + place);
+  }
+
+  /// CTAs along z that suffice: of every adapter its tiles / kTiles, rounded up, and one more where
+  /// the launch begins within a run.
+  static std::int64_t most(const TileRange& range, std::int64_t num_adapters) {
+    const std::int64_t groups = range.num_tokens < num_adapters ? range.num_tokens : num_adapters;
+    const std::int64_t runs = (range.num + (kTiles - 1) * (groups + 1)) / kTiles;
+    return runs < range.num ? runs : range.num;
+  }
+};
+
+}  // namespace mortar::lora::cuda
