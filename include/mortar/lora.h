@@ -130,8 +130,9 @@ void lora_expand(const Tensor& h, const LoraWeights& weights, const LoraGroups& 
                  const Tensor& y, std::int64_t offset, bool add_inputs, Stream stream);
 
 /// lora_shrink and lora_expand in one call; h stays in the workspace. The groups must be a plan.
-/// On CUDA the weights may be read while the kernel before this one in the stream still runs: what
-/// writes them must lie before lora_plan, or at least one other kernel earlier.
+/// On CUDA the weights (with ranks, scales and table) may be read while kernels before this call
+/// still run: what writes them must lie before lora_plan in the stream, or before another kernel
+/// that is launched without programmatic dependent launch. The same holds for a copy of a plan.
 /// y must not overlap x or the workspace.
 void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& groups,
                 const Tensor& y, std::int64_t offset, float scale, bool add_inputs,

@@ -61,7 +61,7 @@ inline const DeviceInfo& current_device() {
 struct Launch {
   dim3 grid;
   unsigned threads = 0;
-  std::size_t smem = 0;  ///< dynamic shared memory, bytes
+  std::size_t smem = 0;    ///< dynamic shared memory, bytes
   unsigned cluster_y = 1;  ///< CTAs along y that form a cluster (sm_90 and newer)
   Stream stream;
   bool pdl = false;          ///< may start before the predecessor ends (sm_90 and newer)
@@ -74,7 +74,8 @@ void launch(const char* op, const Launch& l, const Params& params) {
   if (l.grid.x == 0 || l.grid.y == 0 || l.grid.z == 0) return;
   const DeviceInfo& device = current_device();
   static std::array<std::atomic<bool>, kMaxDevices> opted_in{};
-  if (l.smem > 48 * 1024 && !opted_in[device.index].load(std::memory_order_relaxed)) {
+  // Past 48 KB a kernel must opt in; its static shared memory, a few KB, counts too.
+  if (l.smem > 32 * 1024 && !opted_in[device.index].load(std::memory_order_relaxed)) {
     cudaFuncAttributes attributes;
     cuda_check(cudaFuncGetAttributes(&attributes, kKernel), op);
     const int most = device.max_smem - static_cast<int>(attributes.sharedSizeBytes);

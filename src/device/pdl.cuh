@@ -1,22 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programmatic dependent launch: a kernel may start while its predecessor in the stream still
-// runs, and waits for it just before it touches what the predecessor wrote.
+// Programmatic dependent launch (PDL): a kernel may start while kernels before it in the stream
+// still run, and waits for them just before it touches what they wrote.
 //
-// Rules that every Mortar kernel keeps: every CTA executes pdl_wait(), also one that has nothing
-// to do (or completion stops being transitive along the chain); nothing is written to global
-// memory before it; pdl_trigger() comes after pdl_wait().
+// A kernel calls pdl_trigger() first thing or never. So when a kernel starts, any number of its
+// predecessors may still run: all back to the last one that never triggers, which has ended, or
+// that was launched without PDL, before which everything has ended.
+//
+// Rules that every Mortar kernel keeps:
+// - Every CTA executes pdl_wait(), also one that has nothing to do: a kernel's end then means the
+//   end of all kernels before it.
+// - Nothing is written to global memory before pdl_wait().
+// - Nothing is read before it but what cannot be in the making any more: weights and the plan,
+//   which lora_plan separates from the kernels that read them (launched without PDL, it never
+//   triggers; the contract is in mortar/lora.h). x, y and h are read after it; asking for their
+//   lines in L2 earlier does no harm, since writes go there too.
 #pragma once
 
 namespace mortar::device {
 
-/// Waits until the preceding grids of the stream have completed and their writes are visible.
+/// Waits until all grids before this one in the stream have completed and their writes are visible.
 __device__ __forceinline__ void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// Lets the next grid of the stream start. Says nothing about this grid's writes.
+/// Lets the next grid of the stream start once every CTA of this one has called it or ended. Says
+/// nothing about this grid's writes.
 __device__ __forceinline__ void pdl_trigger() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

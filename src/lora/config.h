@@ -10,16 +10,15 @@
 
 namespace mortar::lora {
 
-enum class ShrinkKernel { kSimt, kMma, kDecode, kWgmma };
 enum class ExpandKernel { kSimt, kDecode, kPrefill };
 
 struct ShrinkConfig {
-  int tile_tokens = 16;   ///< tokens of one adapter per CTA
-  int tile_rows = 32;     ///< rank rows per CTA
-  bool split = false;     ///< slabs of partial sums, one per leaf of K
-  bool finish = false;    ///< lora_apply: a kernel of its own adds the slabs, not every CTA of expand
-  int decode_rows = 0;    ///< rank rows per CTA of the decode kernel
-  int cluster_k = 1;      ///< CTAs that share a tile's K, wgmma kernel
+  int tile_tokens = 16;  ///< tokens of one adapter per CTA
+  int tile_rows = 32;    ///< rank rows per CTA
+  bool split = false;    ///< slabs of partial sums, one per leaf of K
+  bool finish = false;  ///< lora_apply: a kernel of its own adds the slabs, not every CTA of expand
+  int decode_rows = 0;  ///< rank rows per CTA of the decode kernel
+  int cluster_k = 1;    ///< CTAs that share a tile's K, wgmma kernel
 };
 
 struct ExpandConfig {
@@ -31,7 +30,7 @@ struct ExpandConfig {
 /// What the choices look at.
 struct LoraShape {
   std::int64_t num_tokens, hidden, num_adapters;
-  std::int64_t sum_widths;
+  std::int64_t sum_widths, max_width;
   int num_slices, max_rank;
   bool tensor_cores;  ///< x, weights and y of one 16-bit type
 };
@@ -42,6 +41,8 @@ inline constexpr std::int64_t kNumSms = 132;  ///< H200; fewer or more only shif
 inline constexpr std::int64_t kSmallTileTokens = 256;
 /// Workspace that an op may take whatever the problem's size.
 inline constexpr std::int64_t kWorkspaceFloor = 4 << 20;
+/// Elements of B from which on a CTA of the decode kernel has long to stream.
+inline constexpr std::int64_t kLongStream = 16 * 1024;
 /// Two column blocks of B of a larger rank do not fit an SM beside y.
 inline constexpr int kExpandPrefillMaxRank = 128;
 
@@ -80,12 +81,17 @@ inline ExpandConfig choose_expand(const LoraShape& s) {
   c.kernel = ExpandKernel::kDecode;
   const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
   // A stage of the ring is a block of B of 8 to 16 KB: two CTAs fit an SM beside two of shrink.
-  const int rank = round_up(s.max_rank, 16);
-  c.block_cols = rank <= 16 ? 256 : rank <= 64 ? 128 : rank <= 256 ? 64 : 32;
-  // As many CTAs as run at once, each with a run of columns.
-  const std::int64_t cols = ceil_div<std::int64_t>(s.sum_widths * tiles, 2 * kNumSms);
+  c.block_cols = s.max_rank <= 16 ? 256 : s.max_rank <= 64 ? 128 : 32;
+  // As many CTAs as run at once (three per SM if each has long to stream), all with as many
+  // columns.
+  std::int64_t cols =
+      std::max<std::int64_t>(1, ceil_div<std::int64_t>(s.sum_widths * tiles, 2 * kNumSms));
+  if (s.max_rank <= 32 && cols * s.max_rank >= kLongStream)
+    cols = ceil_div<std::int64_t>(2 * cols, 3);
   if (cols < c.block_cols) c.block_cols = std::max(32, c.block_cols / 2);
-  c.cols = static_cast<int>(round_up<std::int64_t>(cols, c.block_cols));
+  // Blocks of the widest slice, to the nearest, rather more than fewer.
+  const std::int64_t blocks = std::max<std::int64_t>(1, (5 * s.max_width + 3 * cols) / (5 * cols));
+  c.cols = static_cast<int>(round_up<std::int64_t>(ceil_div(s.max_width, blocks), c.block_cols));
   return c;
 }
 
@@ -100,8 +106,8 @@ inline ShrinkConfig choose_shrink(const LoraShape& s) {
     c.split = slabs_fit && (s.tensor_cores || leaves > 1);
     // Where there are few tiles and leaves, rank rows are shared out as well: two CTAs per SM.
     const std::int64_t ctas = tiles * ceil_div<std::int64_t>(s.hidden, 512);
-    const std::int64_t shares =
-        std::clamp<std::int64_t>(2 * kNumSms / std::max<std::int64_t>(ctas, 1), 1, ceil_div(rows, 16));
+    const std::int64_t shares = std::clamp<std::int64_t>(
+        2 * kNumSms / std::max<std::int64_t>(ctas, 1), 1, ceil_div(rows, 16));
     c.decode_rows = static_cast<int>(ceil_div<std::int64_t>(rows, shares));
     c.finish = s.tensor_cores && s.max_rank > kExpandPrefillMaxRank;
     return c;

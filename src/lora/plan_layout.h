@@ -6,7 +6,7 @@
 //   | tokens of the tiles of 16 [T16][16] | of the tiles of 64 [T64][64] | scratch of the planner
 //
 // A group is {adapter, start, count, 0}: tokens sorted[start .. start + count). A tile is the same
-// with its ordinal among its adapter's tiles as fourth word, so that a kernel may take two at a
+// with its ordinal among its adapter's tiles as fourth word, so that a kernel may take several at a
 // time. Base tokens follow the active ones in `sorted`, in their own order. A tile never mixes
 // adapters.
 #pragma once

@@ -11,14 +11,15 @@
 
 namespace mortar::lora {
 
-/// The CUDA backend's summation tree, the same for every batch and every kernel, so that a token's
-/// bits do not depend on its neighbours: K is cut in leaves of this many elements, leaves are added
-/// in order in the first half and in the second half of K (the first has the odd one), and the two
-/// halves are added. A leaf is one chain of MMA steps of 16.
+/// The CUDA backend's summation tree, the same for every batch and every split, so that a token's
+/// bits do not depend on its neighbours: K is cut into leaves of this many elements, leaves are
+/// added in order in the first half and in the second half of K (the first has the odd one), and
+/// the two halves are added. On tensor cores a leaf is one chain of MMA steps of 16 elements from
+/// zero, with mma.sync and wgmma alike: both give the same bits.
 MORTAR_HOST_DEVICE constexpr std::int64_t leaf_size(std::int64_t hidden) {
   return hidden <= 4096 ? 256 : 512;
 }
-/// Leaves of the first half.
+/// Leaves of the first half, of `num_leaves`.
 MORTAR_HOST_DEVICE constexpr std::int64_t first_leaves(std::int64_t num_leaves) {
   return (num_leaves + 1) / 2;
 }

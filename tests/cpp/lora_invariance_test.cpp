@@ -122,23 +122,43 @@ TEST_P(LoraInvariance, SmallPermutedBatchGivesPermutedRows) {
   }
 }
 
+/// Every way in which a GPU makes h (src/lora/config.h) against decode: sizes around both lengths
+/// of leaves and halves of K of unequal length, ranks around those at which the kernels change.
 TEST_P(LoraInvariance, TokenAloneAmongFewAndAmongThousands) {
-  LoraCase c = small_case();
-  c.tokens = 2000;
-  c.hidden = 1040;
-  c.adapters = 3;
-  LoraOperands op(c, device());
-  const GuardedTensor original = op.y;
-  std::vector<std::int64_t> all(c.tokens);
-  std::iota(all.begin(), all.end(), 0);
-  const std::vector<Row> prefill = run_subset(op, all, original);
-  for (std::int64_t first : {0, 777, 1984}) {
-    std::vector<std::int64_t> few(16);
-    std::iota(few.begin(), few.end(), first);
-    const std::vector<Row> batch = run_subset(op, few, original);
-    for (int i = 0; i < 16; ++i) EXPECT_TRUE(batch[i] == prefill[first + i]) << first + i;
-    for (int i : {0, 5}) {
-      EXPECT_TRUE(run_subset(op, {first + i}, original)[0] == prefill[first + i]) << first + i;
+  struct Batch {
+    const char* what;
+    std::int64_t tokens, hidden;
+    std::vector<std::int64_t> widths;
+    std::vector<int> ranks;
+  };
+  const Batch batches[] = {
+      {"a leaf per CTA", 2000, 1040, {96, 40}, {16, 8, 24}},
+      {"a leaf per CTA, long leaves", 300, 4616, {96, 40}, {16, 8, 24}},
+      {"half of K per CTA", 2200, 776, {96, 40}, {128, 5, 64}},
+      {"all of K per CTA, h in pieces", 2900, 520, {8, 8, 8, 8, 8, 8, 8, 8}, {128, 5, 64}},
+      {"ranks above 128", 300, 520, {96, 40}, {200, 129, 40}},
+  };
+  for (const Batch& b : batches) {
+    SCOPED_TRACE(b.what);
+    LoraCase c = small_case();
+    c.tokens = b.tokens;
+    c.hidden = b.hidden;
+    c.widths = b.widths;
+    c.ranks = b.ranks;
+    c.adapters = 3;
+    LoraOperands op(c, device());
+    const GuardedTensor original = op.y;
+    std::vector<std::int64_t> all(c.tokens);
+    std::iota(all.begin(), all.end(), 0);
+    const std::vector<Row> prefill = run_subset(op, all, original);
+    for (std::int64_t first : {std::int64_t{0}, c.tokens / 3, c.tokens - 16}) {
+      std::vector<std::int64_t> few(16);
+      std::iota(few.begin(), few.end(), first);
+      const std::vector<Row> batch = run_subset(op, few, original);
+      for (int i = 0; i < 16; ++i) EXPECT_TRUE(batch[i] == prefill[first + i]) << first + i;
+      for (int i : {0, 5}) {
+        EXPECT_TRUE(run_subset(op, {first + i}, original)[0] == prefill[first + i]) << first + i;
+      }
     }
   }
 }

@@ -67,7 +67,7 @@ void add_type_triples(std::vector<LoraCase>& cases, LoraCase c) {
 std::vector<LoraCase> edge_cases() {
   std::vector<LoraCase> cases;
   for (std::int64_t hidden :
-       {0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65, 255, 257, 1023, 1025, 2049}) {
+       {0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65, 255, 257, 1023, 1025, 2049, 4097, 5000}) {
     LoraCase c;
     c.name = "Hidden" + std::to_string(hidden);
     c.hidden = hidden;

@@ -60,8 +60,8 @@ class LoraPlan : public ::testing::TestWithParam<Device> {
       groups.insert(groups.end(), {key(order[start]), start, end - start, 0});
       for (const auto& [list, size] : {std::pair{&tiles16, 16}, std::pair{&tiles64, 64}}) {
         for (std::int32_t at = start; at < end; at += size) {
-          list->insert(list->end(), {key(order[start]), at, std::min(size, end - at),
-                                     (at - start) / size});
+          list->insert(list->end(),
+                       {key(order[start]), at, std::min(size, end - at), (at - start) / size});
         }
       }
       start = end;

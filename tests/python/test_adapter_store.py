@@ -320,12 +320,13 @@ try:
 except ValueError as error:
     print(error)
 """
+    package = str(Path(mortar.__file__).parents[1])
     out = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | {"PYTHONPATH": str(Path(mortar.__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([package, *sys.path])},
     ).stdout.splitlines()
     store = mortar.AdapterStore()
     store.open("x", tmp_path)

@@ -41,6 +41,7 @@ SIZES = [
     Problem(tokens=5, hidden=513, widths=(31,), ranks=(129, 256)),
     Problem(tokens=3, hidden=2047, widths=(65,), ranks=(511, 512)),
     Problem(tokens=3, hidden=2049, widths=(63,), ranks=(16,)),
+    Problem(tokens=5, hidden=4096, widths=(24,), ranks=(8, 8)),
     Problem(tokens=9, hidden=4097, widths=(24,), ranks=(8, 8)),
     Problem(tokens=130, hidden=96, widths=(40,), ranks=(16,), map="one"),
     Problem(tokens=7, map="base"),

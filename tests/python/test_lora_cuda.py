@@ -128,8 +128,8 @@ def test_runs_on_the_current_stream():
 @pytest.mark.parametrize("late", ["x", "y", "map", "a", "b", "table", "scales"])
 def test_sees_what_was_written_just_before(late, between):
     """Kernels that start early (programmatic dependent launch) must not read too early: every
-    input is rewritten right before the call, or one call of another layer before it, in turn with
-    two contents."""
+    input is rewritten, in turn with two contents, right before the plan, which the call or one of
+    another layer follows."""
     t = make(PROBLEM, "cuda")
     u = make(Problem(**{**vars(PROBLEM), "seed": 1}), "cuda")
     stacked, table = t.stacked(0.0), t.table()
@@ -164,6 +164,29 @@ def test_sees_what_was_written_just_before(late, between):
     assert not torch.equal(*wants)
     results = [run(i % 2, wait=False) for i in range(300)]
     assert all(torch.equal(result, wants[i % 2]) for i, result in enumerate(results))
+
+
+@pytest.mark.parametrize("ranks", [(8, 16, 32, 5), (200, 64, 5)])
+@pytest.mark.parametrize("tokens", [1, 64, 300, 5000])
+def test_each_layer_sees_the_ones_before(tokens, ranks):
+    """A layer's y is x of the next and y of the one after that: a kernel may start while several
+    before it run, and must wait for all of them before it reads x and y."""
+    t = make(Problem(tokens=tokens, hidden=512, widths=(512,), ranks=ranks), "cuda")
+    weights, plan = t.table(), t.plan()
+
+    def run(wait: bool) -> list[torch.Tensor]:
+        rows = [t.x.clone(), t.y.clone(), t.y.flip(0)]
+        for i in range(12):
+            x, y = rows[i % 3], rows[(i + 1) % 3]
+            lora.apply(y, x, weights, plan, scale=1 / 512)  # smaller than what it is added to
+            if wait:
+                torch.cuda.synchronize()
+        return rows
+
+    wants = run(wait=True)
+    assert all(want.isfinite().all() for want in wants)
+    for _ in range(50):
+        assert all(map(torch.equal, run(wait=False), wants))
 
 
 if torch.cuda.device_count() > 1:

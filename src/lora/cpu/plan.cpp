@@ -14,8 +14,7 @@ namespace {
 struct EntryWriter {
   std::int32_t* out;
   std::int32_t num = 0;
-  void add(std::int32_t adapter, std::int32_t start, std::int32_t count,
-           std::int32_t ordinal = 0) {
+  void add(std::int32_t adapter, std::int32_t start, std::int32_t count, std::int32_t ordinal = 0) {
     std::int32_t* e = out + kPlanEntryWords * static_cast<std::int64_t>(num++);
     e[0] = adapter;
     e[1] = start;

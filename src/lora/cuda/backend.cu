@@ -18,13 +18,16 @@ namespace {
 bool is_half(DType d) { return d == DType::kFloat16 || d == DType::kBFloat16; }
 
 LoraShape shape_of(std::int64_t num_tokens, const WeightsView& w, bool tensor_cores) {
-  LoraShape s{num_tokens, w.hidden, w.num_adapters, 0, w.num_slices, w.max_rank, tensor_cores};
-  for (int i = 0; i < w.num_slices; ++i) s.sum_widths += w.widths[i];
+  LoraShape s{num_tokens, w.hidden, w.num_adapters, 0, 0, w.num_slices, w.max_rank, tensor_cores};
+  for (int i = 0; i < w.num_slices; ++i) {
+    s.sum_widths += w.widths[i];
+    s.max_width = std::max(s.max_width, w.widths[i]);
+  }
   return s;
 }
 
 LoraShape shape_of(const WorkspaceQuery& q, bool tensor_cores) {
-  return {q.num_tokens, q.hidden, q.num_adapters, 0, q.num_slices, q.max_rank, tensor_cores};
+  return {q.num_tokens, q.hidden, q.num_adapters, 0, 0, q.num_slices, q.max_rank, tensor_cores};
 }
 
 TileRange tiles_of(const LoraShape& s, int tile_tokens) {
@@ -186,9 +189,8 @@ void apply(const ApplyProblem& problem, Stream stream) {
   expand.offset = problem.offset;
   expand.scale = problem.scale;
   expand.add_inputs = problem.add_inputs;
-  expand.early = true;  // its predecessor is our shrink, every CTA of which waited
-  // Weights and plan are older than the predecessor: the contract of lora.h.
-  shrink.early = true;
+  // No kernel that may still run writes the weights or the plan: the contract of lora.h.
+  shrink.early = expand.early = true;
   const ExpandConfig e = choose_expand(s);
   expand.tiles = shrink.tiles;
 

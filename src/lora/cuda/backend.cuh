@@ -22,7 +22,7 @@ void shrink_wgmma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
 void shrink_mma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
 /// The same for every pair of dtypes, on ordinary float32 units.
 void shrink_simt(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
-/// Adds the slabs of `from` in order, scales, and writes to.h.
+/// Adds the slabs of `from`, scales, and writes to.h.
 void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream);
 /// y (+)= h B^T on tensor cores: B and y of one 16-bit type.
 void expand_decode(const ExpandParams& p, Stream stream);

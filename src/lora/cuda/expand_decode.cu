@@ -27,24 +27,28 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kTokens = 16;  ///< of a tile
 
-template <class T_, bool kVectorY_, bool kPlan_, int kGroups_>
+template <class T_, bool kVectorY_, bool kPlan_, int kLogPieces_>
 struct Traits {
   using T = T_;
+  using Ranks = RankTile<kLogPieces_>;
   static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
   static constexpr bool kPlan = kPlan_;        ///< tokens are grouped by a plan, else by segments
-  static constexpr int kGroups = kGroups_;     ///< groups of 32 columns of a warp, 128 apart
+  /// Groups of 32 columns of a warp, 128 apart: blocks of low ranks are wider.
+  static constexpr int kGroups = kLogPieces_ == 1 ? 2 : 1;
 };
 
 constexpr int kStages = 5;  ///< blocks of B in flight
 
-/// h from the slabs of a split shrink, scaled and rounded: four ranks of a token at a time.
-template <class T>
+/// h from the slabs of a split shrink, scaled and rounded: two lanes make four ranks of a token.
+template <class Tr>
 struct HSum {
+  using T = typename Tr::T;
+  using Ranks = typename Tr::Ranks;
+  static constexpr int kLogQuads = Ranks::kLogPieces + 1;
   const ExpandParams& p;
   const Tile& tile;
   const int* tokens;
   int first_row, slice, rank;
-  RankTile ranks;
   float scale;
   SlabSum slabs;
 
@@ -56,43 +60,38 @@ struct HSum {
         first_row(p.h.by_position ? first_position(p.groups, p.tiles) : 0),
         slice(own_slice),
         rank(w.rank),
-        ranks(w.rank),
         scale(p.scale * w.scale),
-        slabs(nullptr, p.h.slab_stride, p.h.num_slabs) {
-    seek(threadIdx.x);
+        slabs(p.h.slab_stride) {
+    seek(threadIdx.x / 2);
   }
-  __device__ __forceinline__ int place(int i) const { return i >> (ranks.log_pieces + 1); }
-  __device__ __forceinline__ int column(int i) const {
-    return (i & ((2 << ranks.log_pieces) - 1)) * 4;
-  }
-  /// Finds the slabs of piece i; null if there is nothing to load.
+  __device__ __forceinline__ static int place(int i) { return i >> kLogQuads; }
+  __device__ __forceinline__ static int column(int i) { return (i & ((1 << kLogQuads) - 1)) * 4; }
+  /// Finds the slabs of piece i.
   __device__ __forceinline__ void seek(int i) {
     slabs.slab = nullptr;
     if (place(i) >= tile.count || column(i) >= rank) return;
     const int row = h_row(p.h, tile, first_row, place(i), tokens[place(i)]);
     if (row < 0) return;
-    slabs.slab = static_cast<const float*>(p.h.data) + slice * p.h.slice_stride +
-                 row * p.h.row_stride + column(i);
+    slabs.seek(static_cast<const float*>(p.h.data) + slice * p.h.slice_stride +
+                   row * p.h.row_stride + column(i),
+               p.h.num_slabs);
   }
-  __device__ __forceinline__ void load() {
-    if (slabs.slab != nullptr) slabs.load();
-  }
-  /// After load().
+  /// After slabs.load(). Called by whole warps.
   __device__ __forceinline__ void store(T* h_tile) {
-    for (int i = threadIdx.x; place(i) < tile.count; i += kThreads) {
-      if (i >= kThreads) {
+    for (int base = 0; place(base) < tile.count; base += kThreads / 2) {
+      const int i = base + static_cast<int>(threadIdx.x) / 2;
+      if (base > 0) {
         seek(i);
-        load();
+        slabs.load();
       }
+      const float4 v = slabs.sum();
       const int r = column(i);
-      if (r >= round_up(rank, 16)) continue;
-      float4 v = make_float4(0, 0, 0, 0);
-      if (slabs.slab != nullptr) v = slabs.sum();
+      if (threadIdx.x % 2 != 0 || place(i) >= tile.count || r >= round_up(rank, 16)) continue;
       // What lies past the rank was never written.
       const uint2 words = make_uint2(
           device::pack2<T>(r < rank ? v.x * scale : 0.0f, r + 1 < rank ? v.y * scale : 0.0f),
           device::pack2<T>(r + 2 < rank ? v.z * scale : 0.0f, r + 3 < rank ? v.w * scale : 0.0f));
-      *reinterpret_cast<uint2*>(h_tile + ranks.place(place(i), r / 8) + r % 8) = words;
+      *reinterpret_cast<uint2*>(h_tile + Ranks::place(place(i), r / 8) + r % 8) = words;
     }
   }
 };
@@ -106,11 +105,12 @@ struct YPart {
   /// rows: row of y from the CTA's first column on; first: the lane's column; end: the CTA's end.
   /// Whole packs are loaded whether they exist or not, the last one instead of those past the end:
   /// loads in branches would wait for each other.
-  __device__ __forceinline__ void load(T* const (&rows)[2], int first, int end) {
+  __device__ __forceinline__ void load(T* const (&rows)[2], int first, int end, bool both) {
 #pragma unroll
     for (int g = 0; g < Tr::kGroups; ++g) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        if (half == 1 && !both) break;
         const int col = first + g * kThreads;
         if constexpr (Tr::kVectorY) {
           v[g][half] = *reinterpret_cast<const uint4*>(rows[half] + min(col, end - 8));
@@ -138,8 +138,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int quarters = p.tiles.tile_tokens / kTokens;
   const int index = p.tiles.first + static_cast<int>(blockIdx.y) / quarters;
   const int first_place = static_cast<int>(blockIdx.y) % quarters * kTokens;
-  const int early =
-      early_token<Tr::kPlan>(p.groups, p.tiles, index, first_place + lane % kTokens);
+  const int early = early_token<Tr::kPlan>(p.groups, p.tiles, index, first_place + lane % kTokens);
   Tile tile;
   bool live = find_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, index, &tile);
   tile.start += first_place;
@@ -155,13 +154,13 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 
   // Load: B does not depend on the predecessor.
-  const RankTile ranks(w.rank);
+  using Ranks = typename Tr::Ranks;
   T* h_tile = reinterpret_cast<T*>(smem);
-  T* ring = h_tile + kTokens * RankTile(p.h.width).pitch();
-  const int stage_elts = p.block_cols * RankTile(p.h.width).pitch();
+  T* ring = h_tile + kTokens * Ranks::kPitch;
+  const int stage_elts = p.block_cols * Ranks::kPitch;
   const int blocks = ceil_div(block.cols, p.block_cols);
-  const BCopy<T> copy(static_cast<const T*>(w.b) + block.first * w.b_row_stride, w.b_row_stride,
-                      w.rank, kThreads);
+  const BCopy<T, Ranks, kThreads> copy(static_cast<const T*>(w.b) + block.first * w.b_row_stride,
+                                       w.b_row_stride, w.rank);
   int copied = 0, copy_stage = 0;
   const auto copy_next = [&] {
     const int first = copied * p.block_cols;
@@ -183,24 +182,33 @@ __global__ void __launch_bounds__(kThreads, 3)
     const int t = __shfl_sync(0xffffffffu, token, lane / 4 + 8 * half);
     const int some = __shfl_sync(0xffffffffu, token, 0);  // read in place of rows without a token
     there[half] = t >= 0;
-    rows[half] = static_cast<T*>(p.y.data) + max(t >= 0 ? t : some, 0) * p.y.row_stride +
-                 block.y_col;
+    rows[half] =
+        static_cast<T*>(p.y.data) + max(t >= 0 ? t : some, 0) * p.y.row_stride + block.y_col;
   }
   __syncthreads();
-  HSum<T> sum(p, tile, tokens, block.slice, w);
+  HSum<Tr> sum(p, tile, tokens, block.slice, w);
   const int lane_col = warp * 32 + lane % 4 * 8;
-  const std::uint32_t h_at = a_fragment_row(h_tile, ranks.pitch(), 0);
-  const std::uint32_t b_at = b_fragment_row(ring, ranks.pitch(), warp * 32);
+  const std::uint32_t h_at = a_fragment_row<Ranks>(h_tile, 0);
+  const std::uint32_t b_at = b_fragment_row<Ranks>(ring, warp * 32);
   const int num_steps = ceil_div(w.rank, 16);
+  if (p.early && p.add_inputs) {
+    // The first 512 columns of y to L2, whatever the predecessor may still write there.
+    const int t = __shfl_sync(0xffffffffu, token, lane % kTokens);
+    const int col = (warp * 2 + lane / kTokens) * 64;
+    if (t >= 0 && col < block.cols) {
+      device::prefetch_l2(static_cast<T*>(p.y.data) + t * p.y.row_stride + block.y_col + col);
+    }
+  }
   device::pdl_wait();
-  if (p.h.raw) sum.load();
+  const bool both = tile.count > 8;  // rows of the MMA's second half
+  if (p.h.raw) sum.slabs.load();
   YPart<Tr> even = {}, odd = {};
-  if (p.add_inputs) even.load(rows, lane_col, block.cols);
+  if (p.add_inputs) even.load(rows, lane_col, block.cols, both);
   if (p.h.raw) {
     sum.store(h_tile);
   } else {
-    copy_h<T>(p.h, tile, tokens, sum.first_row, block.slice * p.h.slice_stride, w.rank, h_tile,
-              kThreads);
+    copy_h<T, Ranks, kThreads>(p.h, tile, tokens, sum.first_row, block.slice * p.h.slice_stride,
+                               w.rank, h_tile);
     device::cp_async_commit();
     device::cp_async_wait<0>();
   }
@@ -213,17 +221,18 @@ __global__ void __launch_bounds__(kThreads, 3)
     copy_next();
     const int first = i * p.block_cols, cols = min(p.block_cols, block.cols - first);
     if (p.add_inputs) {
-      next.load(rows, min(first + p.block_cols, block.cols) + lane_col, block.cols);
+      next.load(rows, min(first + p.block_cols, block.cols) + lane_col, block.cols, both);
     }
 #pragma unroll
     for (int g = 0; g < Tr::kGroups; ++g) {
       const int c = g * kThreads, left = cols - c - lane_col;
       if (c + warp * 32 >= cols) break;
       float acc[1][4][4] = {};
-      multiply<T, 1>(acc, h_at, b_at + (stage * stage_elts + c * ranks.pitch()) * 2, ranks,
-                     num_steps);
+      multiply<T, Ranks, 1>(acc, h_at, b_at + (stage * stage_elts + c * Ranks::kPitch) * 2,
+                            num_steps);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        if (half == 1 && !both) break;
         if (!there[half] || left <= 0) continue;
         const uint4 out = add_products<T>(y.v[g][half], acc[0], half, p.add_inputs);
         T* at = rows[half] + first + c + lane_col;
@@ -245,26 +254,31 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 // ---- host ---------------------------------------------------------------------------------------
 
-template <class T, bool kVectorY, bool kPlan, int kGroups>
-void launch_groups(const ExpandParams& p, Stream stream) {
+template <class T, bool kVectorY, bool kPlan, int kLogPieces>
+void launch_ranks(const ExpandParams& p, Stream stream) {
+  using Tr = Traits<T, kVectorY, kPlan, kLogPieces>;
+  check(p.block_cols % 32 == 0 && p.block_cols <= Tr::kGroups * kThreads,
+        "lora_expand: no kernel for blocks of ", p.block_cols, " columns");
   device::Launch l;
   l.grid = expand_grid(p);
   l.threads = kThreads;
   const int blocks = std::min(kStages, ceil_div(p.cols, p.block_cols));
-  // A warp reads 32 rows of B at a time, also of a block that has fewer.
-  l.smem = static_cast<std::size_t>(kTokens + blocks * p.block_cols) *
-           RankTile(p.h.width).pitch() * 2;
+  l.smem = static_cast<std::size_t>(kTokens + blocks * p.block_cols) * Tr::Ranks::kPitch * 2;
   l.stream = stream;
   l.pdl = true;
-  device::launch<expand_decode_kernel<Traits<T, kVectorY, kPlan, kGroups>>>("lora_expand", l, p);
+  device::launch<expand_decode_kernel<Tr>>("lora_expand", l, p);
 }
 
 template <class T, bool kVectorY, bool kPlan>
-void launch_plan(const ExpandParams& p, Stream stream) {
-  check(p.block_cols % 32 == 0 && p.block_cols <= 256, "lora_expand: no kernel for blocks of ",
-        p.block_cols, " columns");
-  if (p.block_cols > kThreads) return launch_groups<T, kVectorY, kPlan, 2>(p, stream);
-  return launch_groups<T, kVectorY, kPlan, 1>(p, stream);
+void launch_plan(ExpandParams p, Stream stream) {
+  // Unaligned y has one kernel for all ranks: it saves more megabytes than anyone's microseconds.
+  if constexpr (kVectorY) {
+    if (p.h.width <= 16) return launch_ranks<T, kVectorY, kPlan, 1>(p, stream);
+    if (p.h.width <= 32) return launch_ranks<T, kVectorY, kPlan, 2>(p, stream);
+    if (p.h.width <= 64) return launch_ranks<T, kVectorY, kPlan, 3>(p, stream);
+  }
+  p.block_cols = 32;
+  launch_ranks<T, kVectorY, kPlan, 6>(p, stream);
 }
 
 template <class T>

@@ -7,14 +7,13 @@
 // 8192 tokens, 16 adapters, qkv: 204 MB -> 48 us (r16), 214 MB -> 50 us (r64)
 // limit  : DRAM; y is 95 % of the bytes
 //
-// The grid is as large as fits at once. A CTA walks over steps of one tile of 64 tokens and one block
-// of 128 columns; y, h and (where the adapter or the block changes) B of the next steps are in
-// flight in a ring of cp.async stages meanwhile, and the tokens of the tiles beyond those, so that
-// nothing waits for a chain of loads. Neighbouring CTAs have neighbouring blocks of the same tokens:
-// whole rows of y are open at a time.
-// Columns: inside groups of 32, MMA fragment j takes columns 8a + 2j + b, so that a lane's results
-// are 8 consecutive columns: 16 bytes. Results go back through shared memory: y moves in runs of
-// 256 bytes both ways.
+// The grid is as large as fits at once. A CTA walks over steps of one tile of 64 tokens and one
+// block of 128 columns; y, h and (where the adapter or the block changes) B of the next steps are
+// in flight in a ring of cp.async stages meanwhile, and the tokens of the tiles beyond those, so
+// that nothing waits for a chain of loads. Neighbouring CTAs have neighbouring blocks of the same
+// tokens: whole rows of y are open at a time. Columns: inside groups of 32, MMA fragment j takes
+// columns 8a + 2j + b, so that a lane's results are 8 consecutive columns: 16 bytes. Results go
+// back through shared memory: y moves in runs of 256 bytes both ways.
 #include <algorithm>
 
 #include "device/convert.cuh"
@@ -27,22 +26,29 @@
 namespace mortar::lora::cuda {
 namespace {
 
-constexpr int kWorkers = 256;              ///< threads that copy and compute
-constexpr int kThreads = kWorkers + 32;    ///< and one warp that looks ahead
-constexpr int kTokens = 64;  ///< of a tile
-constexpr int kCols = 128;   ///< of a block
+constexpr int kWorkers = 256;            ///< threads that copy and compute
+constexpr int kThreads = kWorkers + 32;  ///< and one warp that looks ahead
+constexpr int kTokens = 64;              ///< of a tile
+constexpr int kCols = 128;               ///< of a block
 constexpr int kWarpsM = 4, kGroups = 2;
 constexpr int kYBytes = kTokens * kCols * 2;
 /// Segments whose table is copied to shared memory; more of them are looked up in global memory.
 constexpr int kSharedSegments = 256;
 
-template <class T_, bool kVectorY_, bool kPlan_, bool kOwnH_, int kStages_>
+template <class T_, bool kVectorY_, bool kPlan_, bool kOwnH_, int kLogPieces_>
 struct Traits {
   using T = T_;
+  using Ranks = RankTile<kLogPieces_>;
   static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
   static constexpr bool kPlan = kPlan_;        ///< tokens are grouped by a plan, else by segments
   static constexpr bool kOwnH = kOwnH_;        ///< h is lora_apply's: rows of T by position
-  static constexpr int kStages = kStages_;
+  /// Stages of y and h: as many as let two CTAs fit an SM (rank 128: one).
+  static constexpr int kStages = kLogPieces_ == 1 ? 4 : 3;
+  /// Blocks of B. Fewer than stages: where B changes too often it is not copied ahead of time.
+  static constexpr int kBSlots = kLogPieces_ == 1 ? 4 : 2;
+  static constexpr int kStageBytes = kYBytes + kTokens * Ranks::kPitch * 2;
+  static constexpr int kBBytes = kCols * Ranks::kPitch * 2;
+  static constexpr int kSmem = kStages * kStageBytes + kBSlots * kBBytes;
   static constexpr int kAhead = kStages - 1;     ///< steps whose data is in flight
   static constexpr int kScout = 2 * kAhead + 1;  ///< steps that the scout is ahead
   static constexpr int kSlots = kScout + 1;
@@ -52,14 +58,16 @@ struct Traits {
 struct StepSlot {
   int4 entry;  ///< of the tile: {adapter, start, count, -}
   int tokens[kTokens];
-  const void* b;             ///< B of the block's first column
-  std::int64_t b_stride;     ///< elements between columns
-  std::int64_t h_at, y_col;  ///< elements before the slice in a row of h, the block in a row of y
+  const void* b;            ///< B of the block's first column
+  std::int64_t b_stride;    ///< elements between columns
+  std::int64_t h_at;        ///< elements before the slice in a row of h
+  std::int64_t y[kTokens];  ///< byte offset of each token's part of the block; -1: no token
   int block;
   int cols, rank;
   int b_slot;
   bool live;   ///< there is something to do
   bool fresh;  ///< B differs from the last step's
+  bool late;   ///< and its slot is not free in time: copied when the step's turn has come
 };
 
 /// 16-byte piece of a row of the y tile: odd rows are turned by 64 bytes, which frees the reads of
@@ -68,8 +76,8 @@ __device__ __forceinline__ int y_place(int row, int piece) {
   return row * kCols * 2 + (piece ^ ((row & 1) << 2)) * 16;
 }
 
-/// The last warp's walk over the CTA's steps: runs of 2^log_run tiles of a block, blocks first; the CTA
-/// takes every gridDim.x-th run.
+/// The last warp's walk over the CTA's steps: runs of 2^log_run tiles of a block, blocks first; the
+/// CTA takes every gridDim.x-th run.
 template <class Tr>
 struct Scout {
   const ExpandParams& p;
@@ -80,12 +88,14 @@ struct Scout {
   // The step whose tile is looked up next, and what the last prepared step had.
   int step = 0, in_run = 0, run = 0, block = 0;
   int last_block = -1, last_adapter = -1, b_slot = 0;
+  int b_end[Tr::kBSlots];  ///< first step that no longer uses the slot
   Block at;
 
   __device__ __forceinline__ Scout(const ExpandParams& params, const GroupsView& g, StepSlot* s,
                                    int tiles)
       : p(params), groups(g), slots(s), num_tiles(tiles) {
     num_blocks = p.block_start[p.weights.num_slices];
+    for (int& end : b_end) end = -(1 << 20);
     next_run(static_cast<int>(blockIdx.x));
   }
   __device__ __forceinline__ int num_steps() const {
@@ -131,24 +141,39 @@ struct Scout {
     }
   }
 
-  /// The rest of step s, whose tile has arrived: one lane's work.
+  /// The rest of step s, whose tile has arrived. Called by the whole warp.
   __device__ __forceinline__ void prepare(int s) {
     StepSlot& slot = slots[s % Tr::kSlots];
-    if (threadIdx.x != kWorkers || !slot.live) return;
+    if (!slot.live) return;
     const int adapter = slot.entry.x;
-    slot.fresh = slot.block != last_block || adapter != last_adapter;
+    __syncwarp();  // slot.live is written below
+    const bool fresh = slot.block != last_block || adapter != last_adapter;
     if (slot.block != last_block) at = find_block(p, slot.block);
     last_block = slot.block;
     last_adapter = adapter;
     const SliceWeights w = p.weights.get(adapter, at.slice);
-    if (slot.fresh) b_slot = b_slot + 1 == Tr::kStages ? 0 : b_slot + 1;
+    if (fresh) b_slot = b_slot + 1 == Tr::kBSlots ? 0 : b_slot + 1;
+    // Step s is issued once step s - kAhead - 1 is through.
+    bool late = false;
+#pragma unroll
+    for (int i = 0; i < Tr::kBSlots; ++i) {
+      if (i != b_slot) continue;
+      late = fresh && b_end[i] > s - Tr::kAhead;
+      b_end[i] = s + 1;
+    }
+    for (int i = threadIdx.x % 32; i < kTokens; i += 32) {
+      const std::int64_t token = slot.tokens[i];
+      slot.y[i] = token < 0 ? -1 : 2 * (token * p.y.row_stride + at.y_col);
+    }
+    if (threadIdx.x != kWorkers) return;
     slot.b = static_cast<const typename Tr::T*>(w.b) + at.first * w.b_row_stride;
     slot.b_stride = w.b_row_stride;
     slot.h_at = at.slice * p.h.slice_stride;
-    slot.y_col = at.y_col;
     slot.cols = at.cols;
     slot.rank = min(w.rank, p.h.width);
     slot.b_slot = b_slot;
+    slot.fresh = fresh && !late;
+    slot.late = late;
     slot.live = slot.rank > 0;
   }
 };
@@ -166,76 +191,79 @@ struct Cursor {
 template <class Tr>
 struct Worker {
   using T = typename Tr::T;
+  using Ranks = typename Tr::Ranks;
   const ExpandParams& p;
   unsigned char* ring;
-  const StepSlot* slots;
-  int stage_bytes;
   int first_row;
-  std::int64_t y_stride;
-  int piece, row0;  ///< this thread's part of copying y: 8 columns of every 16th row
+  char* y;                ///< at this thread's 8 columns of a block
+  int piece, row0;        ///< its part of copying y: those columns of every 16th row
+  int y_at;               ///< and their place in a stage
+  std::uint32_t ring_at;  ///< shared-memory address of the ring
 
-  __device__ __forceinline__ Worker(const ExpandParams& params, unsigned char* smem,
-                                    const StepSlot* s, int bytes, int first)
+  __device__ __forceinline__ Worker(const ExpandParams& params, unsigned char* smem, int first)
       : p(params),
         ring(smem),
-        slots(s),
-        stage_bytes(bytes),
         first_row(first),
-        y_stride(params.y.row_stride),
+        y(static_cast<char*>(params.y.data) + threadIdx.x % 16 * 16),
         piece(threadIdx.x % 16),
-        row0(threadIdx.x / 16) {}
+        row0(threadIdx.x / 16),
+        y_at(y_place(threadIdx.x / 16, threadIdx.x % 16)),
+        ring_at(device::smem_address(smem)) {}
 
   __device__ __forceinline__ unsigned char* y_stage(int stage) const {
-    return ring + stage * stage_bytes;
+    return ring + stage * Tr::kStageBytes;
   }
   __device__ __forceinline__ T* h_stage(int stage) const {
     return reinterpret_cast<T*>(y_stage(stage) + kYBytes);
   }
-  __device__ __forceinline__ T* b_stage(int stage, int pitch) const {
-    return h_stage(stage) + kTokens * pitch;
+  __device__ __forceinline__ T* b_tile(int slot) const {
+    return reinterpret_cast<T*>(ring + Tr::kStages * Tr::kStageBytes + slot * Tr::kBBytes);
   }
 
   __device__ __forceinline__ void issue_b(const StepSlot& t) const {
-    if (!t.live || !t.fresh) return;
-    const BCopy<T> copy(static_cast<const T*>(t.b), t.b_stride, t.rank, kWorkers);
-    copy.block(b_stage(t.b_slot, RankTile(p.h.width).pitch()), 0, t.cols);
+    if (t.live && t.fresh) copy_b(t);
+  }
+  __device__ __forceinline__ void copy_b(const StepSlot& t) const {
+    const BCopy<T, Ranks, kWorkers> copy(static_cast<const T*>(t.b), t.b_stride, t.rank);
+    copy.block(b_tile(t.b_slot), 0, t.cols);
   }
 
   /// y and h of a step.
   __device__ __forceinline__ void issue_rows(const StepSlot& t, int stage) const {
     if (!t.live) return;
+    const std::uint32_t at = ring_at + stage * Tr::kStageBytes;
     if (p.add_inputs && piece * 8 < t.cols) {
-      const T* y = static_cast<const T*>(p.y.data) + t.y_col + piece * 8;
-      unsigned char* dst = y_stage(stage) + y_place(row0, piece);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int token = t.tokens[row0 + 16 * i];
-        const T* src = y + max(token, 0) * y_stride;
-        unsigned char* at = dst + i * 16 * kCols * 2;
+        const std::int64_t offset = t.y[row0 + 16 * i];
+        const int place = y_at + i * 16 * kCols * 2;
         if constexpr (Tr::kVectorY) {
-          device::cp_async_16(device::smem_address(at), src, token >= 0 ? 16 : 0);
-        } else if (token >= 0) {
-          *reinterpret_cast<device::Pack<T, 8>*>(at) =
-              device::load_pack<T, 8>(src, t.cols - piece * 8);
+          // A row without a token is filled with zeros: no branch.
+          device::cp_async_16(at + place, y + max(offset, std::int64_t{0}), offset >= 0 ? 16 : 0);
+        } else if (offset >= 0) {
+          *reinterpret_cast<device::Pack<T, 8>*>(y_stage(stage) + place) =
+              device::load_pack<T, 8>(reinterpret_cast<const T*>(y + offset), t.cols - piece * 8);
         }
       }
     }
     const Tile tile{t.entry.x, t.entry.y, t.entry.z};
     if constexpr (Tr::kOwnH) {
-      // Rows of one after the other.
-      const RankTile ranks(t.rank);
-      const int h_piece = static_cast<int>(threadIdx.x) & ((1 << ranks.log_pieces) - 1);
-      const int step = kWorkers >> ranks.log_pieces, bytes = piece_bytes(t.rank - h_piece * 8);
-      int i = static_cast<int>(threadIdx.x) >> ranks.log_pieces;
-      const T* src = static_cast<const T*>(p.h.data) + t.h_at + (bytes > 0 ? h_piece * 8 : 0) +
-                     (tile.start - first_row + i) * p.h.row_stride;
-      if (h_piece * 8 >= round_up(t.rank, 16)) i = kTokens;
-      T* h_tile = h_stage(stage);
-      for (; i < tile.count; i += step, src += step * p.h.row_stride) {
-        device::cp_async_16(device::smem_address(h_tile + ranks.place(i, h_piece)), src, bytes);
+      constexpr int kStep = kWorkers >> Ranks::kLogPieces;
+      static_assert(kStep % 8 == 0, "rows of one thread are turned alike");
+      const int column = Ranks::own_piece() * 8, row = Ranks::own_row();
+      const int bytes = piece_bytes(t.rank - column);
+      const T* src = static_cast<const T*>(p.h.data) + t.h_at + (bytes > 0 ? column : 0) +
+                     (tile.start - first_row + row) * p.h.row_stride;
+      const int count = column < round_up(t.rank, 16) ? tile.count : 0;
+      const std::uint32_t dst = at + kYBytes + 2 * Ranks::place(row, Ranks::own_piece());
+#pragma unroll
+      for (int i = 0; i < kTokens; i += kStep) {
+        if (row + i < count) {
+          device::cp_async_16(dst + i * Ranks::kPitch * 2, src + i * p.h.row_stride, bytes);
+        }
       }
     } else {
-      copy_h<T>(p.h, tile, t.tokens, first_row, t.h_at, t.rank, h_stage(stage), kWorkers);
+      copy_h<T, Ranks, kWorkers>(p.h, tile, t.tokens, first_row, t.h_at, t.rank, h_stage(stage));
     }
   }
 
@@ -244,12 +272,10 @@ struct Worker {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warp_m = warp % kWarpsM, warp_n = warp / kWarpsM;
     if (warp_m * 16 >= t.entry.z || warp_n * 64 >= t.cols) return;
-    const RankTile ranks(t.rank);
     float acc[kGroups][4][4] = {};
-    multiply<T, kGroups>(
-        acc, a_fragment_row(h_stage(stage), ranks.pitch(), warp_m * 16),
-        b_fragment_row(b_stage(t.b_slot, RankTile(p.h.width).pitch()), ranks.pitch(), warp_n * 64),
-        ranks, ceil_div(t.rank, 16));
+    multiply<T, Ranks, kGroups>(acc, a_fragment_row<Ranks>(h_stage(stage), warp_m * 16),
+                                b_fragment_row<Ranks>(b_tile(t.b_slot), warp_n * 64),
+                                ceil_div(t.rank, 16));
     const int row = warp_m * 16 + lane / 4;
     unsigned char* y_tile = y_stage(stage);
 #pragma unroll
@@ -264,18 +290,16 @@ struct Worker {
 
   __device__ __forceinline__ void store(const StepSlot& t, int stage) const {
     if (!t.live || piece * 8 >= t.cols) return;
-    T* y = static_cast<T*>(p.y.data) + t.y_col + piece * 8;
-    const unsigned char* src = y_stage(stage) + y_place(row0, piece);
+    const unsigned char* from = y_stage(stage) + y_at;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int token = t.tokens[row0 + 16 * i];
-      const auto v = *reinterpret_cast<const uint4*>(src + i * 16 * kCols * 2);
-      T* dst = y + token * y_stride;
-      if (token < 0) continue;
+      const std::int64_t offset = t.y[row0 + 16 * i];
+      const auto v = *reinterpret_cast<const uint4*>(from + i * 16 * kCols * 2);
       if constexpr (Tr::kVectorY) {
-        *reinterpret_cast<uint4*>(dst) = v;
-      } else {
-        device::store_pack<T, 8>(dst, *reinterpret_cast<const device::Pack<T, 8>*>(&v),
+        if (offset >= 0) *reinterpret_cast<uint4*>(y + offset) = v;
+      } else if (offset >= 0) {
+        device::store_pack<T, 8>(reinterpret_cast<T*>(y + offset),
+                                 *reinterpret_cast<const device::Pack<T, 8>*>(&v),
                                  t.cols - piece * 8);
       }
     }
@@ -326,7 +350,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     num_tiles = min(count_segment_tiles(groups, p.weights.num_adapters), p.tiles.num);
   }
 
-  const int stage_bytes = kYBytes + (kTokens + kCols) * RankTile(p.h.width).pitch() * 2;
   const bool is_scout = threadIdx.x >= kWorkers;
   Scout<Tr> scout(p, groups, slots, max(num_tiles, 0));
   const int num_steps = scout.num_steps();
@@ -347,12 +370,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       scout.look_up();
       device::cp_async_commit();
       scout.prepare(s + Tr::kAhead + 1);
+      if (const StepSlot& t = slots[s % Tr::kSlots]; t.live && t.late) __syncthreads();
       __syncthreads();
     }
     return;
   }
-  const Worker<Tr> worker(p, smem, slots, stage_bytes,
-                          p.h.by_position ? first_position(groups, p.tiles) : 0);
+  const Worker<Tr> worker(p, smem, p.h.by_position ? first_position(groups, p.tiles) : 0);
   // B of the first steps does not depend on the predecessor.
   Cursor<Tr> ahead, now;
 #pragma unroll 1
@@ -370,6 +393,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     worker.issue_b(slots[ahead.slot]);
     worker.issue_rows(slots[ahead.slot], ahead.stage);
     device::cp_async_commit();
+    if (const StepSlot& t = slots[now.slot]; t.live && t.late) {
+      worker.copy_b(t);
+      device::cp_async_commit();
+      device::cp_async_wait<0>();
+      __syncthreads();
+    }
     worker.compute(slots[now.slot], now.stage);
     __syncthreads();
     worker.store(slots[now.slot], now.stage);
@@ -378,19 +407,20 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- host ---------------------------------------------------------------------------------------
 
-template <class T, bool kVectorY, bool kPlan, bool kOwnH, int kStages>
-void launch_stages(ExpandParams p, Stream stream) {
-  using Tr = Traits<T, kVectorY, kPlan, kOwnH, kStages>;
+template <class T, bool kVectorY, bool kPlan, bool kOwnH, int kLogPieces>
+void launch_ranks(ExpandParams p, Stream stream) {
+  using Tr = Traits<T, kVectorY, kPlan, kOwnH, kLogPieces>;
   device::Launch l;
   l.threads = kThreads;
-  l.smem = static_cast<std::size_t>(kStages) *
-           (kYBytes + (kTokens + kCols) * RankTile(p.h.width).pitch() * 2);
-  const int ctas_per_sm = 2 * (l.smem + 8192) <= 228 * 1024 ? 2 : 1;
+  l.smem = Tr::kSmem;
+  const int ctas_per_sm = 2 * (l.smem + sizeof(StepSlot) * Tr::kSlots + 3072) <= 228 * 1024 ? 2 : 1;
   const int num_ctas = device::current_device().num_sms * ctas_per_sm;
   const std::int64_t steps = std::int64_t{p.tiles.num} * p.block_start[p.weights.num_slices];
-  // Long runs re-use B; short ones spread evenly.
-  p.log_run = 0;
-  while (p.log_run < 3 && steps > (std::int64_t{24} * num_ctas << p.log_run)) ++p.log_run;
+  // Long runs re-use B, the more so the higher its rank; short ones spread evenly. With two slots B
+  // must last for two steps.
+  const std::int64_t least_runs = Tr::kBSlots < Tr::kStages ? 10 : 24;
+  p.log_run = Tr::kBSlots < Tr::kStages ? 1 : 0;
+  while (p.log_run < 3 && steps > (least_runs * num_ctas << p.log_run)) ++p.log_run;
   l.grid = dim3(static_cast<unsigned>(std::min<std::int64_t>(steps, num_ctas)));
   l.stream = stream;
   l.pdl = true;
@@ -399,10 +429,13 @@ void launch_stages(ExpandParams p, Stream stream) {
 
 template <class T, bool kVectorY, bool kPlan, bool kOwnH>
 void launch_h(const ExpandParams& p, Stream stream) {
-  // Two CTAs an SM as long as their stages fit.
-  if (p.h.width <= 16) return launch_stages<T, kVectorY, kPlan, kOwnH, 4>(p, stream);
-  if (p.h.width <= 32) return launch_stages<T, kVectorY, kPlan, kOwnH, 3>(p, stream);
-  return launch_stages<T, kVectorY, kPlan, kOwnH, 2>(p, stream);
+  // Unaligned y has one kernel for all ranks: it saves more megabytes than anyone's microseconds.
+  if constexpr (kVectorY) {
+    if (p.h.width <= 16) return launch_ranks<T, kVectorY, kPlan, kOwnH, 1>(p, stream);
+    if (p.h.width <= 32) return launch_ranks<T, kVectorY, kPlan, kOwnH, 2>(p, stream);
+    if (p.h.width <= 64) return launch_ranks<T, kVectorY, kPlan, kOwnH, 3>(p, stream);
+  }
+  launch_ranks<T, kVectorY, kPlan, kOwnH, 4>(p, stream);
 }
 
 template <class T, bool kVectorY>

@@ -2,9 +2,9 @@
 // What the two expand kernels on tensor cores share: column blocks, operands in shared memory and
 // the product of a warp.
 //
-// h [tokens][ranks] and B [columns][ranks] lie in shared memory in rows of a power of two of 16-byte
-// pieces, turned so that ldmatrix has no bank conflicts; what lies past an adapter's rank is zero up
-// to a whole MMA step of 16.
+// h [tokens][ranks] and B [columns][ranks] lie in shared memory in rows of a power of two of
+// 16-byte pieces, turned so that ldmatrix has no bank conflicts; what lies past an adapter's rank
+// is zero up to a whole MMA step of 16.
 #pragma once
 
 #include "device/convert.cuh"
@@ -13,23 +13,28 @@
 
 namespace mortar::lora::cuda {
 
-/// Rows of ranks in shared memory. Eight neighbouring rows' pieces lie in different banks: rows that
-/// share a line of 128 bytes do so anyway, and each line turns its pieces by one more.
+/// Rows of ranks in shared memory, up to a largest rank. Eight neighbouring rows' pieces lie in
+/// different banks: rows that share a line of 128 bytes do so anyway, and each line turns its
+/// pieces by one more.
+template <int kLogPieces_>
 struct RankTile {
-  int log_pieces;
-
-  MORTAR_HOST_DEVICE constexpr explicit RankTile(int rank) : log_pieces(1) {
-    while (16 << log_pieces < 2 * rank) ++log_pieces;
-  }
-  MORTAR_HOST_DEVICE constexpr int pitch() const { return 8 << log_pieces; }  ///< elements
+  static constexpr int kLogPieces = kLogPieces_;  ///< of the 16-byte pieces of a row
+  static constexpr int kPitch = 8 << kLogPieces;  ///< elements: the largest rank
 
 #if defined(__CUDACC__)
-  __device__ __forceinline__ int turn(int row) const {
-    return log_pieces >= 3 ? row & 7 : (row & 7) >> (3 - log_pieces);
+  __device__ __forceinline__ static int turn(int row) {
+    return kLogPieces >= 3 ? row & 7 : (row & 7) >> (kLogPieces >= 3 ? 0 : 3 - kLogPieces);
   }
   /// Element of a piece of 8 ranks of a row.
-  __device__ __forceinline__ int place(int row, int piece) const {
-    return row * pitch() + (piece ^ turn(row)) * 8;
+  __device__ __forceinline__ static int place(int row, int piece) {
+    return row * kPitch + (piece ^ turn(row)) * 8;
+  }
+  /// The piece and the first row that a thread copies; every kThreads >> kLogPieces-th row is its.
+  __device__ __forceinline__ static int own_piece() {
+    return static_cast<int>(threadIdx.x) & ((1 << kLogPieces) - 1);
+  }
+  __device__ __forceinline__ static int own_row() {
+    return static_cast<int>(threadIdx.x) >> kLogPieces;
   }
 #endif
 };
@@ -64,66 +69,65 @@ __device__ __forceinline__ Block find_block(const ExpandParams& p, int index) {
 /// Bytes of a 16-byte piece of which `left` elements exist.
 __device__ __forceinline__ int piece_bytes(int left) { return 2 * max(0, min(left, 8)); }
 
-/// A thread's share of copying columns of B: always the same piece of every step-th row.
-template <class T>
+/// A thread's share of copying columns of B: always the same piece of every kStep-th row.
+template <class T, class Ranks, int kThreads>
 struct BCopy {
+  static constexpr int kStep = kThreads >> Ranks::kLogPieces;
   const T* src;         ///< this thread's piece of its first row
   std::int64_t stride;  ///< elements between rows
-  RankTile tile;
-  int row0, step, piece, left;
+  int row0, left;
   bool vector;  ///< rows start at multiples of 16 bytes
 
-  __device__ __forceinline__ BCopy(const T* b, std::int64_t b_stride, int rank, int num_threads)
-      : stride(b_stride), tile(rank) {
-    piece = static_cast<int>(threadIdx.x) & ((1 << tile.log_pieces) - 1);
-    row0 = static_cast<int>(threadIdx.x) >> tile.log_pieces;
-    step = num_threads >> tile.log_pieces;
-    left = rank - piece * 8;
+  __device__ __forceinline__ BCopy(const T* b, std::int64_t b_stride, int rank)
+      : stride(b_stride), row0(Ranks::own_row()) {
+    const int column = Ranks::own_piece() * 8;
+    left = rank - column;
     vector = device::is_aligned<T, 8>(b) && stride % 8 == 0;
-    src = b + row0 * stride + (left > 0 ? piece * 8 : 0);
-    if (piece * 8 >= round_up(rank, 16)) row0 = 1 << 20;  // no MMA step reads this piece
+    src = b + row0 * stride + (left > 0 ? column : 0);
+    if (column >= round_up(rank, 16)) row0 = 1 << 20;  // no MMA step reads this piece
   }
 
   /// Rows [first, first + cols). Asynchronous if `vector`.
   __device__ __forceinline__ void block(T* b_tile, std::int64_t first, int cols) const {
     const T* at = src + first * stride;
-    if (vector && step % 32 == 0) {
-      // Columns 32 apart lie 32 rows apart.
-      const int bytes = piece_bytes(left);
-      std::uint32_t dst = device::smem_address(b_tile + tile.place(permuted(row0), piece));
-      const std::int64_t at_step = step * stride;
-      const int dst_step = step * tile.pitch() * 2;
-#pragma unroll 4
-      for (int c = row0; c < cols; c += step, at += at_step, dst += dst_step) {
-        device::cp_async_16(dst, at, bytes);
+    if (!vector) {
+      for (int c = row0; c < cols; c += kStep, at += kStep * stride) {
+        *reinterpret_cast<device::Pack<T, 8>*>(b_tile +
+                                               Ranks::place(permuted(c), Ranks::own_piece())) =
+            device::load_pack<T, 8>(at, left);
       }
       return;
     }
-    for (int c = row0; c < cols; c += step, at += step * stride) {
-      T* dst = b_tile + tile.place(permuted(c), piece);
-      if (vector) {
-        device::cp_async_16(device::smem_address(dst), at, piece_bytes(left));
-      } else {
-        *reinterpret_cast<device::Pack<T, 8>*>(dst) = device::load_pack<T, 8>(at, left);
+    // Columns 32 apart lie 32 rows apart.
+    constexpr int kInner = kStep < 32 ? 32 / kStep : 1, kOuter = kStep < 32 ? 32 : kStep;
+    const int bytes = piece_bytes(left);
+    const std::uint32_t tile = device::smem_address(b_tile);
+    std::uint32_t dst[kInner];
+#pragma unroll
+    for (int k = 0; k < kInner; ++k) {
+      dst[k] = tile + 2 * Ranks::place(permuted(Ranks::own_row() + k * kStep), Ranks::own_piece());
+    }
+    const std::int64_t step = kStep * stride;
+    std::uint32_t shift = 0;
+    for (int c = row0; c < cols; c += kOuter, shift += kOuter * Ranks::kPitch * 2) {
+#pragma unroll
+      for (int k = 0; k < kInner; ++k, at += step) {
+        if (c + k * kStep < cols) device::cp_async_16(dst[k] + shift, at, bytes);
       }
     }
   }
 };
 
-/// Rows of h of a tile's tokens, from element `slice_at` on, rounded to T. Rows without a token stay
-/// as they are: each row of the product depends on its own row of h alone. Asynchronous where h
-/// holds aligned rows of T.
-template <class T>
+/// Rows of h of a tile's tokens, from element `slice_at` on, rounded to T. Rows without a token
+/// stay as they are: each row of the product depends on its own row of h alone. Asynchronous where
+/// h holds aligned rows of T.
+template <class T, class Ranks, int kThreads>
 __device__ __forceinline__ void copy_h(const HView& h, const Tile& tile, const int* tokens,
-                                       int first_row, std::int64_t slice_at, int rank, T* h_tile,
-                                       int num_threads) {
-  const RankTile ranks(rank);
-  const int piece = static_cast<int>(threadIdx.x) & ((1 << ranks.log_pieces) - 1);
-  const int left = rank - piece * 8;
+                                       int first_row, std::int64_t slice_at, int rank, T* h_tile) {
+  const int piece = Ranks::own_piece(), left = rank - piece * 8;
   if (piece * 8 >= round_up(rank, 16)) return;
-  for (int i = static_cast<int>(threadIdx.x) >> ranks.log_pieces; i < tile.count;
-       i += num_threads >> ranks.log_pieces) {
-    T* dst = h_tile + ranks.place(i, piece);
+  for (int i = Ranks::own_row(); i < tile.count; i += kThreads >> Ranks::kLogPieces) {
+    T* dst = h_tile + Ranks::place(i, piece);
     const int row = h_row(h, tile, first_row, i, h.by_position ? 0 : tokens[i]);
     if (row < 0) continue;
     const std::int64_t at = slice_at + row * h.row_stride + (left > 0 ? piece * 8 : 0);
@@ -145,8 +149,7 @@ __device__ __forceinline__ void copy_h(const HView& h, const Tile& tile, const i
     } else {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float low =
-            2 * k < left ? device::load_as_float(h.data, h.dtype, at + 2 * k) : 0.0f;
+        const float low = 2 * k < left ? device::load_as_float(h.data, h.dtype, at + 2 * k) : 0.0f;
         const float high =
             2 * k + 1 < left ? device::load_as_float(h.data, h.dtype, at + 2 * k + 1) : 0.0f;
         words[k] = device::pack2<T>(low, high);
@@ -158,32 +161,34 @@ __device__ __forceinline__ void copy_h(const HView& h, const Tile& tile, const i
 
 /// Where a lane's ldmatrix rows begin, for 16 rows of h (the A operand of the MMA) and for two
 /// fragments of 8 columns of B.
-template <class T>
-__device__ __forceinline__ std::uint32_t a_fragment_row(const T* h_tile, int pitch, int row) {
-  return device::smem_address(h_tile + (row + threadIdx.x % 16) * pitch);
+template <class Ranks, class T>
+__device__ __forceinline__ std::uint32_t a_fragment_row(const T* h_tile, int row) {
+  return device::smem_address(h_tile + (row + threadIdx.x % 16) * Ranks::kPitch);
 }
-template <class T>
-__device__ __forceinline__ std::uint32_t b_fragment_row(const T* b_tile, int pitch, int row) {
+template <class Ranks, class T>
+__device__ __forceinline__ std::uint32_t b_fragment_row(const T* b_tile, int row) {
   const int lane = threadIdx.x % 32;
-  return device::smem_address(b_tile + (row + lane / 16 * 8 + lane % 8) * pitch);
+  return device::smem_address(b_tile + (row + lane / 16 * 8 + lane % 8) * Ranks::kPitch);
 }
 
 /// acc += h B^T for 16 tokens and kGroups * 32 columns.
-template <class T, int kGroups>
+template <class T, class Ranks, int kGroups>
 __device__ __forceinline__ void multiply(float (&acc)[kGroups][4][4], std::uint32_t h_row,
-                                         std::uint32_t b_row, const RankTile& ranks, int num_steps) {
-  const int lane = threadIdx.x % 32, turn = ranks.turn(lane % 8);
-  const std::uint32_t pair_bytes = 32 * ranks.pitch();
-#pragma unroll 2
-  for (int i = 0; i < num_steps; ++i) {
-    const std::uint32_t h_at = h_row + ((2 * i + lane / 16) ^ turn) * 16;
-    const std::uint32_t b_at = b_row + ((2 * i + lane / 8 % 2) ^ turn) * 16;
+                                         std::uint32_t b_row, int num_steps) {
+  constexpr int kPairBytes = 32 * Ranks::kPitch, kMaxSteps = Ranks::kPitch / 16;
+  const int lane = threadIdx.x % 32;
+  // (2 i + own piece) ^ turn, in bytes: the step's bits and the lane's do not carry.
+  const std::uint32_t turn = Ranks::turn(lane % 8) * 16;
+  const std::uint32_t h_own = (lane / 16 * 16) ^ turn, b_own = (lane / 8 % 2 * 16) ^ turn;
+  const auto step = [&](int i) {
     std::uint32_t h[4], b[kGroups][2][4];
-    device::ldmatrix_x4(h, h_at);
+    device::ldmatrix_x4(h, h_row + (h_own ^ (32 * i)));
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) device::ldmatrix_x4(b[g][j], b_at + (2 * g + j) * pair_bytes);
+      for (int j = 0; j < 2; ++j) {
+        device::ldmatrix_x4(b[g][j], b_row + (b_own ^ (32 * i)) + (2 * g + j) * kPairBytes);
+      }
     }
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -193,6 +198,13 @@ __device__ __forceinline__ void multiply(float (&acc)[kGroups][4][4], std::uint3
         device::mma_16816<T>(acc[g][j], h, at[0], at[1]);
       }
     }
+  };
+  if (kMaxSteps <= 4 && num_steps == kMaxSteps) {  // without a loop
+#pragma unroll
+    for (int i = 0; i < kMaxSteps; ++i) step(i);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < num_steps; ++i) step(i);
   }
 }
 

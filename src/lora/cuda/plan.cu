@@ -34,23 +34,33 @@ struct PlanParams {
   int warp_tokens;  ///< tokens per warp, a multiple of 32
 };
 
-/// Exclusive prefix sum of one value per thread; *total gets the sum. Uses two barriers.
-__device__ int exclusive_scan(int value, int* warp_sums, int* total) {
+__device__ __forceinline__ int4 operator+(int4 a, int4 b) {
+  return make_int4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+__device__ __forceinline__ int4 operator-(int4 a, int4 b) {
+  return make_int4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
+}
+
+/// Exclusive prefix sums of four values per thread; *total gets the sums. Uses two barriers.
+__device__ int4 exclusive_scan(int4 value, int4* warp_sums, int4* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int inclusive = value;
+  int4 inclusive = value;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, inclusive, d);
-    if (lane >= d) inclusive += other;
+    const int4 other = make_int4(
+        __shfl_up_sync(0xffffffffu, inclusive.x, d), __shfl_up_sync(0xffffffffu, inclusive.y, d),
+        __shfl_up_sync(0xffffffffu, inclusive.z, d), __shfl_up_sync(0xffffffffu, inclusive.w, d));
+    if (lane >= d) inclusive = inclusive + other;
   }
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
-  int before = 0, all = 0;
+  int4 before = make_int4(0, 0, 0, 0), all = before;
 #pragma unroll
   for (int w = 0; w < kMaxThreads / 32; ++w) {
-    const int sum = w * 32 < blockDim.x ? warp_sums[w] : 0;
-    if (w < warp) before += sum;
-    all += sum;
+    if (w * 32 >= blockDim.x) break;
+    const int4 sum = warp_sums[w];
+    if (w < warp) before = before + sum;
+    all = all + sum;
   }
   __syncthreads();
   *total = all;
@@ -92,9 +102,9 @@ __device__ void write_tiles(std::int32_t* list, std::int32_t* tokens, int num_ti
 
 __global__ void __launch_bounds__(kMaxThreads, 1)
     plan_kernel(const __grid_constant__ PlanParams p) {
-  // Shared memory: one histogram per warp, then four tables of L + 1 words.
+  // Shared memory: one histogram per warp, then five tables of L + 1 words.
   extern __shared__ int smem[];
-  __shared__ int warp_sums[kMaxThreads / 32];
+  __shared__ int4 warp_sums[kMaxThreads / 32];
   __shared__ int bad_count, bad_first;
   const int num_cta_threads = blockDim.x, num_warps = num_cta_threads / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -105,6 +115,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   int* first_tile16 = first_token + bins;
   int* first_tile64 = first_tile16 + bins;
   int* first_group = first_tile64 + bins;
+  int* chunk_first = first_group + bins;                 // of this CTA's tokens within their bin
   std::int32_t* chunk_bins = p.plan + p.layout.scratch;  // [chunk][bin]
   std::int32_t* total_bins = chunk_bins + p.layout.num_chunks * bins;
   std::int32_t* chunk_bad = total_bins + bins;  // [chunk]{count, first}
@@ -165,39 +176,49 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
   // Prefixes over CTAs, the bins shared out over the grid.
   for (int b = cta * num_cta_threads + threadIdx.x; b < bins; b += num_ctas * num_cta_threads) {
+    // 16 loads at a time: between a load and a store that may be to the same place the compiler
+    // would wait for L2.
+    constexpr int kLoads = 16;
+    std::int32_t* cell = chunk_bins + b;
     int sum = 0;
-    for (int c = 0; c < num_ctas; ++c) {
-      std::int32_t* cell = chunk_bins + static_cast<std::int64_t>(c) * bins + b;
-      const int n = __ldcg(cell);
-      *cell = sum;
-      sum += n;
+    for (int c0 = 0; c0 < num_ctas; c0 += kLoads) {
+      int n[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        n[i] = c0 + i < num_ctas ? __ldcg(cell + static_cast<std::int64_t>(c0 + i) * bins) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (c0 + i < num_ctas) cell[static_cast<std::int64_t>(c0 + i) * bins] = sum;
+        sum += n[i];
+      }
     }
     total_bins[b] = sum;
   }
   grid_barrier();
 
   // Every CTA scans the totals for itself.
-  int tokens_before = 0, tiles16 = 0, tiles64 = 0, groups = 0;
+  int4 before = make_int4(0, 0, 0, 0);  // tokens, tiles of 16 and of 64, groups
   for (int base = 0; base < bins; base += num_cta_threads) {
     const int b = base + threadIdx.x;
     const int n = b < bins ? __ldcg(total_bins + b) : 0;
+    const int own = b < bins ? __ldcg(chunk_bins + static_cast<std::int64_t>(cta) * bins + b) : 0;
     const bool active = b < p.num_adapters;
-    int total = 0;
-    const int token = exclusive_scan(n, warp_sums, &total) + tokens_before;
-    tokens_before += total;
-    const int t16 = exclusive_scan(active ? ceil_div(n, 16) : 0, warp_sums, &total) + tiles16;
-    tiles16 += total;
-    const int t64 = exclusive_scan(active ? ceil_div(n, 64) : 0, warp_sums, &total) + tiles64;
-    tiles64 += total;
-    const int group = exclusive_scan(active && n > 0, warp_sums, &total) + groups;
-    groups += total;
+    int4 total;
+    const int4 first = exclusive_scan(make_int4(n, active ? ceil_div(n, 16) : 0,
+                                                active ? ceil_div(n, 64) : 0, active && n > 0),
+                                      warp_sums, &total) +
+                       before;
+    before = before + total;
     if (b < bins) {
-      first_token[b] = token;
-      first_tile16[b] = t16;
-      first_tile64[b] = t64;
-      first_group[b] = group;
+      first_token[b] = first.x;
+      first_tile16[b] = first.y;
+      first_tile64[b] = first.z;
+      first_group[b] = first.w;
+      chunk_first[b] = own;
     }
   }
+  const int tiles16 = before.y, tiles64 = before.z, groups = before.w;
   __syncthreads();
 
   // Scatter: the walk of the count again, now with known places.
@@ -214,8 +235,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     __syncwarp();
     if (live) {
       const int rank = __popc(peers & ((1u << lane) - 1));
-      const int chunk = __ldcg(chunk_bins + static_cast<std::int64_t>(cta) * bins + bin);
-      const int place = chunk + before + rank;
+      const int place = chunk_first[bin] + before + rank;
       sorted[first_token[bin] + place] = static_cast<std::int32_t>(token);
       if (bin < p.num_adapters) {
         tokens16[std::int64_t{first_tile16[bin]} * 16 + place] = static_cast<std::int32_t>(token);
@@ -279,7 +299,7 @@ void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64
   const std::int64_t ctas = std::min<std::int64_t>(p.layout.num_chunks, device.num_sms);
   // Fewer warps where their histograms would not fit (4,096 adapters below 200 KB of memory).
   const auto smem = [&](int threads) {
-    return (threads / 32 + 4) * (num_adapters + 1) * static_cast<std::int64_t>(sizeof(int));
+    return (threads / 32 + 5) * (num_adapters + 1) * static_cast<std::int64_t>(sizeof(int));
   };
   int threads = kMaxThreads;
   while (threads > 32 && smem(threads) > device.max_smem - kStaticSmem) threads /= 2;

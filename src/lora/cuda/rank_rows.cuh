@@ -40,8 +40,7 @@ struct RankRows {
       const int rank = __shfl_sync(0xffffffffu, own_rank, from);
       const auto a = reinterpret_cast<const char*>(
           __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(own.a), from));
-      const auto stride =
-          __shfl_sync(0xffffffffu, static_cast<long long>(own.a_row_stride), from);
+      const auto stride = __shfl_sync(0xffffffffu, static_cast<long long>(own.a_row_stride), from);
       const float own_scale = __shfl_sync(0xffffffffu, own.scale, from);
       if (i < most) {
         weights[i] = slice >= 0 && r < rank ? a + r * stride * size : nullptr;

@@ -24,13 +24,13 @@ namespace mortar::lora::cuda {
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kTokens = 16;          ///< of a tile
-constexpr int kK = 512;              ///< elements of K per CTA
-constexpr int kPitch = kK + 8;       ///< elements; 1040 B rows make ldmatrix free of bank conflicts
-constexpr int kPieces = kK / 8;      ///< 16-byte pieces of a row
+constexpr int kTokens = 16;      ///< of a tile
+constexpr int kK = 512;          ///< elements of K per CTA
+constexpr int kPitch = kK + 8;   ///< elements; 1040 B rows make ldmatrix free of bank conflicts
+constexpr int kPieces = kK / 8;  ///< 16-byte pieces of a row
 constexpr int kRowStep = kThreads / kPieces;
 constexpr int kStages = 4;
-constexpr int kMaxRows = 256;        ///< rank rows of a CTA
+constexpr int kMaxRows = 256;  ///< rank rows of a CTA
 
 template <class T_, bool kPlan_, int kLeaves_>
 struct Traits {
@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   // Compute
   const int leaf = warp % Tr::kLeaves, rows8 = warp / Tr::kLeaves * 8;
   const int slab = static_cast<int>(blockIdx.y) * Tr::kLeaves + leaf;
-  const std::uint32_t x_at = device::smem_address(x_tile + lane % 16 * kPitch + lane / 16 * 8 +
-                                                  leaf * Tr::kSteps * 16);
+  const std::uint32_t x_at =
+      device::smem_address(x_tile + lane % 16 * kPitch + lane / 16 * 8 + leaf * Tr::kSteps * 16);
   const std::uint32_t a_at = device::smem_address(ring + (rows8 + lane % 8) * kPitch +
                                                   lane / 8 * 8 + leaf * Tr::kSteps * 16);
   const int first_row = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (int half = 0; half < 2; ++half) {
     const int place = lane / 4 + 8 * half;
     const int row = h_row(p.h, tile, first_row, place, __shfl_sync(0xffffffffu, token, place));
-    out[half] = row < 0 || slab >= p.h.num_slabs ? -1
-                                                 : slab * p.h.slab_stride + row * p.h.row_stride;
+    out[half] =
+        row < 0 || slab >= p.h.num_slabs ? -1 : slab * p.h.slab_stride + row * p.h.row_stride;
   }
   std::uint32_t x_frags[Tr::kKeepX ? Tr::kSteps : 1][4];
   for (int stage = 0; stage < num_stages; ++stage) {
@@ -178,7 +178,8 @@ void launch_traits(ShrinkParams p, const ShrinkConfig& c, Stream stream) {
   const int ring_rows = std::min(kStages * Tr::kStageRows, round_up(most, 8));
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(ceil_div(rows, p.rows_per_cta)),
-                static_cast<unsigned>(ceil_div<std::int64_t>(p.weights.hidden, kK)),
+                static_cast<unsigned>(
+                    std::max<std::int64_t>(1, ceil_div<std::int64_t>(p.weights.hidden, kK))),
                 static_cast<unsigned>(p.tiles.num));
   l.threads = kThreads;
   l.smem = static_cast<std::size_t>(kTokens + ring_rows) * kPitch * 2;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds the slabs that a split shrink left, in order, and writes h.
+// Adds the slabs that a split shrink left, as leaf_size in problem.h says, and writes h.
 //
 // h[s, t, r] = scale * sum_leaf slab[leaf, t, s, r]
 // bytes  = 4 Z M R (slabs, from L2) + M R (h), Z leaves
@@ -26,13 +26,14 @@ struct FinishParams {
 __global__ void __launch_bounds__(kThreads, 1)
     finish_kernel(const __grid_constant__ FinishParams p) {
   device::pdl_trigger();
-  device::pdl_wait();
+  if (!p.to.early) device::pdl_wait();
   const int tile_index = p.to.tiles.first + static_cast<int>(blockIdx.z);
   Tile tile;
   const bool live =
       static_cast<int>(blockIdx.z) < p.to.tiles.num &&
       find_any_tile(p.to.groups, p.to.tiles, p.to.weights.num_adapters, tile_index, &tile);
   if (!live) {
+    device::pdl_wait();
     zero_base_rows(p.to);
     return;
   }
@@ -41,34 +42,46 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first_place = static_cast<int>(blockIdx.x) * kPlaces;
   const int pieces = from.width / 4;  // of one slice
   const int row_pieces = pieces * p.to.weights.num_slices;
-  for (int i = threadIdx.x; i < kPlaces * row_pieces; i += kThreads) {
+  bool waited = false;
+  // Two lanes share a piece of four columns; whole warps go round together.
+  const int num_pieces = min(tile.count - first_place, kPlaces) * row_pieces;
+  for (int base = 0; base < num_pieces; base += kThreads / 2) {
+    const int i = base + static_cast<int>(threadIdx.x) / 2;
     const int place = first_place + i / row_pieces;
     const int slice = i % row_pieces / pieces;
     const int r = i % pieces * 4;
-    if (place >= tile.count) break;
-    const SliceWeights w = p.to.weights.get(tile.adapter, slice);
-    const int token = h.by_position ? 0 : any_token(p.to.groups, p.to.tiles, tile, place);
-    const int row_from = h_row(from, tile, 0, place, token);
-    const int row_to = h_row(h, tile, 0, place, token);
-    if (row_from < 0 || row_to < 0) continue;
-    float4 v = make_float4(0, 0, 0, 0);
-    if (r < w.rank) {
-      const float* slab = static_cast<const float*>(from.data) +
-                          std::int64_t{row_from} * from.row_stride + slice * from.slice_stride + r;
-      SlabSum slabs(slab, from.slab_stride, from.num_slabs);
-      slabs.load();
-      v = slabs.sum();
+    int row_from = -1, row_to = -1;
+    SliceWeights w;
+    SlabSum slabs(from.slab_stride);
+    if (i < num_pieces) {
+      w = p.to.weights.get(tile.adapter, slice);
+      const int token = h.by_position ? 0 : any_token(p.to.groups, p.to.tiles, tile, place);
+      row_from = h_row(from, tile, 0, place, token);
+      row_to = h_row(h, tile, 0, place, token);
+      if (row_from >= 0 && row_to >= 0 && r < w.rank) {
+        slabs.seek(static_cast<const float*>(from.data) + std::int64_t{row_from} * from.row_stride +
+                       slice * from.slice_stride + r,
+                   from.num_slabs);
+      }
     }
+    if (!waited) device::pdl_wait();
+    waited = true;
+    slabs.load();
+    const float4 v = slabs.sum();
+    if (row_from < 0 || row_to < 0) continue;
     const float scale = p.to.scale * w.scale;
-    const float out[4] = {v.x * scale, v.y * scale, v.z * scale, v.w * scale};
-    const std::int64_t at = std::int64_t{row_to} * h.row_stride + slice * h.slice_stride + r;
+    // Each lane of a pair writes two of the four columns.
+    const int c0 = static_cast<int>(threadIdx.x) % 2 * 2;
+    const float out[2] = {(c0 == 0 ? v.x : v.z) * scale, (c0 == 0 ? v.y : v.w) * scale};
+    const std::int64_t at = std::int64_t{row_to} * h.row_stride + slice * h.slice_stride + r + c0;
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      if (r + c < (p.to.pad ? h.width : w.rank)) {
-        device::store_from_float(h.data, h.dtype, at + c, r + c < w.rank ? out[c] : 0.0f);
+    for (int c = 0; c < 2; ++c) {
+      if (r + c0 + c < (p.to.pad ? h.width : w.rank)) {
+        device::store_from_float(h.data, h.dtype, at + c, r + c0 + c < w.rank ? out[c] : 0.0f);
       }
     }
   }
+  if (!waited) device::pdl_wait();
   if (!p.to.pad) return;
   // A public h may be wider than the slabs.
   for (int i = threadIdx.x; i < kPlaces * p.to.weights.num_slices; i += kThreads) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// h = x A^T on tensor cores, x and A of one 16-bit type.
+// h = x A^T on tensor cores, x and A of one 16-bit type: what shrink_decode and shrink_wgmma leave,
+// unaligned rows, and many tokens in segments or on other architectures than sm_90a.
 //
 // h[s, t, r] = sum_k x[t, k] A_{a(t), s}[r, k]      K hidden, R = sum over slices of ranks
 // bytes  = 2 M K (x, once for all slices) + 2 K sum_a R_a (A of the adapters in use) + h
@@ -207,8 +208,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   const int middle =
       static_cast<int>(first_leaves(num_leaves(p.weights.hidden))) * leaf_steps;  // step
   const int live_frags = (num_rows - warp_n * Tr::kFragsN * 8 + 7) / 8;
-  const std::uint32_t x_lane =
-      ring + ((warp_m * 16 + lane % 16) * kPitch + lane / 16 * 8) * 2;
+  const std::uint32_t x_lane = ring + ((warp_m * 16 + lane % 16) * kPitch + lane / 16 * 8) * 2;
   const std::uint32_t a_lane =
       ring + ((Tr::kTokens + warp_n * Tr::kFragsN * 8 + lane / 16 * 8 + lane % 8) * kPitch +
               lane / 8 % 2 * 8) *

@@ -9,7 +9,7 @@
 // limit  : decode DRAM; prefill shared memory reads (one 4-byte read per FMA of a lane)
 //
 // A warp owns one rank row at a time; its lanes stride over a leaf of K, and a fixed butterfly adds
-// the lanes. Leaves are added in order, as in shrink_mma.
+// the lanes. Leaves are added as on tensor cores (leaf_size in problem.h).
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"

@@ -10,11 +10,11 @@
 //
 // A CTA takes two or three tiles of 64 tokens of one adapter, a warpgroup each, and up to kRows
 // rank rows of all its slices taken together. A further warpgroup streams K through a ring of
-// cp.async stages in the swizzle that wgmma reads. (All warps both copying and multiplying, with a
-// barrier per stage: 40 us against 32 at R = 192. Pointers read from shared memory one by one, each
-// before its copy: 47.) Summation: a leaf of K is one chain of MMA steps from zero; the first half
-// of the leaves is added in order, then the second half, then both halves. A cluster of two CTAs
-// takes a half each, a grid a leaf each (slabs), or one CTA both halves: the same bits.
+// cp.async stages in the swizzle that wgmma reads; it reads the rows' pointers in batches (one by
+// one, each before its copy, the main loop took 29 us instead of 20, 8192 tokens, R = 192).
+// Summation: a leaf of K is one chain of MMA steps from zero; the first half of the leaves is added
+// in order, then the second half, then both halves. A cluster of two CTAs takes a half each, a grid
+// a leaf each (slabs), or one CTA both halves: the same bits.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -270,15 +270,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   }
 
   // Reduce and store: the sum of both halves of K
-  const auto consumers_sync = [] {
-    asm volatile("barrier.sync 1, %0;" ::"n"(Tr::kConsumers) : "memory");
-  };
-  if constexpr (Tr::kAll) {
-    consumers_sync();  // columns
-    add_sums<Tr::kConsumers>(total, parked);
-    store_sums(p.h, base, shared.columns, total);
-  } else if (p.h.num_slabs > 1) {
-    consumers_sync();
+  if (Tr::kAll || p.h.num_slabs > 1) {
+    asm volatile("barrier.sync 1, %0;" ::"n"(Tr::kConsumers) : "memory");  // columns are written
+    if constexpr (Tr::kAll) add_sums<Tr::kConsumers>(total, parked);
     store_sums(p.h, base, shared.columns, total);
   } else {
     // Each CTA of the cluster takes half of the columns.
@@ -324,8 +318,8 @@ struct Shape {
 };
 
 /// The shape whose clusters take the least time, by the rows of x and A that an SM reads: with one
-/// CTA per SM, 150 of them take as long as 264. (8192 tokens, K=4096, R=48: 2 tiles 23.8 us for one
-/// adapter, 36.7 for 16; 3 tiles 24.8 and 27.8.)
+/// CTA per SM, 150 of them take as long as 264. (8192 tokens, K=4096, R=48: 2 tiles 23.4 us for one
+/// adapter, 36.0 for 16; 3 tiles 24.5 and 27.5.)
 Shape choose_shape(const ShrinkParams& p, int num_rows) {
   constexpr Shape kShapes[] = {{48, 2}, {48, 3}, {96, 2}, {96, 3}, {144, 2}, {192, 2}};
   constexpr std::int64_t kStart = 64;  // a CTA's start and end, in rows
@@ -334,8 +328,11 @@ Shape choose_shape(const ShrinkParams& p, int num_rows) {
   Shape best{};
   std::int64_t least = 0;
   for (const Shape s : kShapes) {
-    // The last run of an adapter is half full in the mean.
-    const std::int64_t runs = ceil_div<std::int64_t>(full, s.tiles) + groups / 2;
+    // How full the last run of an adapter is, the host cannot know: half in the mean where tokens
+    // come singly, all of it where they come in chunks of whole tiles. Past 96 rank rows a wrong
+    // guess at the former costs more.
+    const std::int64_t runs =
+        ceil_div<std::int64_t>(full, s.tiles) + (num_rows <= 96 ? groups / 2 : 0);
     const std::int64_t ctas = 2 * runs * ceil_div(num_rows, s.rows);
     const std::int64_t rows = 64 * s.tiles + std::min(num_rows, s.rows) + kStart;
     const std::int64_t time = ceil_div(std::max<std::int64_t>(ctas, 1), kNumSms) * rows;
@@ -347,34 +344,44 @@ Shape choose_shape(const ShrinkParams& p, int num_rows) {
   return best;
 }
 
+template <class T>
+struct Launcher {
+  const ShrinkParams& p;
+  int num_rows;
+  bool cluster;
+  Stream stream;
+
+  template <int kRows, int kTiles, int kStages, int kMinCtas, Share kShare>
+  void run() const {
+    using Tr = Traits<T, kRows, kTiles, kStages, kMinCtas, kShare>;
+    launch_traits<Tr>(p, num_rows, cluster, stream);
+  }
+};
+
 /// As many stages as the shared memory of an SM holds.
 template <class T>
 void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
   const int num_rows = p.weights.num_slices * (p.pad ? p.h.width : p.weights.max_rank);
-  const auto run = [&]<class Tr>(device::TypeTag<Tr>) {
-    launch_traits<Tr>(p, num_rows, c.cluster_k == 2, stream);
-  };
-#define MORTAR_RUN(...) return run(device::TypeTag<Traits<T, __VA_ARGS__>>{})
-  if (c.cluster_k == 2) {
+  const Launcher<T> l{p, num_rows, c.cluster_k == 2, stream};
+  if (l.cluster) {
     const Shape s = choose_shape(p, num_rows);
-    if (s.rows == 48 && s.tiles == 2) MORTAR_RUN(48, 2, 9, 1, Share::kPart);
-    if (s.rows == 48) MORTAR_RUN(48, 3, 7, 1, Share::kPart);
-    if (s.rows == 96 && s.tiles == 2) MORTAR_RUN(96, 2, 7, 1, Share::kPart);
-    if (s.rows == 96) MORTAR_RUN(96, 3, 6, 1, Share::kPart);
-    if (s.rows == 144) MORTAR_RUN(144, 2, 6, 1, Share::kPart);
-    MORTAR_RUN(192, 2, 5, 1, Share::kPart);
+    if (s.rows == 48 && s.tiles == 2) return l.template run<48, 2, 9, 1, Share::kPart>();
+    if (s.rows == 48) return l.template run<48, 3, 7, 1, Share::kPart>();
+    if (s.rows == 96 && s.tiles == 2) return l.template run<96, 2, 7, 1, Share::kPart>();
+    if (s.rows == 96) return l.template run<96, 3, 6, 1, Share::kPart>();
+    if (s.rows == 144) return l.template run<144, 2, 6, 1, Share::kPart>();
+    return l.template run<192, 2, 5, 1, Share::kPart>();
   }
   if (p.h.num_slabs > 1) {
-    if (num_rows <= 48) MORTAR_RUN(48, 2, 5, 2, Share::kPart);
-    if (num_rows <= 96) MORTAR_RUN(96, 2, 7, 1, Share::kPart);
-    if (num_rows <= 144) MORTAR_RUN(144, 2, 6, 1, Share::kPart);
-    MORTAR_RUN(192, 2, 5, 1, Share::kPart);
+    if (num_rows <= 48) return l.template run<48, 2, 5, 2, Share::kPart>();
+    if (num_rows <= 96) return l.template run<96, 2, 7, 1, Share::kPart>();
+    if (num_rows <= 144) return l.template run<144, 2, 6, 1, Share::kPart>();
+    return l.template run<192, 2, 5, 1, Share::kPart>();
   }
-  if (num_rows <= 48) MORTAR_RUN(48, 2, 3, 2, Share::kAll);
-  if (num_rows <= 96) MORTAR_RUN(96, 2, 6, 1, Share::kAll);
-  if (num_rows <= 144) MORTAR_RUN(144, 2, 4, 1, Share::kAll);
-  MORTAR_RUN(192, 2, 3, 1, Share::kAll);
-#undef MORTAR_RUN
+  if (num_rows <= 48) return l.template run<48, 2, 3, 2, Share::kAll>();
+  if (num_rows <= 96) return l.template run<96, 2, 6, 1, Share::kAll>();
+  if (num_rows <= 144) return l.template run<144, 2, 4, 1, Share::kAll>();
+  return l.template run<192, 2, 3, 1, Share::kAll>();
 }
 
 }  // namespace
