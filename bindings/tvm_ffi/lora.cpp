@@ -4,22 +4,41 @@
 //   lora_shrink  x, h, workspace, scale, zero_rows, GROUPS, WEIGHTS
 //   lora_expand  h, y, offset, add_inputs, GROUPS, WEIGHTS
 //   lora_apply   x, y, workspace, offset, scale, add_inputs, GROUPS, WEIGHTS
-//   lora_weights WEIGHTS
+//   lora_weights WEIGHTS -> handle
 //
 //   GROUPS   plan                       or None, sorted_tokens, ids, counts, starts, num_groups
 //   WEIGHTS  None, ranks, scales, len(a), *a, *b    or table, dtype, max_rank, hidden, *widths
+//            or handle: the same, read and checked before; whoever made it keeps the memory alive
 //
 // num_groups: only the first that many segments are looked at. A stacked tensor may have an extra
 // dimension of size 1 after its first ([L, 1, R, K]).
+//
+// torch_lora_* take the same arguments with id(t) in place of every tensor t and of None for one:
+// what PyTorch's eager calls use, as it costs the host a third. Called with the GIL held and the
+// objects alive. They take a missing workspace from PyTorch's allocator. The result is 0, with
+// nothing written, where an object cannot be read so, and 1 otherwise; or 2 from
+//
+//   torch_vllm_shrink  no_lora_flag, x, h, scale, zero_rows, SEGMENTS, *a
+//   torch_vllm_expand  no_lora_flag, h, y, offset, add_inputs, SEGMENTS, *b
+//
+//   SEGMENTS  sorted_tokens, ids, counts, starts, num_groups, num_groups_tensor
+//
+// where the flag, a boolean on the CPU, is set: nothing was done. num_groups_tensor is None, or an
+// integer on the CPU that overrides num_groups.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/dtype.h>
+#include <tvm/ffi/object.h>
 
 #include <algorithm>
 #include <array>
+#include <optional>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "convert.h"
 #include "mortar/lora.h"
+#include "torch_objects.h"
 
 namespace mortar::ffi {
 namespace {
@@ -27,14 +46,86 @@ namespace {
 using tvm::ffi::Any;
 using tvm::ffi::Array;
 
+/// Results of the torch_* functions.
+constexpr std::int64_t kUnread = 0, kDone = 1, kNothingToDo = 2;
+
+/// A handle of weights that Python keeps.
+class WeightsObj : public tvm::ffi::Object {
+ public:
+  explicit WeightsObj(const LoraWeights& w) : weights(w) {}
+  LoraWeights weights;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("mortar.LoraWeights", WeightsObj, tvm::ffi::Object);
+};
+class WeightsRef : public tvm::ffi::ObjectRef {
+ public:
+  explicit WeightsRef(tvm::ffi::ObjectPtr<WeightsObj> object) : ObjectRef(std::move(object)) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(WeightsRef, ObjectRef, WeightsObj);
+};
+
+/// Tensors as TVM-FFI hands them over.
+struct FfiViews {
+  static Tensor tensor(AnyView arg, const char* op, const char* name) {
+    return to_tensor(arg, op, name);
+  }
+
+  /// What surrounds an op: its device is the current one, its stream the caller's.
+  struct Call {
+    explicit Call(Device device) : guard(device), stream(current_stream(device)) {}
+    template <auto kQuery>
+    const Tensor& workspace(const Tensor& given, const Tensor&, const LoraWeights&) const {
+      return given;
+    }
+    DeviceGuard guard;
+    Stream stream;
+  };
+};
+
+/// Tensors as the addresses of PyTorch's objects.
+struct TorchViews : TorchObjects {
+  struct Call {
+    explicit Call(Device d) : device(d), stream(TorchObjects::stream(d)), guard(d) {}
+    /// The given workspace, or one for the time of the call.
+    template <auto kQuery>
+    Tensor workspace(const Tensor& given, const Tensor& x, const LoraWeights& weights) {
+      if (given.defined()) return given;
+      std::int64_t bytes = 0;
+      try {
+        bytes = kQuery(x, weights);
+      } catch (const Error&) {  // the op will say what is wrong
+      }
+      return bytes > 0 ? memory.emplace(bytes, device).tensor() : given;
+    }
+    Device device;
+    Stream stream;
+    GilReleased unlocked;
+    DeviceGuard guard;
+    std::optional<TorchBytes> memory;
+  };
+};
+
+/// The same for vLLM's drop-ins, which always have segments and stacked weights.
+struct VllmViews : TorchViews {};
+
 /// Reads the arguments of a packed call from left to right.
+template <class Source>
 class ArgReader {
  public:
+  static constexpr bool kVllm = std::is_same_v<Source, VllmViews>;
+
   ArgReader(PackedArgs args, const char* op) : args_(args), op_(op) {}
 
   int remaining() const { return args_.size() - next_; }
 
-  Tensor tensor(const char* name) { return to_tensor(take(name), op_, name); }
+  Tensor tensor(const char* name) { return Source::tensor(take(name), op_, name); }
+
+  /// The workspace; vLLM's drop-ins have none to give.
+  Tensor workspace() { return kVllm ? Tensor{} : tensor("workspace"); }
+
+  /// True where the flag of vLLM's drop-ins is set.
+  bool nothing_to_do() {
+    if constexpr (kVllm) return Source::element(take("no_lora_flag")).value_or(0) != 0;
+    return false;
+  }
 
   template <class T>
   T value(const char* name) {
@@ -44,27 +135,39 @@ class ArgReader {
   }
 
   DType dtype(const char* name) {
-    const std::optional<DLDataType> v = take(name).try_cast<DLDataType>();
+    const std::optional<DLDataType> v = take(name).template try_cast<DLDataType>();
     check_type(v.has_value(), op_, ": ", name, " must be a dtype, got another type");
     return to_dtype(*v, op_, name);
   }
 
   LoraGroups groups() {
-    const Tensor plan = tensor("plan");
+    const Tensor plan = kVllm ? Tensor{} : tensor("plan");
     if (plan.defined()) return LoraGroups::from_plan(plan);
     const Tensor sorted_tokens = tensor("sorted_tokens");
     Tensor ids = tensor("ids"), counts = tensor("counts");
     const Tensor starts = tensor("starts");
-    const std::int64_t num_groups = value<std::int64_t>("num_groups");
+    auto num_groups = value<std::int64_t>("num_groups");
+    if constexpr (kVllm) {
+      num_groups = Source::element(take("num_groups_tensor")).value_or(num_groups);
+    }
     for (Tensor* t : {&ids, &counts}) {
       if (t->ndim == 1) t->shape[0] = std::min(t->shape[0], std::max<std::int64_t>(num_groups, 0));
     }
     return LoraGroups::from_segments(sorted_tokens, ids, counts, starts);
   }
 
-  LoraWeights weights() {
+  /// Valid as long as the reader and the arguments.
+  const LoraWeights& weights(bool of_shrink = false) {
+    if constexpr (kVllm) {
+      return read_weights_.emplace(stacked_weights({}, {}, of_shrink ? remaining() : 0));
+    }
+    if (remaining() > 0) {
+      if (const auto* handle = args_[next_].template as<WeightsObj>()) return handle->weights;
+    }
     const Tensor table = tensor("table");
-    return table.defined() ? table_weights(table) : stacked_weights();
+    if (table.defined()) return read_weights_.emplace(table_weights(table));
+    const Tensor ranks = tensor("ranks"), scales = tensor("scales");
+    return read_weights_.emplace(stacked_weights(ranks, scales, value<std::int64_t>("len(a)")));
   }
 
  private:
@@ -86,13 +189,12 @@ class ArgReader {
                                    std::span(widths.data(), static_cast<std::size_t>(count)));
   }
 
-  LoraWeights stacked_weights() {
-    const Tensor ranks = tensor("ranks"), scales = tensor("scales");
-    const std::int64_t num_a = value<std::int64_t>("len(a)");
+  LoraWeights stacked_weights(const Tensor& ranks, const Tensor& scales, std::int64_t num_a) {
     check(num_a >= 0 && num_a <= remaining(), op_,
           ": a must hold as many tensors as len(a) = ", num_a, ", got ", remaining());
     // One more than the limit is enough for LoraWeights to see that there are too many.
-    std::array<Tensor, kLoraMaxSlices + 1> a, b;
+    // Of the thread, as filling two kilobytes with nothing takes as long as all the rest.
+    static thread_local constinit std::array<Tensor, kLoraMaxSlices + 1> a, b;
     const std::size_t taken_a = matrices(a, static_cast<int>(num_a), "a");
     const std::size_t taken_b = matrices(b, remaining(), "b");
     return LoraWeights::stacked(std::span(a.data(), taken_a), std::span(b.data(), taken_b), ranks,
@@ -116,55 +218,83 @@ class ArgReader {
   PackedArgs args_;
   const char* op_;
   int next_ = 0;
+  std::optional<LoraWeights> read_weights_;
 };
 
-void shrink(PackedArgs packed, Any*) {
-  ArgReader args(packed, "lora_shrink");
-  const Tensor x = args.tensor("x"), h = args.tensor("h"), workspace = args.tensor("workspace");
-  const auto scale = static_cast<float>(args.value<double>("scale"));
+template <class Source>
+void shrink(PackedArgs packed, Any* result) {
+  ArgReader<Source> args(packed, "lora_shrink");
+  if (args.nothing_to_do()) {
+    *result = kNothingToDo;
+    return;
+  }
+  const Tensor x = args.tensor("x"), h = args.tensor("h"), workspace = args.workspace();
+  const auto scale = static_cast<float>(args.template value<double>("scale"));
   const Tensor zero_rows = args.tensor("zero_rows");
   const LoraGroups groups = args.groups();
-  const LoraWeights weights = args.weights();
-  const DeviceGuard guard(x.device);
-  lora_shrink(x, weights, groups, h, scale, zero_rows, workspace, current_stream(x.device));
+  const LoraWeights& weights = args.weights(true);
+  typename Source::Call call(x.device);
+  lora_shrink(x, weights, groups, h, scale, zero_rows,
+              call.template workspace<lora_shrink_workspace>(workspace, x, weights), call.stream);
 }
 
-void expand(PackedArgs packed, Any*) {
-  ArgReader args(packed, "lora_expand");
+template <class Source>
+void expand(PackedArgs packed, Any* result) {
+  ArgReader<Source> args(packed, "lora_expand");
+  if (args.nothing_to_do()) {
+    *result = kNothingToDo;
+    return;
+  }
   const Tensor h = args.tensor("h"), y = args.tensor("y");
-  const auto offset = args.value<std::int64_t>("offset");
-  const auto add_inputs = args.value<bool>("add_inputs");
+  const auto offset = args.template value<std::int64_t>("offset");
+  const auto add_inputs = args.template value<bool>("add_inputs");
   const LoraGroups groups = args.groups();
-  const LoraWeights weights = args.weights();
-  const DeviceGuard guard(y.device);
-  lora_expand(h, weights, groups, y, offset, add_inputs, current_stream(y.device));
+  const LoraWeights& weights = args.weights();
+  const typename Source::Call call(y.device);
+  lora_expand(h, weights, groups, y, offset, add_inputs, call.stream);
 }
 
+template <class Source>
 void apply(PackedArgs packed, Any*) {
-  ArgReader args(packed, "lora_apply");
+  ArgReader<Source> args(packed, "lora_apply");
   const Tensor x = args.tensor("x"), y = args.tensor("y"), workspace = args.tensor("workspace");
-  const auto offset = args.value<std::int64_t>("offset");
-  const auto scale = static_cast<float>(args.value<double>("scale"));
-  const auto add_inputs = args.value<bool>("add_inputs");
+  const auto offset = args.template value<std::int64_t>("offset");
+  const auto scale = static_cast<float>(args.template value<double>("scale"));
+  const auto add_inputs = args.template value<bool>("add_inputs");
   const LoraGroups groups = args.groups();
-  const LoraWeights weights = args.weights();
-  const DeviceGuard guard(x.device);
-  lora_apply(x, weights, groups, y, offset, scale, add_inputs, workspace, current_stream(x.device));
+  const LoraWeights& weights = args.weights();
+  typename Source::Call call(x.device);
+  lora_apply(x, weights, groups, y, offset, scale, add_inputs,
+             call.template workspace<lora_apply_workspace>(workspace, x, weights), call.stream);
 }
 
-/// WEIGHTS -> {max_rank, num_adapters, hidden, *widths}, checked.
-void describe_weights(PackedArgs packed, Any* result) {
-  ArgReader args(packed, "lora_weights");
-  const LoraWeights w = args.weights();
+template <class Source>
+void plan(PackedArgs packed, Any*) {
+  ArgReader<Source> args(packed, "lora_plan");
+  const Tensor ids = args.tensor("token_adapter");
+  const auto num_adapters = args.template value<std::int64_t>("num_adapters");
+  const Tensor out = args.tensor("plan");
+  const typename Source::Call call(ids.device);
+  lora_plan(ids, num_adapters, out, call.stream);
+}
+
+template <auto kOp>
+void torch_call(PackedArgs packed, Any* result) {
+  *result = kDone;
+  if (!direct([&] { kOp(packed, result); })) *result = kUnread;
+}
+
+void make_weights(PackedArgs packed, Any* result) {
+  ArgReader<FfiViews> args(packed, "lora_weights");
+  *result = WeightsRef(tvm::ffi::make_object<WeightsObj>(args.weights()));
+}
+
+/// {max_rank, num_adapters, hidden, *widths}
+Array<std::int64_t> describe_weights(const WeightsRef& ref) {
+  const LoraWeights& w = ref->weights;
   std::vector<std::int64_t> out = {w.max_rank, w.num_adapters, w.hidden};
   out.insert(out.end(), w.widths.begin(), w.widths.begin() + w.num_slices);
-  *result = Array<std::int64_t>(out.begin(), out.end());
-}
-
-void plan(TensorView token_adapter, std::int64_t num_adapters, TensorView plan) {
-  const Tensor ids = to_tensor(token_adapter, "lora_plan", "token_adapter");
-  const DeviceGuard guard(ids.device);
-  lora_plan(ids, num_adapters, to_tensor(plan, "lora_plan", "plan"), current_stream(ids.device));
+  return Array<std::int64_t>(out.begin(), out.end());
 }
 
 /// {num_tokens, num_adapters, num_active, num_groups, num_out_of_range, first_out_of_range}
@@ -214,11 +344,23 @@ Array<std::int64_t> traffic(std::int64_t hidden, const Array<std::int64_t>& widt
 
 using mortar::ffi::wrapped;
 
-MORTAR_EXPORT_PACKED(lora_shrink, mortar::ffi::shrink);
-MORTAR_EXPORT_PACKED(lora_expand, mortar::ffi::expand);
-MORTAR_EXPORT_PACKED(lora_apply, mortar::ffi::apply);
-MORTAR_EXPORT_PACKED(lora_weights, mortar::ffi::describe_weights);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_plan, wrapped<mortar::ffi::plan>)
+MORTAR_EXPORT_PACKED(lora_plan, mortar::ffi::plan<mortar::ffi::FfiViews>);
+MORTAR_EXPORT_PACKED(lora_shrink, mortar::ffi::shrink<mortar::ffi::FfiViews>);
+MORTAR_EXPORT_PACKED(lora_expand, mortar::ffi::expand<mortar::ffi::FfiViews>);
+MORTAR_EXPORT_PACKED(lora_apply, mortar::ffi::apply<mortar::ffi::FfiViews>);
+MORTAR_EXPORT_PACKED(lora_weights, mortar::ffi::make_weights);
+
+#define MORTAR_EXPORT_TORCH(name, op, views) \
+  MORTAR_EXPORT_PACKED(name, mortar::ffi::torch_call<mortar::ffi::op<mortar::ffi::views>>)
+MORTAR_EXPORT_TORCH(torch_lora_plan, plan, TorchViews);
+MORTAR_EXPORT_TORCH(torch_lora_shrink, shrink, TorchViews);
+MORTAR_EXPORT_TORCH(torch_lora_expand, expand, TorchViews);
+MORTAR_EXPORT_TORCH(torch_lora_apply, apply, TorchViews);
+MORTAR_EXPORT_TORCH(torch_vllm_shrink, shrink, VllmViews);
+MORTAR_EXPORT_TORCH(torch_vllm_expand, expand, VllmViews);
+#undef MORTAR_EXPORT_TORCH
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_weights_describe, wrapped<mortar::ffi::describe_weights>)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_plan_size, wrapped<mortar::ffi::plan_size>)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_plan_report, wrapped<mortar::ffi::plan_report>)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_shrink_workspace,

@@ -5,7 +5,9 @@ Tensors of any framework that speaks DLPack are passed as they are; errors of th
 as ValueError, TypeError or RuntimeError.
 """
 
+import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 try:
@@ -18,7 +20,7 @@ except ModuleNotFoundError as missing:
 
 import tvm_ffi
 
-__all__ = ["lib", "torch"]
+__all__ = ["WRITTEN", "lib", "torch", "torch_function"]
 
 
 def _library_path() -> Path:
@@ -31,3 +33,37 @@ def _library_path() -> Path:
 
 
 lib = tvm_ffi.load_module(str(_library_path()))
+
+
+def _lend_torch() -> bool:
+    """Gives the library what reads PyTorch's tensors by ``id(t)`` (torch_objects.h); False if this
+    PyTorch has no such thing."""
+    capsule = getattr(getattr(torch, "Tensor", None), "__dlpack_c_exchange_api__", None)
+    if type(capsule).__name__ != "PyCapsule":
+        return False
+    api = ctypes.pythonapi
+    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", api)
+    )
+    functions = (api.PyErr_Clear, api.PyEval_SaveThread, api.PyEval_RestoreThread)
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
+    return lib.lend_torch(pointer(capsule, b"dlpack_exchange_api"), id(None), *addresses)
+
+
+_torch_is_lent = _lend_torch()
+
+
+WRITTEN = 1  # what a torch_function returns after it has run the op
+
+
+def torch_function(name: str) -> Callable[..., int]:
+    """A function of the library that takes ``id(t)`` for every tensor ``t``, and ``id(None)``.
+
+    It returns 0, with nothing written, where an object is no tensor of PyTorch's or holds no plain
+    memory. The caller must hold on to the tensors.
+    """
+    if not _torch_is_lent:
+        return lambda *args: 0
+    function = getattr(lib, name)
+    function.release_gil = False  # it reads the objects first and then releases it itself
+    return function

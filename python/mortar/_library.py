@@ -50,6 +50,17 @@ def define(
     return getattr(getattr(torch.ops.mortar, packet), overload or "default")
 
 
+def is_eager(first) -> bool:
+    """True where nothing traces or intercepts a call with this first argument."""
+    return (
+        not is_compiling()
+        and type(first) is torch.Tensor
+        and not first.is_meta
+        and not _num_dispatch_modes()
+        and _functorch_level() is None
+    )
+
+
 def shortcut(op: Callable, impl: Callable) -> Callable:
     """``op`` without its dispatch, which costs 1.2 us and another 0.2 us per argument.
 

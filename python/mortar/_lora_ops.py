@@ -15,20 +15,21 @@ from ._library import define, shortcut
 # Bound once: an attribute look-up per call would cost as much as an argument.
 _plan, _shrink, _expand, _apply = lib.lora_plan, lib.lora_shrink, lib.lora_expand, lib.lora_apply
 _is_grad_enabled = torch.is_grad_enabled
+increment_version = torch.autograd.graph.increment_version
 
 # (on_cuda, M, K, dtype of x, L, S, largest rank, dtype of the weights) -> bytes
 shrink_bytes = functools.lru_cache(maxsize=4096)(lib.lora_shrink_workspace)
 apply_bytes = functools.lru_cache(maxsize=4096)(lib.lora_apply_workspace)
 
 
-def new_workspace(query, x, num_adapters, num_slices, max_rank, dtype, nothing=None):
-    """A tensor of what the query asks for; ``nothing`` if that is 0 bytes, None if the query fails:
-    the op will say why."""
+def new_workspace(query, x, num_adapters, num_slices, max_rank, dtype) -> torch.Tensor | None:
+    """A tensor of what the query asks for; None if that is 0 bytes, or if the query fails: the op
+    will say why."""
     try:
         size = query(x.is_cuda, *x.shape, x.dtype, num_adapters, num_slices, max_rank, dtype)
     except (TypeError, ValueError):
         return None
-    return x.new_empty(size, dtype=torch.uint8) if size else nothing
+    return x.new_empty(size, dtype=torch.uint8) if size else None
 
 
 def stacked_workspace(query, x, a) -> torch.Tensor | None:
@@ -40,15 +41,21 @@ def stacked_workspace(query, x, a) -> torch.Tensor | None:
     return new_workspace(query, x, sizes[0][0], len(a), max_rank, a[0].dtype)
 
 
+def wants_gradient(tensors) -> bool:
+    for t in tensors:  # noqa: SIM110  a third faster than any()
+        if t.requires_grad:
+            return True
+    return False
+
+
 def guard_autograd(op: str, tensors, written: torch.Tensor) -> None:
     """With gradients enabled: refuses tensors that want one, and tells autograd of the write."""
-    for t in tensors:
-        if t.requires_grad:
-            raise RuntimeError(
-                f"{op}: arguments must not require gradients (call it under torch.no_grad() or "
-                "detach them), got a tensor with requires_grad=True"
-            )
-    torch.autograd.graph.increment_version(written)
+    if wants_gradient(tensors):
+        raise RuntimeError(
+            f"{op}: arguments must not require gradients (call it under torch.no_grad() or "
+            "detach them), got a tensor with requires_grad=True"
+        )
+    increment_version(written)
 
 
 def _plan_impl(token_adapter, num_adapters, plan):

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Sequence
 
 import torch
+import tvm_ffi
 
 from . import _lora_ops as ops
 from ._ffi import lib
@@ -20,7 +21,8 @@ class Weights:
     """The adapters of one layer: L adapters with S slices each.
 
     Made by ``from_adapters`` (one pair of tensors per adapter and slice, ranks as they come) or by
-    ``stacked`` (all adapters of a slice in one tensor). Keeps the tensors alive.
+    ``stacked`` (all adapters of a slice in one tensor). Keeps the tensors alive and reads their
+    addresses once: values written in place are seen, other memory (``t.data = ...``) is not.
     """
 
     num_adapters: int
@@ -34,13 +36,18 @@ class Weights:
     dtype: torch.dtype
     requires_grad: bool
     """True if one of the tensors requires gradients, which the ops do not give."""
+    watched: Sequence[torch.Tensor]
+    """What an eager call looks at for gradients."""
+    handle: tvm_ffi.Object
+    """What an eager call passes."""
 
-    def __init__(self, flat: tuple, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        described = lib.lora_weights(*flat)
+    def __init__(self, flat: tuple, dtype: torch.dtype) -> None:
+        self._flat = flat
+        self._take_handle()
+        described = lib.lora_weights_describe(self.handle)
         self.max_rank, self.num_adapters, self.hidden, *self.widths = map(int, described)
         self.dtype = dtype
-        self.sizes = (self.num_adapters, len(self.widths), self.max_rank, dtype)
-        self.no_bytes = tensor.new_empty(0, dtype=torch.uint8)
+        self._sizes = (self.num_adapters, len(self.widths), self.max_rank, dtype)
 
     @classmethod
     def stacked(
@@ -63,8 +70,8 @@ class Weights:
         """
         a, b = list(a), list(b)
         first = (a or b or [torch.empty(0)])[0]
-        self = cls((None, ranks, scales, len(a), *a, *b), first, first.dtype)
-        self._tensors = [*a, *b]
+        self = cls((None, ranks, scales, len(a), *a, *b), first.dtype)
+        self._tensors = self.watched = [*a, *b]
         self.requires_grad = any(t.requires_grad for t in self._tensors)
         self.call_apply, self.apply_args = ops.call_apply, (a, b, ranks, scales)
         self.call_shrink, self.shrink_args = ops.call_shrink, (a, ranks, scales)
@@ -122,7 +129,7 @@ class Weights:
         table = torch.zeros(length, num_slices, 4, dtype=torch.int64, device=first.device)
         hidden = first.shape[-1] if first.ndim else 0
         flat = (table, first.dtype, max_rank, hidden)
-        self = cls((*flat, *widths), table, first.dtype)
+        self = cls((*flat, *widths), first.dtype)
         self._table = table
         self._slots = [None] * length
         self.call_apply = ops.call_apply_table
@@ -168,7 +175,7 @@ class Weights:
 
     def workspace_size(self, x: torch.Tensor) -> int:
         """Bytes of workspace that ``apply`` and ``shrink`` need for x [M, K]."""
-        sizes = (x.is_cuda, *x.shape, x.dtype, *self.sizes)
+        sizes = (x.is_cuda, *x.shape, x.dtype, *self._sizes)
         return max(ops.apply_bytes(*sizes), ops.shrink_bytes(*sizes))
 
     def _checked_row(self, slot: int, row, scale) -> bytes:
@@ -218,7 +225,22 @@ class Weights:
             )
 
     def _note_gradients(self) -> None:
-        self.requires_grad = any(t.requires_grad for t in self.tensors())
+        tensors = self.tensors()
+        self.requires_grad = any(t.requires_grad for t in tensors)
+        self.watched = tensors if self.requires_grad else ()
+
+    def _take_handle(self) -> None:
+        """Weights as eager calls pass them: read and checked once. The aliases hold the memory that
+        the handle points to, even where a tensor is given other memory."""
+        self.handle = lib.lora_weights(*self._flat)
+        self._memory = [t.detach() for t in self._flat if isinstance(t, torch.Tensor)]
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "handle"}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self._take_handle()
 
 
 def _slices(adapter: Adapter) -> list[Pair | None] | None:

@@ -32,7 +32,8 @@ from typing import NamedTuple
 import torch
 
 from . import _lora_ops as ops
-from ._ffi import lib
+from ._ffi import lib, torch_function
+from ._library import is_eager
 from ._lora_weights import Weights
 
 __all__ = ["Plan", "PlanReport", "Weights", "apply", "check", "expand", "plan", "shrink"]
@@ -40,6 +41,9 @@ __all__ = ["Plan", "PlanReport", "Weights", "apply", "check", "expand", "plan", 
 _CHECK_EVERY_PLAN = os.environ.get("MORTAR_DEBUG_CHECKS", "0") not in ("", "0")
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
+# Eager calls go straight to these. They return 0 for what only the ops can take or refuse.
+_plan_now, _shrink_now = torch_function("torch_lora_plan"), torch_function("torch_lora_shrink")
+_expand_now, _apply_now = torch_function("torch_lora_expand"), torch_function("torch_lora_apply")
 
 
 def _plan_bound() -> tuple[int, int, int]:
@@ -107,8 +111,10 @@ def plan(token_adapter: torch.Tensor, num_adapters: int, out: Plan | None = None
         data = torch.empty(size, dtype=torch.int32, device=token_adapter.device)
     else:
         data = out.data
-    ops.call_plan(token_adapter, num_adapters, data)
-    made = Plan(data, num_tokens, num_adapters)
+    if not (is_eager(token_adapter) and _plan_now(id(token_adapter), num_adapters, id(data))):
+        ops.call_plan(token_adapter, num_adapters, data)
+    same = out is not None and out[1:] == (num_tokens, num_adapters)
+    made = out if same else Plan(data, num_tokens, num_adapters)
     if _CHECK_EVERY_PLAN and not _is_compiling():
         check(made)
     return made
@@ -153,7 +159,9 @@ def apply(
     Args:
         y: [M, N >= offset + sum N_s], last dimension dense; written in place.
         x: [M, K], last dimension dense; must not overlap y.
-        weights: the adapters of this layer.
+        weights: the adapters of this layer. On CUDA they may be read while kernels before this call
+            still run: what writes them must be queued before ``plan``, or before another kernel
+            that is launched without programmatic dependent launch.
         plan: of these M tokens and L adapters.
         scale: multiplies every adapter's own scale.
         add_inputs: False overwrites instead of adding.
@@ -164,10 +172,17 @@ def apply(
     Returns:
         y.
     """
+    data = plan.data
+    if is_eager(x):
+        if _is_grad_enabled():
+            ops.guard_autograd("lora_apply", (x, y, *weights.watched), y)
+        done = _apply_now(
+            id(x), id(y), id(workspace), offset, scale, add_inputs, id(data), weights.handle
+        )
+        if done:
+            return y
     _refuse_gradients("lora_apply", weights)
-    if workspace is None and not _is_compiling():
-        workspace = ops.new_workspace(ops.apply_bytes, x, *weights.sizes, weights.no_bytes)
-    weights.call_apply(x, plan.data, *weights.apply_args, y, offset, scale, add_inputs, workspace)
+    weights.call_apply(x, data, *weights.apply_args, y, offset, scale, add_inputs, workspace)
     return y
 
 
@@ -194,13 +209,20 @@ def shrink(
     Returns:
         h.
     """
-    _refuse_gradients("lora_shrink", weights)
     if h is None:
         shape = (weights.num_slices, x.shape[0], weights.max_rank)
         h = torch.empty(shape, dtype=torch.float32, device=x.device)
-    if workspace is None and not _is_compiling():
-        workspace = ops.new_workspace(ops.shrink_bytes, x, *weights.sizes, weights.no_bytes)
-    weights.call_shrink(x, plan.data, *weights.shrink_args, h, scale, zero_rows, workspace)
+    data = plan.data
+    if is_eager(x):
+        if _is_grad_enabled():
+            ops.guard_autograd("lora_shrink", (x, h, *weights.watched), h)
+        done = _shrink_now(
+            id(x), id(h), id(workspace), scale, id(zero_rows), id(data), weights.handle
+        )
+        if done:
+            return h
+    _refuse_gradients("lora_shrink", weights)
+    weights.call_shrink(x, data, *weights.shrink_args, h, scale, zero_rows, workspace)
     return h
 
 
@@ -222,6 +244,12 @@ def expand(
     Returns:
         y.
     """
+    data = plan.data
+    if is_eager(h):
+        if _is_grad_enabled():
+            ops.guard_autograd("lora_expand", (h, y, *weights.watched), y)
+        if _expand_now(id(h), id(y), offset, add_inputs, id(data), weights.handle):
+            return y
     _refuse_gradients("lora_expand", weights)
-    weights.call_expand(h, plan.data, *weights.expand_args, y, offset, add_inputs)
+    weights.call_expand(h, data, *weights.expand_args, y, offset, add_inputs)
     return y

@@ -28,13 +28,22 @@ The functions are the ops ``torch.ops.mortar.vllm_lora_shrink`` and ``vllm_lora_
 
 import torch
 
-from .._ffi import lib
-from .._library import define, shortcut
-from .._lora_ops import guard_autograd, shrink_bytes, stacked_workspace
+from .._ffi import WRITTEN, lib, torch_function
+from .._library import define, is_eager, shortcut
+from .._lora_ops import (
+    guard_autograd,
+    increment_version,
+    shrink_bytes,
+    stacked_workspace,
+    wants_gradient,
+)
 
 __all__ = ["lora_expand", "lora_shrink"]
 
 _shrink, _expand = lib.lora_shrink, lib.lora_expand
+# These look at the flag themselves, and return 0 for what the other two take or refuse.
+_shrink_now, _expand_now = torch_function("torch_vllm_shrink"), torch_function("torch_vllm_expand")
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def _shrink_impl(
@@ -52,7 +61,7 @@ def _shrink_impl(
 ):
     if no_lora_flag_cpu.item():
         return
-    if torch.is_grad_enabled():
+    if _is_grad_enabled():
         guard_autograd("lora_shrink", (inputs, output_tensor, *lora_a_weights), output_tensor)
     _shrink(
         inputs,
@@ -90,7 +99,7 @@ def _expand_impl(
 ):
     if no_lora_flag_cpu.item():
         return
-    if torch.is_grad_enabled():
+    if _is_grad_enabled():
         guard_autograd("lora_expand", (inputs, output_tensor, *lora_b_weights), output_tensor)
     _expand(
         inputs,
@@ -165,6 +174,28 @@ def lora_shrink(
 
     The rest is described at the top of the module.
     """
+    if is_eager(inputs):
+        weights = [*lora_a_weights]  # what has an id must outlive the call
+        is_number = type(num_active_loras) is int
+        grad = _is_grad_enabled()
+        done = not (grad and wants_gradient((inputs, output_tensor, *weights))) and _shrink_now(
+            id(no_lora_flag_cpu),
+            id(inputs),
+            id(output_tensor),
+            scaling,
+            id(token_lora_mapping),
+            id(token_indices_sorted_by_lora_ids),
+            id(lora_ids),
+            id(num_tokens_per_lora),
+            id(lora_token_start_loc),
+            num_active_loras if is_number else 0,
+            id(None if is_number else num_active_loras),
+            *map(id, weights),
+        )
+        if done:
+            if grad and done == WRITTEN:
+                increment_version(output_tensor)
+            return
     is_tensor = isinstance(num_active_loras, torch.Tensor)
     (_call_shrink_tensor if is_tensor else _call_shrink)(
         inputs,
@@ -207,6 +238,28 @@ def lora_expand(
 
     The rest is described at the top of the module.
     """
+    if is_eager(inputs):
+        weights = [*lora_b_weights]  # what has an id must outlive the call
+        is_number = type(num_active_loras) is int
+        grad = _is_grad_enabled()
+        done = not (grad and wants_gradient((inputs, output_tensor, *weights))) and _expand_now(
+            id(no_lora_flag_cpu),
+            id(inputs),
+            id(output_tensor),
+            offset_start,
+            add_inputs,
+            id(token_indices_sorted_by_lora_ids),
+            id(lora_ids),
+            id(num_tokens_per_lora),
+            id(lora_token_start_loc),
+            num_active_loras if is_number else 0,
+            id(None if is_number else num_active_loras),
+            *map(id, weights),
+        )
+        if done:
+            if grad and done == WRITTEN:
+                increment_version(output_tensor)
+            return
     is_tensor = isinstance(num_active_loras, torch.Tensor)
     (_call_expand_tensor if is_tensor else _call_expand)(
         inputs,
