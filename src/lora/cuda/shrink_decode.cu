@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   };
   if (p.early) {
     each_x_row([&](int, const T* src) {
-      if (piece % 8 == 0) device::prefetch_l2(src);
+      if (bytes > 0 && piece % 8 == 0) device::prefetch_l2(src);
     });
   }
   device::pdl_wait();
