@@ -112,7 +112,7 @@ void run_expand(ExpandParams p, const LoraShape& s, const ExpandConfig& c, Strea
   }
   switch (c.kernel) {
     case ExpandKernel::kSimt:
-      return expand_simt(p, c, stream);
+      return expand_simt(p, stream);
     case ExpandKernel::kDecode:
       return expand_decode(p, stream);
     case ExpandKernel::kPrefill:

@@ -29,7 +29,7 @@ void expand_decode(const ExpandParams& p, Stream stream);
 /// The same for tiles of 64 tokens, h not in slabs and ranks up to kExpandPrefillMaxRank.
 void expand_prefill(const ExpandParams& p, Stream stream);
 /// The same for every pair of dtypes, on ordinary float32 units.
-void expand_simt(const ExpandParams& p, const ExpandConfig& c, Stream stream);
+void expand_simt(const ExpandParams& p, Stream stream);
 
 /// Column blocks, then tiles of 16 tokens.
 dim3 expand_grid(const ExpandParams& p);

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 // ---- host ---------------------------------------------------------------------------------------
 
 template <class TW, class TY>
-void launch_typed(const ExpandParams& p, const ExpandConfig& c, Stream stream) {
+void launch_typed(const ExpandParams& p, Stream stream) {
   check(p.tiles.tile_tokens == kTokens && p.cols == kThreads,
         "lora_expand: the float32 kernel takes a tile of 16 tokens and 128 columns only");
   device::Launch l;
@@ -121,10 +121,10 @@ void launch_typed(const ExpandParams& p, const ExpandConfig& c, Stream stream) {
 
 }  // namespace
 
-void expand_simt(const ExpandParams& p, const ExpandConfig& c, Stream stream) {
+void expand_simt(const ExpandParams& p, Stream stream) {
   device::visit_dtype(p.weights.dtype, [&](auto w) {
     device::visit_dtype(p.y.dtype, [&](auto y) {
-      launch_typed<typename decltype(w)::type, typename decltype(y)::type>(p, c, stream);
+      launch_typed<typename decltype(w)::type, typename decltype(y)::type>(p, stream);
     });
   });
 }
