@@ -96,7 +96,8 @@ def cases(options: Options) -> Iterator[Case]:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        main("lora", cases, VIEWS, peers=("cublas", "vllm", "torch", "peft"),
-             default_peers=("cublas", "torch", "peft"))
-    )  # fmt: skip
+    with torch.no_grad():  # as a server runs
+        sys.exit(
+            main("lora", cases, VIEWS, peers=("cublas", "vllm", "torch", "peft"),
+                 default_peers=("cublas", "torch", "peft"))
+        )  # fmt: skip

@@ -22,6 +22,7 @@ from test_all import python_tests
 _SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Small cases on the GPU: by their name, and LoRA's comparison with the oracle as a whole.
 _SMALL = "*Small*:*/LoraOp.*-*/cpu*:*_cpu*"
+_MOST_BARRIERS = 16384
 _PARALLEL = 4  # sanitized programs at once: each keeps one core busy and little of the GPU
 
 
@@ -47,6 +48,8 @@ def sanitize(tool: str, programs: list[Path], reports: Path, pattern: str) -> Co
         report = reports / f"{tool}-{program.name}.xml"
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
         command += ["--require-cuda-init", "no"]  # some programs test the host alone
+        if tool in ("racecheck", "synccheck"):  # the barriers of a prefill kernel's thread blocks
+            command += ["--num-cuda-barriers", str(_MOST_BARRIERS)]
         command += [program, f"--gtest_filter={pattern}", f"--gtest_output=xml:{report}"]
         command = [str(part) for part in command]
         return report, subprocess.run(

@@ -82,12 +82,6 @@ inline Tensor to_tensor(const TensorView& t, const char* op = "mortar",
   return to_tensor(view, op, name);
 }
 
-/// An optional tensor: None gives an undefined one.
-inline Tensor to_tensor(const std::optional<TensorView>& t, const char* op = "mortar",
-                        const char* name = "tensor") {
-  return t.has_value() ? to_tensor(*t, op, name) : Tensor{};
-}
-
 /// An argument of a packed call: a tensor, or None for an undefined one.
 inline Tensor to_tensor(AnyView arg, const char* op = "mortar", const char* name = "tensor") {
   if (arg == nullptr) return {};

@@ -1,67 +1,71 @@
 // SPDX-License-Identifier: Apache-2.0
 // The dynamic convolution as TVM-FFI functions. Optional tensors may be None; the stream is the
-// framework's current one on the device of the tensors.
+// framework's current one on the device of the tensors. Packed calls, in this order:
+//
+//   dynamic_conv_forward   x, k, cu_seqlens, initial_state, y, final_state, silu
+//   dynamic_conv_backward  x, k, cu_seqlens, initial_state, dy, dfinal_state, dx, dk,
+//                          dinitial_state, silu
+//   dynamic_conv_step      x, k, state, slots, y, silu
+//   dynamic_conv_check     cu_seqlens, num_tokens, slots, num_slots
+//
+// and torch_dynamic_conv_* (packed_call.h).
 #include "mortar/dynamic_conv.h"
 
 #include <tvm/ffi/container/array.h>
-#include <tvm/ffi/optional.h>
 
 #include "convert.h"
+#include "packed_call.h"
 
 namespace mortar::ffi {
 namespace {
 
-using Optional = tvm::ffi::Optional<TensorView>;
+using tvm::ffi::Any;
 
-Tensor to_tensor(const Optional& t, const char* what) {
-  return t.has_value() ? ffi::to_tensor(t.value(), what) : Tensor{};
-}
-using ffi::to_tensor;
-
-void forward(TensorView x, TensorView k, Optional cu_seqlens, Optional initial_state, TensorView y,
-             Optional final_state, bool silu) {
-  const Tensor x_view = to_tensor(x, "dynamic_conv_forward: x");
-  const DeviceGuard guard(x_view.device);
-  dynamic_conv_forward(x_view, to_tensor(k, "dynamic_conv_forward: k"),
-                       to_tensor(cu_seqlens, "dynamic_conv_forward: cu_seqlens"),
-                       to_tensor(initial_state, "dynamic_conv_forward: initial_state"),
-                       to_tensor(y, "dynamic_conv_forward: y"),
-                       to_tensor(final_state, "dynamic_conv_forward: final_state"), silu,
-                       current_stream(x_view.device));
+template <class Source>
+void forward(PackedArgs packed, Any*) {
+  ArgReader<Source> args(packed, "dynamic_conv_forward");
+  const Tensor x = args.tensor("x"), k = args.tensor("k");
+  const Tensor cu_seqlens = args.tensor("cu_seqlens");
+  const Tensor initial_state = args.tensor("initial_state");
+  const Tensor y = args.tensor("y"), final_state = args.tensor("final_state");
+  const bool silu = args.template value<bool>("silu");
+  const typename Source::Call call(x.device);
+  dynamic_conv_forward(x, k, cu_seqlens, initial_state, y, final_state, silu, call.stream);
 }
 
-void backward(TensorView x, TensorView k, Optional cu_seqlens, Optional initial_state,
-              TensorView dy, Optional dfinal_state, TensorView dx, TensorView dk,
-              Optional dinitial_state, bool silu) {
-  const Tensor x_view = to_tensor(x, "dynamic_conv_backward: x");
-  const DeviceGuard guard(x_view.device);
-  dynamic_conv_backward(x_view, to_tensor(k, "dynamic_conv_backward: k"),
-                        to_tensor(cu_seqlens, "dynamic_conv_backward: cu_seqlens"),
-                        to_tensor(initial_state, "dynamic_conv_backward: initial_state"),
-                        to_tensor(dy, "dynamic_conv_backward: dy"),
-                        to_tensor(dfinal_state, "dynamic_conv_backward: dfinal_state"),
-                        to_tensor(dx, "dynamic_conv_backward: dx"),
-                        to_tensor(dk, "dynamic_conv_backward: dk"),
-                        to_tensor(dinitial_state, "dynamic_conv_backward: dinitial_state"), silu,
-                        current_stream(x_view.device));
+template <class Source>
+void backward(PackedArgs packed, Any*) {
+  ArgReader<Source> args(packed, "dynamic_conv_backward");
+  const Tensor x = args.tensor("x"), k = args.tensor("k");
+  const Tensor cu_seqlens = args.tensor("cu_seqlens");
+  const Tensor initial_state = args.tensor("initial_state");
+  const Tensor dy = args.tensor("dy"), dfinal_state = args.tensor("dfinal_state");
+  const Tensor dx = args.tensor("dx"), dk = args.tensor("dk");
+  const Tensor dinitial_state = args.tensor("dinitial_state");
+  const bool silu = args.template value<bool>("silu");
+  const typename Source::Call call(x.device);
+  dynamic_conv_backward(x, k, cu_seqlens, initial_state, dy, dfinal_state, dx, dk, dinitial_state,
+                        silu, call.stream);
 }
 
-void step(TensorView x, TensorView k, TensorView state, Optional slots, TensorView y, bool silu) {
-  const Tensor x_view = to_tensor(x, "dynamic_conv_step: x");
-  const DeviceGuard guard(x_view.device);
-  dynamic_conv_step(x_view, to_tensor(k, "dynamic_conv_step: k"),
-                    to_tensor(state, "dynamic_conv_step: state"),
-                    to_tensor(slots, "dynamic_conv_step: slots"),
-                    to_tensor(y, "dynamic_conv_step: y"), silu, current_stream(x_view.device));
+template <class Source>
+void step(PackedArgs packed, Any*) {
+  ArgReader<Source> args(packed, "dynamic_conv_step");
+  const Tensor x = args.tensor("x"), k = args.tensor("k"), state = args.tensor("state");
+  const Tensor slots = args.tensor("slots"), y = args.tensor("y");
+  const bool silu = args.template value<bool>("silu");
+  const typename Source::Call call(x.device);
+  dynamic_conv_step(x, k, state, slots, y, silu, call.stream);
 }
 
-void check_contents(Optional cu_seqlens, std::int64_t num_tokens, Optional slots,
-                    std::int64_t num_slots) {
-  const Tensor starts = to_tensor(cu_seqlens, "dynamic_conv_check: cu_seqlens");
-  const Tensor rows = to_tensor(slots, "dynamic_conv_check: slots");
-  const Device device = starts.defined() ? starts.device : rows.device;
-  const DeviceGuard guard(device);
-  dynamic_conv_check(starts, num_tokens, rows, num_slots, current_stream(device));
+void check_contents(PackedArgs packed, Any*) {
+  ArgReader<FfiObjects> args(packed, "dynamic_conv_check");
+  const Tensor cu_seqlens = args.tensor("cu_seqlens");
+  const std::int64_t num_tokens = args.integer("num_tokens");
+  const Tensor slots = args.tensor("slots");
+  const std::int64_t num_slots = args.integer("num_slots");
+  const FfiObjects::Call call(cu_seqlens.defined() ? cu_seqlens.device : slots.device);
+  dynamic_conv_check(cu_seqlens, num_tokens, slots, num_slots, call.stream);
 }
 
 /// [forward, backward, step] bytes.
@@ -77,8 +81,12 @@ tvm::ffi::Array<std::int64_t> traffic(std::int64_t batch, std::int64_t time, std
 }  // namespace
 }  // namespace mortar::ffi
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(dynamic_conv_forward, mortar::ffi::wrapped<mortar::ffi::forward>)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(dynamic_conv_backward, mortar::ffi::wrapped<mortar::ffi::backward>)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(dynamic_conv_step, mortar::ffi::wrapped<mortar::ffi::step>)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(dynamic_conv_check, mortar::ffi::wrapped<mortar::ffi::check_contents>)
+MORTAR_EXPORT_PACKED(dynamic_conv_forward, mortar::ffi::forward<mortar::ffi::FfiObjects>);
+MORTAR_EXPORT_PACKED(dynamic_conv_backward, mortar::ffi::backward<mortar::ffi::FfiObjects>);
+MORTAR_EXPORT_PACKED(dynamic_conv_step, mortar::ffi::step<mortar::ffi::FfiObjects>);
+MORTAR_EXPORT_PACKED(dynamic_conv_check, mortar::ffi::check_contents);
+MORTAR_EXPORT_TORCH(torch_dynamic_conv_forward, forward, TorchObjects);
+MORTAR_EXPORT_TORCH(torch_dynamic_conv_backward, backward, TorchObjects);
+MORTAR_EXPORT_TORCH(torch_dynamic_conv_step, step, TorchObjects);
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dynamic_conv_traffic, mortar::ffi::wrapped<mortar::ffi::traffic>)

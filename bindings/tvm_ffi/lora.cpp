@@ -13,10 +13,8 @@
 // num_groups: only the first that many segments are looked at. A stacked tensor may have an extra
 // dimension of size 1 after its first ([L, 1, R, K]).
 //
-// torch_lora_* take the same arguments with id(t) in place of every tensor t and of None for one:
-// what PyTorch's eager calls use, as it costs the host a third. Called with the GIL held and the
-// objects alive. They take a missing workspace from PyTorch's allocator. The result is 0, with
-// nothing written, where an object cannot be read so, and 1 otherwise; or 2 from
+// torch_lora_* (packed_call.h) take a missing workspace from PyTorch's allocator. The result may
+// also be 2 from
 //
 //   torch_vllm_shrink  no_lora_flag, x, h, scale, zero_rows, SEGMENTS, *a
 //   torch_vllm_expand  no_lora_flag, h, y, offset, add_inputs, SEGMENTS, *b
@@ -38,16 +36,14 @@
 
 #include "convert.h"
 #include "mortar/lora.h"
-#include "torch_objects.h"
+#include "packed_call.h"
+#include "workspace_pool.h"
 
 namespace mortar::ffi {
 namespace {
 
 using tvm::ffi::Any;
 using tvm::ffi::Array;
-
-/// Results of the torch_* functions.
-constexpr std::int64_t kUnread = 0, kDone = 1, kNothingToDo = 2;
 
 /// A handle of weights that Python keeps.
 class WeightsObj : public tvm::ffi::Object {
@@ -62,28 +58,19 @@ class WeightsRef : public tvm::ffi::ObjectRef {
   TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(WeightsRef, ObjectRef, WeightsObj);
 };
 
-/// Tensors as TVM-FFI hands them over.
-struct FfiViews {
-  static Tensor tensor(AnyView arg, const char* op, const char* name) {
-    return to_tensor(arg, op, name);
-  }
-
-  /// What surrounds an op: its device is the current one, its stream the caller's.
-  struct Call {
-    explicit Call(Device device) : guard(device), stream(current_stream(device)) {}
+/// The two ways in which tensors arrive, with the workspace of an op.
+struct FfiViews : FfiObjects {
+  struct Call : FfiObjects::Call {
+    using FfiObjects::Call::Call;
     template <auto kQuery>
     const Tensor& workspace(const Tensor& given, const Tensor&, const LoraWeights&) const {
       return given;
     }
-    DeviceGuard guard;
-    Stream stream;
   };
 };
-
-/// Tensors as the addresses of PyTorch's objects.
 struct TorchViews : TorchObjects {
-  struct Call {
-    explicit Call(Device d) : device(d), stream(TorchObjects::stream(d)), guard(d) {}
+  struct Call : TorchObjects::Call {
+    explicit Call(Device d) : TorchObjects::Call(d), device(d) {}
     /// The given workspace, or one for the time of the call.
     template <auto kQuery>
     Tensor workspace(const Tensor& given, const Tensor& x, const LoraWeights& weights) {
@@ -93,30 +80,30 @@ struct TorchViews : TorchObjects {
         bytes = kQuery(x, weights);
       } catch (const Error&) {  // the op will say what is wrong
       }
-      return bytes > 0 ? memory.emplace(bytes, device).tensor() : given;
+      if (bytes == 0) return given;
+      const Tensor memory = pooled.emplace(bytes, device, stream).tensor();
+      return memory.defined() ? memory : own.emplace(bytes, device).tensor();
     }
     Device device;
-    Stream stream;
-    GilReleased unlocked;
-    DeviceGuard guard;
-    std::optional<TorchBytes> memory;
+    std::optional<PooledBytes> pooled;
+    std::optional<TorchBytes> own;
   };
 };
 
 /// The same for vLLM's drop-ins, which always have segments and stacked weights.
 struct VllmViews : TorchViews {};
 
-/// Reads the arguments of a packed call from left to right.
 template <class Source>
-class ArgReader {
+class LoraArgs : public ArgReader<Source> {
  public:
   static constexpr bool kVllm = std::is_same_v<Source, VllmViews>;
 
-  ArgReader(PackedArgs args, const char* op) : args_(args), op_(op) {}
-
-  int remaining() const { return args_.size() - next_; }
-
-  Tensor tensor(const char* name) { return Source::tensor(take(name), op_, name); }
+  using ArgReader<Source>::ArgReader;
+  using ArgReader<Source>::integer;
+  using ArgReader<Source>::op;
+  using ArgReader<Source>::remaining;
+  using ArgReader<Source>::take;
+  using ArgReader<Source>::tensor;
 
   /// The workspace; vLLM's drop-ins have none to give.
   Tensor workspace() { return kVllm ? Tensor{} : tensor("workspace"); }
@@ -127,26 +114,13 @@ class ArgReader {
     return false;
   }
 
-  template <class T>
-  T value(const char* name) {
-    const std::optional<T> v = take(name).template try_cast<T>();
-    check_type(v.has_value(), op_, ": ", name, " must be a number, got another type");
-    return *v;
-  }
-
-  DType dtype(const char* name) {
-    const std::optional<DLDataType> v = take(name).template try_cast<DLDataType>();
-    check_type(v.has_value(), op_, ": ", name, " must be a dtype, got another type");
-    return to_dtype(*v, op_, name);
-  }
-
   LoraGroups groups() {
     const Tensor plan = kVllm ? Tensor{} : tensor("plan");
     if (plan.defined()) return LoraGroups::from_plan(plan);
     const Tensor sorted_tokens = tensor("sorted_tokens");
     Tensor ids = tensor("ids"), counts = tensor("counts");
     const Tensor starts = tensor("starts");
-    auto num_groups = value<std::int64_t>("num_groups");
+    auto num_groups = integer("num_groups");
     if constexpr (kVllm) {
       num_groups = Source::element(take("num_groups_tensor")).value_or(num_groups);
     }
@@ -162,35 +136,29 @@ class ArgReader {
       return read_weights_.emplace(stacked_weights({}, {}, of_shrink ? remaining() : 0));
     }
     if (remaining() > 0) {
-      if (const auto* handle = args_[next_].template as<WeightsObj>()) return handle->weights;
+      if (const auto* handle = this->peek().template as<WeightsObj>()) return handle->weights;
     }
     const Tensor table = tensor("table");
     if (table.defined()) return read_weights_.emplace(table_weights(table));
     const Tensor ranks = tensor("ranks"), scales = tensor("scales");
-    return read_weights_.emplace(stacked_weights(ranks, scales, value<std::int64_t>("len(a)")));
+    return read_weights_.emplace(stacked_weights(ranks, scales, integer("len(a)")));
   }
 
  private:
-  AnyView take(const char* name) {
-    check_type(next_ < args_.size(), op_, ": ", name, " is required, got ", args_.size(),
-               " arguments");
-    return args_[next_++];
-  }
-
   LoraWeights table_weights(const Tensor& table) {
     const DType dtype = this->dtype("dtype");
-    const int max_rank = static_cast<int>(
-        std::clamp<std::int64_t>(value<std::int64_t>("max_rank"), -1, kLoraMaxRank + 1));
-    const std::int64_t hidden = value<std::int64_t>("hidden");
+    const int max_rank =
+        static_cast<int>(std::clamp<std::int64_t>(integer("max_rank"), -1, kLoraMaxRank + 1));
+    const std::int64_t hidden = integer("hidden");
     std::array<std::int64_t, kLoraMaxSlices + 1> widths{};
     const int count = std::min<int>(remaining(), static_cast<int>(widths.size()));
-    for (int s = 0; s < count; ++s) widths[s] = value<std::int64_t>("widths");
+    for (int s = 0; s < count; ++s) widths[s] = integer("widths");
     return LoraWeights::from_table(table, dtype, max_rank, hidden,
                                    std::span(widths.data(), static_cast<std::size_t>(count)));
   }
 
   LoraWeights stacked_weights(const Tensor& ranks, const Tensor& scales, std::int64_t num_a) {
-    check(num_a >= 0 && num_a <= remaining(), op_,
+    check(num_a >= 0 && num_a <= remaining(), op(),
           ": a must hold as many tensors as len(a) = ", num_a, ", got ", remaining());
     // One more than the limit is enough for LoraWeights to see that there are too many.
     // Of the thread, as filling two kilobytes with nothing takes as long as all the rest.
@@ -215,15 +183,12 @@ class ArgReader {
     return std::min(static_cast<std::size_t>(count), N);
   }
 
-  PackedArgs args_;
-  const char* op_;
-  int next_ = 0;
   std::optional<LoraWeights> read_weights_;
 };
 
 template <class Source>
 void shrink(PackedArgs packed, Any* result) {
-  ArgReader<Source> args(packed, "lora_shrink");
+  LoraArgs<Source> args(packed, "lora_shrink");
   if (args.nothing_to_do()) {
     *result = kNothingToDo;
     return;
@@ -240,13 +205,13 @@ void shrink(PackedArgs packed, Any* result) {
 
 template <class Source>
 void expand(PackedArgs packed, Any* result) {
-  ArgReader<Source> args(packed, "lora_expand");
+  LoraArgs<Source> args(packed, "lora_expand");
   if (args.nothing_to_do()) {
     *result = kNothingToDo;
     return;
   }
   const Tensor h = args.tensor("h"), y = args.tensor("y");
-  const auto offset = args.template value<std::int64_t>("offset");
+  const auto offset = args.integer("offset");
   const auto add_inputs = args.template value<bool>("add_inputs");
   const LoraGroups groups = args.groups();
   const LoraWeights& weights = args.weights();
@@ -256,9 +221,9 @@ void expand(PackedArgs packed, Any* result) {
 
 template <class Source>
 void apply(PackedArgs packed, Any*) {
-  ArgReader<Source> args(packed, "lora_apply");
+  LoraArgs<Source> args(packed, "lora_apply");
   const Tensor x = args.tensor("x"), y = args.tensor("y"), workspace = args.tensor("workspace");
-  const auto offset = args.template value<std::int64_t>("offset");
+  const auto offset = args.integer("offset");
   const auto scale = static_cast<float>(args.template value<double>("scale"));
   const auto add_inputs = args.template value<bool>("add_inputs");
   const LoraGroups groups = args.groups();
@@ -270,22 +235,16 @@ void apply(PackedArgs packed, Any*) {
 
 template <class Source>
 void plan(PackedArgs packed, Any*) {
-  ArgReader<Source> args(packed, "lora_plan");
+  LoraArgs<Source> args(packed, "lora_plan");
   const Tensor ids = args.tensor("token_adapter");
-  const auto num_adapters = args.template value<std::int64_t>("num_adapters");
+  const auto num_adapters = args.integer("num_adapters");
   const Tensor out = args.tensor("plan");
   const typename Source::Call call(ids.device);
   lora_plan(ids, num_adapters, out, call.stream);
 }
 
-template <auto kOp>
-void torch_call(PackedArgs packed, Any* result) {
-  *result = kDone;
-  if (!direct([&] { kOp(packed, result); })) *result = kUnread;
-}
-
 void make_weights(PackedArgs packed, Any* result) {
-  ArgReader<FfiViews> args(packed, "lora_weights");
+  LoraArgs<FfiViews> args(packed, "lora_weights");
   *result = WeightsRef(tvm::ffi::make_object<WeightsObj>(args.weights()));
 }
 
@@ -350,15 +309,12 @@ MORTAR_EXPORT_PACKED(lora_expand, mortar::ffi::expand<mortar::ffi::FfiViews>);
 MORTAR_EXPORT_PACKED(lora_apply, mortar::ffi::apply<mortar::ffi::FfiViews>);
 MORTAR_EXPORT_PACKED(lora_weights, mortar::ffi::make_weights);
 
-#define MORTAR_EXPORT_TORCH(name, op, views) \
-  MORTAR_EXPORT_PACKED(name, mortar::ffi::torch_call<mortar::ffi::op<mortar::ffi::views>>)
 MORTAR_EXPORT_TORCH(torch_lora_plan, plan, TorchViews);
 MORTAR_EXPORT_TORCH(torch_lora_shrink, shrink, TorchViews);
 MORTAR_EXPORT_TORCH(torch_lora_expand, expand, TorchViews);
 MORTAR_EXPORT_TORCH(torch_lora_apply, apply, TorchViews);
 MORTAR_EXPORT_TORCH(torch_vllm_shrink, shrink, VllmViews);
 MORTAR_EXPORT_TORCH(torch_vllm_expand, expand, VllmViews);
-#undef MORTAR_EXPORT_TORCH
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_weights_describe, wrapped<mortar::ffi::describe_weights>)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_plan_size, wrapped<mortar::ffi::plan_size>)

@@ -45,6 +45,18 @@ struct TorchHost {
 /// memory is left: the caller takes the general path, which copes or says what is wrong.
 struct Indirect {};
 
+/// Lets other Python threads run for its lifetime.
+class GilReleased {
+ public:
+  GilReleased() : state_(TorchHost::get().release_gil()) {}
+  ~GilReleased() { TorchHost::get().take_gil(state_); }
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
+
+ private:
+  void* state_;
+};
+
 /// Reads arguments that are addresses of Python objects. The caller holds the GIL and the objects.
 struct TorchObjects {
   /// False for None.
@@ -100,18 +112,14 @@ struct TorchObjects {
     }
     return {stream};
   }
-};
 
-/// Lets other Python threads run for its lifetime.
-class GilReleased {
- public:
-  GilReleased() : state_(TorchHost::get().release_gil()) {}
-  ~GilReleased() { TorchHost::get().take_gil(state_); }
-  GilReleased(const GilReleased&) = delete;
-  GilReleased& operator=(const GilReleased&) = delete;
-
- private:
-  void* state_;
+  /// What surrounds an op: other Python threads may run, its device is the current one.
+  struct Call {
+    explicit Call(Device device) : stream(TorchObjects::stream(device)), guard(device) {}
+    Stream stream;
+    GilReleased unlocked;
+    DeviceGuard guard;
+  };
 };
 
 /// Bytes from PyTorch's allocator on its current stream of the device. As with any of its tensors

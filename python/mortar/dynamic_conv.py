@@ -27,27 +27,37 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._ffi import lib
-from ._library import define, shortcut
+from ._ffi import lib, torch_function
+from ._library import define, is_eager, shortcut
 
 __all__ = ["check", "dynamic_conv", "dynamic_conv_step", "traffic"]
 
 _forward = lib.dynamic_conv_forward
 _backward = lib.dynamic_conv_backward
 _step = lib.dynamic_conv_step
-_check = lib.dynamic_conv_check
-_traffic = lib.dynamic_conv_traffic
+# These cost the host less, and return 0 for what only the others can take or refuse.
+_forward_now = torch_function("torch_dynamic_conv_forward")
+_backward_now = torch_function("torch_dynamic_conv_backward")
+_step_now = torch_function("torch_dynamic_conv_step")
 
 
-def _wants_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _wants_gradient(x: Tensor, kernels: Tensor, state: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        x.requires_grad or kernels.requires_grad or (state is not None and state.requires_grad)
+    )
 
 
-def _refuse_gradient(op: str, instead: str, *tensors: Tensor | None) -> None:
-    if _wants_gradient(*tensors):
+_INSTEAD = {
+    "dynamic_conv_out": "dynamic_conv",
+    "dynamic_conv_step": "dynamic_conv with initial_state",
+}
+
+
+def _refuse_gradient(op: str, x: Tensor, kernels: Tensor, state: Tensor | None) -> None:
+    if _wants_gradient(x, kernels, state):
         raise RuntimeError(
-            f"{op}: has no gradient, but an argument requires one; use {instead} or call it under "
-            "torch.no_grad()"
+            f"{op}: has no gradient, but an argument requires one; use {_INSTEAD[op]} or call it "
+            "under torch.no_grad()"
         )
 
 
@@ -67,11 +77,19 @@ def _dense_in_channels(gradient: Tensor) -> Tensor:
     return gradient if gradient.stride(-1) == 1 else gradient.contiguous()
 
 
+def _gradients(
+    x: Tensor, kernels: Tensor, initial_state: Tensor | None, state_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Unfilled dx, dk and dinitial_state, the last one only if it is wanted."""
+    dinitial_state = torch.empty_like(initial_state) if state_gradient else None
+    return torch.empty_like(x), torch.empty_like(kernels), dinitial_state
+
+
 # ---- operators ---------------------------------------------------------------------------------
 
 
 def _dynamic_conv_out(x, kernels, cu_seqlens, initial_state, y, final_state, silu):
-    _refuse_gradient("dynamic_conv_out", "dynamic_conv", x, kernels, initial_state)
+    _refuse_gradient("dynamic_conv_out", x, kernels, initial_state)
     _forward(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
 
 
@@ -94,37 +112,22 @@ def _or_empty(state: Tensor | None, x: Tensor) -> Tensor:
 def _dynamic_conv_backward(
     dy, dfinal_state, x, kernels, cu_seqlens, initial_state, silu, state_gradient
 ):
-    dx, dk, dinitial_state = _dynamic_conv_backward_fake(
-        dy, dfinal_state, x, kernels, cu_seqlens, initial_state, silu, state_gradient
-    )
-    _backward(
-        x,
-        kernels,
-        cu_seqlens,
-        initial_state,
-        _dense_in_channels(dy),
-        dfinal_state,
-        dx,
-        dk,
-        dinitial_state if state_gradient else None,
-        silu,
-    )
-    return dx, dk, dinitial_state
+    gradients = _gradients(x, kernels, initial_state, state_gradient)
+    dy = _dense_in_channels(dy)
+    _backward(x, kernels, cu_seqlens, initial_state, dy, dfinal_state, *gradients, silu)
+    dx, dk, dinitial_state = gradients
+    return dx, dk, _or_empty(dinitial_state, x)
 
 
 def _dynamic_conv_backward_fake(
     dy, dfinal_state, x, kernels, cu_seqlens, initial_state, silu, state_gradient
 ):
-    dinitial_state = torch.empty_like(initial_state) if state_gradient else None
-    return torch.empty_like(x), torch.empty_like(kernels), _or_empty(dinitial_state, x)
-
-
-def _refuse_step_gradient(*tensors: Tensor) -> None:
-    _refuse_gradient("dynamic_conv_step", "dynamic_conv with initial_state", *tensors)
+    dx, dk, dinitial_state = _gradients(x, kernels, initial_state, state_gradient)
+    return dx, dk, _or_empty(dinitial_state, x)
 
 
 def _dynamic_conv_step(x, kernels, state, slots, y, silu):
-    _refuse_step_gradient(x, kernels, state)
+    _refuse_gradient("dynamic_conv_step", x, kernels, state)
     _step(x, kernels, state, slots, y, silu)
 
 
@@ -146,44 +149,61 @@ _backward_op = define(
     _dynamic_conv_backward_fake,
 )
 
-
 _convolve_into = shortcut(_out_op, _dynamic_conv_out)
 _decode_into = shortcut(_step_op, _dynamic_conv_step)
 
 
-class _DynamicConv(torch.autograd.Function):
-    """The convolution with its gradient. Keeps the inputs and nothing else."""
+class _Derivative(torch.autograd.Function):
+    """Makes outputs that have been computed depend on the inputs. Keeps the inputs and nothing
+    else. What has no gradient comes in one tuple, as every argument costs the host time."""
 
     @staticmethod
-    def forward(ctx, x, kernels, cu_seqlens, initial_state, state_len, silu):
-        ctx.save_for_backward(x, kernels, cu_seqlens, initial_state)
-        ctx.silu = silu
+    def forward(ctx, x, kernels, initial_state, others):
+        cu_seqlens, ctx.silu, outputs = others
+        ctx.save_for_backward(x, kernels, initial_state, cu_seqlens)
         ctx.set_materialize_grads(False)
-        y, final_state = _outputs(x, cu_seqlens, state_len)
-        _convolve_into(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
-        return y, final_state
+        return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, dfinal_state):
-        x, kernels, cu_seqlens, initial_state = ctx.saved_tensors
-        state_gradient = ctx.needs_input_grad[3]
-        dx, dk, dinitial_state = _backward_op(
-            torch.zeros_like(x) if dy is None else dy,
-            dfinal_state,
-            x,
-            kernels,
-            cu_seqlens,
-            initial_state,
-            ctx.silu,
-            state_gradient,
-        )
-        return dx, dk, None, dinitial_state if state_gradient else None, None, None
+    def backward(ctx, dy, dfinal_state=None):
+        x, kernels, initial_state, cu_seqlens = ctx.saved_tensors
+        dy = torch.zeros_like(x) if dy is None else dy
+        inputs = (x, kernels, cu_seqlens, initial_state)
+        gradients = _differentiate(dy, dfinal_state, *inputs, ctx.silu, ctx.needs_input_grad[2])
+        return *gradients, None
+
+
+def _differentiate(dy, dfinal_state, x, kernels, cu_seqlens, initial_state, silu, state_gradient):
+    """dx, dk and dinitial_state, which is None unless it is wanted."""
+    plain = type(dy) is Tensor and (dfinal_state is None or type(dfinal_state) is Tensor)
+    if plain and is_eager(x):
+        gradients = _gradients(x, kernels, initial_state, state_gradient)
+        inputs = (x, kernels, cu_seqlens, initial_state, _dense_in_channels(dy), dfinal_state)
+        if _backward_now(*map(id, inputs), *map(id, gradients), silu):
+            return gradients
+        del gradients
+    dx, dk, dinitial_state = _backward_op(
+        dy, dfinal_state, x, kernels, cu_seqlens, initial_state, silu, state_gradient
+    )
+    return dx, dk, dinitial_state if state_gradient else None
+
+
+class _DynamicConv(_Derivative):
+    """The convolution with its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, kernels, initial_state, others):
+        cu_seqlens, silu, state_len = others
+        y, final_state = outputs = _outputs(x, cu_seqlens, state_len)
+        _convolve_into(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
+        return _Derivative.forward(ctx, x, kernels, initial_state, (cu_seqlens, silu, outputs))
 
 
 def _dynamic_conv_autograd(x, kernels, cu_seqlens, initial_state, state_len, silu):
     if _wants_gradient(x, kernels, initial_state):
-        y, final_state = _DynamicConv.apply(x, kernels, cu_seqlens, initial_state, state_len, silu)
+        others = (cu_seqlens, silu, state_len)
+        y, final_state = _DynamicConv.apply(x, kernels, initial_state, others)
         return y, _or_empty(final_state, x)
     with torch._C._AutoDispatchBelowAutograd():
         return _op(x, kernels, cu_seqlens, initial_state, state_len, silu)
@@ -200,10 +220,36 @@ _op = define(
 
 # ---- friendly functions ------------------------------------------------------------------------
 
+# Function.apply but for its look for transforms of torch.func, 2 of 6 us: is_eager has done that.
+_make_differentiable = super(torch.autograd.Function, _Derivative).apply
 
-def _is_silu(op: str, activation: str | None) -> bool:
-    if activation is None:
-        return False
+
+def _convolve_now(x, kernels, cu_seqlens, initial_state, state_len, silu):
+    """What an eager call returns; None if only `_convolve` can take or refuse the arguments."""
+    y, final_state = _outputs(x, cu_seqlens, state_len)
+    if not _forward_now(
+        id(x), id(kernels), id(cu_seqlens), id(initial_state), id(y), id(final_state), silu
+    ):
+        return None
+    outputs = y if final_state is None else (y, final_state)
+    if _wants_gradient(x, kernels, initial_state):
+        return _make_differentiable(x, kernels, initial_state, (cu_seqlens, silu, outputs))
+    return outputs
+
+
+def _convolve(x, kernels, cu_seqlens, initial_state, state_len, silu):
+    """y and the final state, if there is one, by way of the ops."""
+    if not _wants_gradient(x, kernels, initial_state):
+        y, final_state = _outputs(x, cu_seqlens, state_len)
+        _convolve_into(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
+        return y, final_state
+    if torch.compiler.is_compiling():
+        return _op(x, kernels, cu_seqlens, initial_state, state_len, silu)
+    # What _op comes to, without its way through the dispatcher.
+    return _DynamicConv.apply(x, kernels, initial_state, (cu_seqlens, silu, state_len))
+
+
+def _is_silu(op: str, activation: str) -> bool:
     if activation in ("silu", "swish"):
         return True
     raise ValueError(f"{op}: activation must be None, 'silu' or 'swish', got {activation!r}")
@@ -248,17 +294,15 @@ def dynamic_conv(
             cu_seqlens; nothing has been written then.
         TypeError: a dtype or device is wrong.
     """
-    silu = _is_silu("dynamic_conv", activation)
+    silu = activation is not None and _is_silu("dynamic_conv", activation)
     length = -1
     if output_final_state:
         length = _final_state_len(x, kernels, initial_state, state_len)
-    if not _wants_gradient(x, kernels, initial_state):
-        y, final_state = _outputs(x, cu_seqlens, length)
-        _convolve_into(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
-    elif torch.compiler.is_compiling():
-        y, final_state = _op(x, kernels, cu_seqlens, initial_state, length, silu)
-    else:  # what _op comes to, without its way through the dispatcher: 4 of 12 us on the host
-        y, final_state = _DynamicConv.apply(x, kernels, cu_seqlens, initial_state, length, silu)
+    if is_eager(x):
+        outputs = _convolve_now(x, kernels, cu_seqlens, initial_state, length, silu)
+        if outputs is not None:
+            return outputs
+    y, final_state = _convolve(x, kernels, cu_seqlens, initial_state, length, silu)
     return (y, final_state) if output_final_state else y
 
 
@@ -309,11 +353,12 @@ def dynamic_conv_step(
         RuntimeError: a gradient is wanted: a state that is overwritten has none. Use
             `dynamic_conv` with initial_state and T = 1.
     """
-    silu = _is_silu("dynamic_conv_step", activation)
+    silu = activation is not None and _is_silu("dynamic_conv_step", activation)
     # Here as well as in the op: a compiled op gets tensors that no longer say.
-    _refuse_step_gradient(x, kernels, state)
+    _refuse_gradient("dynamic_conv_step", x, kernels, state)
     y = torch.empty_like(x)
-    _decode_into(x, kernels, state, slots, y, silu)
+    if not (is_eager(x) and _step_now(id(x), id(kernels), id(state), id(slots), id(y), silu)):
+        _decode_into(x, kernels, state, slots, y, silu)
     return y
 
 
@@ -334,7 +379,7 @@ def check(
         ValueError: cu_seqlens decreases, does not start at 0 or does not end at num_tokens; a slot
             lies outside [-1, num_slots) or occurs twice. The message names the first such entry.
     """
-    _check(cu_seqlens, num_tokens, slots, num_slots)
+    lib.dynamic_conv_check(cu_seqlens, num_tokens, slots, num_slots)
 
 
 class Traffic(NamedTuple):
@@ -350,4 +395,5 @@ def traffic(
 ) -> Traffic:
     """Bytes of a forward and a backward over [batch, time, channels], states left out, and of a
     step of `batch` rows; x_bytes and k_bytes are those of one element of x and of kernels."""
-    return Traffic(*_traffic(batch, time, channels, width, state_len, x_bytes, k_bytes))
+    sizes = (batch, time, channels, width, state_len, x_bytes, k_bytes)
+    return Traffic(*lib.dynamic_conv_traffic(*sizes))

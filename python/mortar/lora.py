@@ -166,8 +166,9 @@ def apply(
         scale: multiplies every adapter's own scale.
         add_inputs: False overwrites instead of adding.
         offset: column of y where the first slice begins.
-        workspace: uint8 [weights.workspace_size(x)], 16-byte aligned; None takes it from PyTorch's
-            allocator. Must not be shared by calls on different streams.
+        workspace: uint8 [weights.workspace_size(x)], 16-byte aligned. Must not be shared by calls
+            on different streams. None takes it from PyTorch's allocator, and one of up to 4 MB
+            on CUDA, outside graph captures, from those that Mortar keeps: one per stream in use.
 
     Returns:
         y.

@@ -24,6 +24,11 @@ __device__ __forceinline__ void cp_async_16(std::uint32_t dst, const void* src, 
 __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
+/// The same for `count` elements a thread, which its neighbours' follow: once per line.
+template <class T>
+__device__ __forceinline__ void prefetch_lines(const T* p, int count) {
+  if (reinterpret_cast<std::uintptr_t>(p) % 128 < count * sizeof(T)) prefetch_l2(p);
+}
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

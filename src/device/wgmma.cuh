@@ -105,6 +105,24 @@ __device__ __forceinline__ void fence_async_proxy() {
         "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])              \
       : "l"(a), "l"(b), "r"(add))
 
+#define MORTAR_WGMMA_N64(kind)                                                                    \
+  asm volatile(                                                                                   \
+      "{\n"                                                                                       \
+      ".reg .pred p;\n"                                                                           \
+      "setp.ne.b32 p, %34, 0;\n"                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." kind "." kind " {"                            \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "         \
+      "%32, %33, p, 1, 1, 0, 0;\n"                                                                \
+      "}\n"                                                                                       \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),                   \
+        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),                 \
+        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),             \
+        "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),             \
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),             \
+        "+f"(d[30]), "+f"(d[31])                                                                  \
+      : "l"(a), "l"(b), "r"(add))
+
 #define MORTAR_WGMMA_N96(kind)                                                                    \
   asm volatile(                                                                                   \
       "{\n"                                                                                       \
@@ -190,11 +208,14 @@ __device__ __forceinline__ void fence_async_proxy() {
 /// warpgroup holds in d[4 j + 2 h + c] row 16 w + 8 h + l / 4, column 8 j + l % 4 * 2 + c.
 template <class T, int kN>
 __device__ __forceinline__ void wgmma(float* d, std::uint64_t a, std::uint64_t b, int add) {
-  static_assert(kN % 48 == 0 && kN <= 192, "a width for which there is a wrapper");
+  static_assert((kN % 48 == 0 || kN == 64) && kN <= 192, "a width for which there is a wrapper");
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   if constexpr (kN == 48) {
     if constexpr (kBf16) MORTAR_WGMMA_N48("bf16");
     if constexpr (!kBf16) MORTAR_WGMMA_N48("f16");
+  } else if constexpr (kN == 64) {
+    if constexpr (kBf16) MORTAR_WGMMA_N64("bf16");
+    if constexpr (!kBf16) MORTAR_WGMMA_N64("f16");
   } else if constexpr (kN == 96) {
     if constexpr (kBf16) MORTAR_WGMMA_N96("bf16");
     if constexpr (!kBf16) MORTAR_WGMMA_N96("f16");
@@ -208,41 +229,10 @@ __device__ __forceinline__ void wgmma(float* d, std::uint64_t a, std::uint64_t b
 }
 
 #undef MORTAR_WGMMA_N48
+#undef MORTAR_WGMMA_N64
 #undef MORTAR_WGMMA_N96
 #undef MORTAR_WGMMA_N144
 #undef MORTAR_WGMMA_N192
-
-// ---- what a producer and a consumer warpgroup need ----------------------------------------------
-
-/// A barrier in shared memory on which other threads wait than those that arrive.
-struct Mbarrier {
-  std::uint64_t word;
-
-  __device__ __forceinline__ void init(int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&word)), "r"(arrivals)
-                 : "memory");
-  }
-  __device__ __forceinline__ void arrive() {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&word)) : "memory");
-  }
-  /// Arrives when all earlier cp.async of this thread have landed.
-  __device__ __forceinline__ void arrive_after_copies() {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(&word))
-                 : "memory");
-  }
-  /// Waits for the end of the phase of this parity: 0 for the first.
-  __device__ __forceinline__ void wait(std::uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@!p bra again;\n"
-        "}\n" ::"r"(smem_address(&word)),
-        "r"(parity)
-        : "memory");
-  }
-};
 
 /// Gives registers of a whole warpgroup back, or takes them.
 template <int kRegisters>

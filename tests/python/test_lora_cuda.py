@@ -4,6 +4,7 @@ only where there is one."""
 
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -103,6 +104,21 @@ def test_two_streams_at_once():
     torch.cuda.synchronize()
     for results, want in zip(got, wants, strict=True):
         assert all(torch.equal(result, want) for result in results)
+
+
+def test_threads_that_share_a_stream():
+    """Their calls alternate on the stream, between the two kernels of a call as well."""
+    problems = [make(Problem(tokens=40, hidden=1024, seed=s), "cuda") for s in range(4)]
+    calls = [(t, t.table(), t.plan()) for t in problems]
+    wants = [lora.apply(t.y.clone(), t.x, weights, plan) for t, weights, plan in calls]
+
+    def run(call):
+        t, weights, plan = call
+        return [lora.apply(t.y.clone(), t.x, weights, plan) for _ in range(200)]
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for results, want in zip(pool.map(run, calls), wants, strict=True):
+            assert all(torch.equal(result, want) for result in results)
 
 
 def test_runs_on_the_current_stream():

@@ -11,7 +11,7 @@ import torch
 
 from lora_cases import Problem, make
 from mortar import lora
-from mortar._ffi import torch_function
+from mortar._ffi import lib, torch_function
 from mortar.compat import vllm
 from vllm_cases import make_inputs
 
@@ -22,7 +22,11 @@ FORMS = ["table", "stacked"]
 def results(device, form):
     """What plan, apply, shrink and expand give, and the two of vLLM."""
     t = make(PROBLEM, device)
-    weights, plan = t.weights(form), t.plan()
+    weights = t.weights(form)
+    size = lib.lora_plan_size(PROBLEM.tokens, t.num_adapters)
+    # Zeros: a plan does not write words that nobody reads.
+    blank = lora.Plan(torch.zeros(size, dtype=torch.int32, device=device), 0, 0)
+    plan = lora.plan(t.token_adapter, t.num_adapters, out=blank)
     h = lora.shrink(t.x, weights, plan, scale=0.5, zero_rows=t.token_adapter)
     y = lora.expand(t.y.clone(), h, weights, plan, add_inputs=False)
     outputs = [plan.data, h, y, lora.apply(t.y.clone(), t.x, weights, plan, scale=0.5)]

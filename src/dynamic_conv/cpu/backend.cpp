@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "dynamic_conv/cpu/history.h"
+#include "hwy/cache_control.h"
 
 namespace mortar::dynamic_conv::cpu {
 namespace {
@@ -24,15 +25,14 @@ template <class Body>
 void for_each_piece(const Shape& shape, const Body& body) {
   const auto config =
       CpuConfig::make(shape.batch, shape.time, shape.channels, omp_get_max_threads());
+  const std::int64_t blocks = ceil_div(shape.channels, config.block_channels);
   const std::int64_t chunks = std::max<std::int64_t>(1, ceil_div(shape.time, config.steps));
-  const std::int64_t blocks = ceil_div<std::int64_t>(shape.channels, CpuConfig::kBlockChannels);
   const std::int64_t pieces = shape.batch * chunks * blocks;
 #pragma omp parallel for schedule(dynamic)
   for (std::int64_t i = 0; i < pieces; ++i) {
     Piece piece;
-    piece.block.first = i % blocks * CpuConfig::kBlockChannels;
-    piece.block.count =
-        std::min<std::int64_t>(CpuConfig::kBlockChannels, shape.channels - piece.block.first);
+    piece.block.first = i % blocks * config.block_channels;
+    piece.block.count = std::min(config.block_channels, shape.channels - piece.block.first);
     const std::int64_t chunk = i / blocks % chunks;
     piece.begin = static_cast<int>(chunk * config.steps);
     piece.end = std::min(piece.begin + config.steps, shape.time);
@@ -48,50 +48,94 @@ Walk walk_at(const Shape& shape, const Piece& piece) {
   return Walk::at(shape.sequences, index, piece.begin);
 }
 
-/// final[n] = the last L entries of (initial state, inputs) of the walk's sequence.
-void write_final_state(const ForwardProblem& p, const Piece& piece, const Walk& walk,
-                       const RowKernels& kernels, float* scratch) {
-  for (int j = 0; j < p.shape.state_length; ++j) {
-    read_input(p.shape, p.x, p.initial, piece.b, walk, walk.end - p.shape.state_length + j,
-               piece.block, kernels, scratch);
-    write_state(p.final, p.shape.x_dtype, walk.index, j, piece.block, scratch);
-  }
-}
+/// The forward of one piece. Rows of inputs are read where they lie: in x, or before the sequence
+/// in copies of its initial state.
+class ForwardPiece {
+ public:
+  ForwardPiece(const ForwardProblem& p, const RowKernels& kernels, const Piece& piece)
+      : p_(p),
+        shape_(p.shape),
+        kernels_(kernels),
+        piece_(piece),
+        finish_{.silu = p.shape.silu, .stream = bytes(p.shape) >= CpuConfig::kStreamBytes},
+        walk_(walk_at(p.shape, piece)) {}
 
-void forward_piece(const ForwardProblem& p, const RowKernels& kernels, const Piece& piece) {
-  const Shape& shape = p.shape;
-  const int width = shape.width;
-  RowRing<kMaxWidth> x(width);  // x[j]: the input j steps ago
-  RowRing<1> sum(1);
-  Walk walk = walk_at(shape, piece);
-  const auto load_history = [&](int t) {
-    for (int j = 0; j + 1 < width; ++j) {
-      read_input(shape, p.x, p.initial, piece.b, walk, t - 1 - j, piece.block, kernels, x[j]);
+  void run() {
+    begin_sequence();
+    if (piece_.begin == 0) cross_boundaries(0);
+    const std::int64_t first = piece_.block.first;
+    for (int t = piece_.begin; t < piece_.end; ++t) {
+      const void* x[kMaxWidth];
+      for (int j = 0; j < shape_.width; ++j) x[j] = input(t - j);
+      kernels_.convolve(x,
+                        element(p_.k, shape_.k_dtype, p_.k.row(piece_.b, t) + first * shape_.width),
+                        piece_.block.count, finish_,
+                        element(p_.y, shape_.x_dtype, p_.y.row(piece_.b, t) + first));
+      cross_boundaries(t + 1);
     }
-  };
-  const auto cross_boundaries = [&](int t) {
-    while (walk.end == t) {
-      if (p.final.given()) write_final_state(p, piece, walk, kernels, sum[0]);
-      walk.advance(shape.sequences);
-      if (!walk.done()) load_history(t);
-    }
-  };
-
-  load_history(piece.begin);
-  if (piece.begin == 0) cross_boundaries(0);
-  for (int t = piece.begin; t < piece.end; ++t) {
-    x.rotate();
-    kernels.widen(element(p.x, shape.x_dtype, p.x.row(piece.b, t) + piece.block.first),
-                  piece.block.count, x[0]);
-    kernels.convolve(x.rows(),
-                     element(p.k, shape.k_dtype, p.k.row(piece.b, t) + piece.block.first * width),
-                     piece.block.count, sum[0]);
-    if (shape.silu) kernels.silu(sum[0], piece.block.count);
-    kernels.narrow(sum[0], piece.block.count,
-                   element(p.y, shape.x_dtype, p.y.row(piece.b, t) + piece.block.first));
-    cross_boundaries(t + 1);
+    if (finish_.stream) hwy::FlushStream();
   }
-}
+
+ private:
+  static std::int64_t bytes(const Shape& s) {
+    const std::int64_t channel = 2 * dtype_size(s.x_dtype) + s.width * dtype_size(s.k_dtype);
+    return s.batch * s.time * s.channels * channel;
+  }
+
+  /// The row of step t >= start - W + 1 of the walk's sequence.
+  void* input(int t) const {
+    if (t < walk_.start) return before_[walk_.start - 1 - t];
+    return element(p_.x, shape_.x_dtype, p_.x.row(piece_.b, t) + piece_.block.first);
+  }
+
+  void begin_sequence() {
+    for (int j = 0; j + 1 < shape_.width; ++j) {
+      const int position = shape_.state_length - 1 - j;
+      before_[j] = kZeros;
+      if (position < 0 || !p_.initial.given()) continue;
+      copy(elements(p_.initial, shape_.x_dtype, walk_.index, position, piece_.block),
+           {state_rows_[j], 1}, piece_.block.count, dtype_size(shape_.x_dtype));
+      before_[j] = state_rows_[j];
+    }
+  }
+
+  /// Sequences that end at t leave their final states, and the next one begins.
+  void cross_boundaries(int t) {
+    while (walk_.end == t) {
+      if (p_.final.given()) write_final_state();
+      walk_.advance(shape_.sequences);
+      if (!walk_.done()) begin_sequence();
+    }
+  }
+
+  /// final[n] = the last L entries of (initial state, inputs) of the walk's sequence.
+  void write_final_state() {
+    const int length = shape_.state_length;
+    for (int j = 0; j < length; ++j) {
+      const int t = walk_.end - length + j, position = length + t - walk_.start;
+      Elements from{kZeros, 1};
+      if (t >= walk_.start) {
+        from.data = input(t);
+      } else if (position >= 0 && p_.initial.given()) {
+        from = elements(p_.initial, shape_.x_dtype, walk_.index, position, piece_.block);
+      }
+      copy(from, elements(p_.final, shape_.x_dtype, walk_.index, j, piece_.block),
+           piece_.block.count, dtype_size(shape_.x_dtype));
+    }
+  }
+
+  using Row = char[CpuConfig::kBlockChannels * sizeof(float)];
+  alignas(64) static inline Row kZeros = {};  ///< only ever read
+
+  const ForwardProblem& p_;
+  const Shape& shape_;
+  const RowKernels& kernels_;
+  const Piece& piece_;
+  Finish finish_;
+  Walk walk_;
+  void* before_[kMaxWidth - 1];  ///< the input j + 1 steps before the sequence
+  alignas(64) Row state_rows_[kMaxWidth - 1];
+};
 
 /// Step t adds to the gradients of steps t - W + 1 .. t, so those of step t - W + 1 are complete
 /// then: rows of pending gradients, from step t backwards, follow the walk.
@@ -125,7 +169,9 @@ class BackwardPiece {
       kernels_.widen(element(p_.x, shape_.x_dtype, p_.x.row(piece_.b, t) + first), n, x_[0]);
       kernels_.widen(element(p_.dy, shape_.x_dtype, p_.dy.row(piece_.b, t) + first), n, g_[0]);
       if (shape_.silu) {
-        kernels_.convolve(x_.rows(), k, n, sum_[0]);
+        const void* inputs[kMaxWidth];
+        for (int j = 0; j < width; ++j) inputs[j] = x_[j];
+        kernels_.convolve_scratch(inputs, k, n, {}, sum_[0]);
         kernels_.silu_gradient(sum_[0], n, g_[0]);
       }
       pending_.rotate();
@@ -191,7 +237,7 @@ class BackwardPiece {
 void forward(const ForwardProblem& p, Stream) {
   const RowKernels kernels =
       row_kernels(p.shape.x_dtype, p.shape.k_dtype, p.shape.width, p.shape.state_length);
-  for_each_piece(p.shape, [&](const Piece& piece) { forward_piece(p, kernels, piece); });
+  for_each_piece(p.shape, [&](const Piece& piece) { ForwardPiece(p, kernels, piece).run(); });
 }
 
 void backward(const BackwardProblem& p, Stream) {
@@ -252,11 +298,11 @@ void step_row(const StepProblem& p, const RowKernels& kernels, std::int64_t row,
   } else {
     if (length > 0) read_slot(p, kernels, slot, block, rows.rows());
     kernels.widen(element(p.x, p.x_dtype, p.x.row(row, 0) + block.first), n, rows[length]);
-    const float* inputs[kMaxWidth];
+    const void* inputs[kMaxWidth];
     for (int j = 0; j < p.width; ++j) inputs[j] = rows[length - j];
-    kernels.convolve(inputs, element(p.k, p.k_dtype, p.k.row(row, 0) + block.first * p.width), n,
-                     sum[0]);
-    if (p.silu) kernels.silu(sum[0], n);
+    kernels.convolve_scratch(inputs,
+                             element(p.k, p.k_dtype, p.k.row(row, 0) + block.first * p.width), n,
+                             {.silu = p.silu}, sum[0]);
     if (length > 0) write_slot(p, kernels, slot, block, rows.rows() + 1);
   }
   kernels.narrow(sum[0], n, element(p.y, p.x_dtype, p.y.row(row, 0) + block.first));
@@ -264,7 +310,7 @@ void step_row(const StepProblem& p, const RowKernels& kernels, std::int64_t row,
 
 void step(const StepProblem& p, Stream) {
   const RowKernels kernels = row_kernels(p.x_dtype, p.k_dtype, p.width, p.state_length);
-  constexpr std::int64_t kBlock = CpuConfig::kBlockChannels;
+  constexpr std::int64_t kBlock = CpuConfig::kLeastBlockChannels;
   const std::int64_t blocks = ceil_div(p.channels, kBlock);
   const std::int64_t pieces = p.rows * blocks;
 #pragma omp parallel for schedule(static) if (pieces > 1)

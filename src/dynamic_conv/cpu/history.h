@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "core/float16.h"
 #include "dynamic_conv/config.h"
@@ -40,6 +41,32 @@ inline void* element(const Signal& s, DType dtype, std::int64_t offset) {
 }
 inline void* element(const State& s, DType dtype, std::int64_t offset) {
   return static_cast<char*>(s.data) + offset * dtype_size(dtype);
+}
+
+/// One element a channel, `stride` elements apart.
+struct Elements {
+  void* data = nullptr;
+  std::int64_t stride = 1;
+};
+
+/// Bit for bit; `size` is that of an element, 2 or 4.
+inline void copy(Elements from, Elements to, std::int64_t count, std::size_t size) {
+  if (from.stride == 1 && to.stride == 1) {
+    std::memcpy(to.data, from.data, static_cast<std::size_t>(count) * size);
+    return;
+  }
+  const auto each = [&](auto word) {
+    const auto* source = static_cast<const decltype(word)*>(from.data);
+    auto* target = static_cast<decltype(word)*>(to.data);
+    for (std::int64_t c = 0; c < count; ++c) target[c * to.stride] = source[c * from.stride];
+  };
+  size == 4 ? each(std::uint32_t()) : each(std::uint16_t());
+}
+
+/// One position of a state.
+inline Elements elements(const State& s, DType dtype, std::int64_t n, int position,
+                         ChannelBlock block) {
+  return {element(s, dtype, s.at(n, block.first, position)), s.channel_stride};
 }
 
 /// One position of a state: to[c] = state[n, block.first + c, position].

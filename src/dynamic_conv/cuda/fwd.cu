@@ -63,6 +63,8 @@ __global__ void __launch_bounds__(kMaxThreads,
   const Shape& shape = p.shape;
   const int width = Traits::kVector ? Traits::kWidth : shape.width;
 
+  device::pdl_trigger();
+
   // Coordinates and pointers; `x` and `k` run kAhead steps in front of `y`.
   const Tile tile = Tile::make<kChannels>(shape, params.grid);
   const bool live = tile.channel < shape.channels;

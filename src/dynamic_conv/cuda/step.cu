@@ -2,12 +2,14 @@
 // Decode: one token of N sequences; a thread takes a few adjacent channels of a row.
 //
 // y[n,d] = f(sum_{w<W-1} k[n,d,w] * state[d,L-W+1+w] + k[n,d,W-1] * x[n,d]), then the state moves
-// up bytes  = N D ((2 + 2 L) e_x + W e_k)                  N rows, D channels, W taps, L = W or W -
-// 1 N=128 D=3072 W=L=4, bf16: 11.0 MB -> 2.6 us at 4.28 TB/s (copy roof of an H200) limit  :
-// latency: a launch, the slot, then the state that it names; everything else is loaded
-//          beside the slot. The state is moved in place: a ring index would write 2 of every 8
-//          bytes and dirty every sector all the same
-// wrong when: rows are not aligned, dtypes differ or the state is not dense in (D, L) -> scalar
+// up bytes  = N D ((2 + 2 L) e_x + W e_k)        N rows, D channels, W taps, L = W or W - 1 N=128,
+// D=3072, W=L=4, bf16: 11.0 MB -> 2.6 us at 4.28 TB/s (copy roof of an H200) limit  : latency: a
+// launch, the slot, then the state that it names; everything else is loaded
+//          beside the slot, and without slots all of it is asked for in L2 before the predecessor
+//          ends. The state is moved in place: a ring index would write 2 of every 8 bytes and dirty
+//          every sector all the same
+// wrong  : rows that are not aligned, mixed dtypes, a state that is not dense in (D, L) -> scalar
+#include "device/async_copy.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "dynamic_conv/cuda/backend.cuh"
@@ -29,15 +31,21 @@ struct DenseState {
   using X = typename Traits::X;
   Run<X, Traits::kChannels * L> run;
 
+  static __device__ __forceinline__ X* at(const StepProblem& p, std::int64_t slot, int channel) {
+    return static_cast<X*>(p.state.data) + p.state.at(slot, 0, 0) + std::int64_t{channel} * L;
+  }
+  static __device__ __forceinline__ void prefetch(const StepProblem& p, std::int64_t slot,
+                                                  int channel) {
+    device::prefetch_lines(at(p, slot, channel), Traits::kChannels * L);
+  }
   __device__ __forceinline__ void load(const StepProblem& p, std::int64_t slot, int channel) {
-    run.load(static_cast<const X*>(p.state.data) + p.state.at(slot, 0, 0) +
-             std::int64_t{channel} * L);
+    run.load(at(p, slot, channel));
   }
   /// The input `lag` steps ago, lag >= 1.
   __device__ __forceinline__ float get(int c, int lag) const { return run.get(c * L + L - lag); }
   __device__ __forceinline__ void store(const StepProblem& p, std::int64_t slot, int channel,
                                         const float (&x)[Traits::kChannels]) const {
-    run.store(static_cast<X*>(p.state.data) + p.state.at(slot, 0, 0) + std::int64_t{channel} * L,
+    run.store(at(p, slot, channel),
               [&](int i) { return i % L == L - 1 ? x[i / L] : run.get(i + 1); });
   }
 };
@@ -48,6 +56,8 @@ struct StridedState {
   using X = typename Traits::X;
   float value[kMaxWidth + 1];  // by lag; [0] unused
 
+  /// Nothing: its entries may lie in as many lines.
+  static __device__ __forceinline__ void prefetch(const StepProblem&, std::int64_t, int) {}
   __device__ __forceinline__ void load(const StepProblem& p, std::int64_t slot, int channel) {
 #pragma unroll
     for (int lag = 1; lag <= kMaxWidth; ++lag) {
@@ -79,20 +89,24 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(const __grid_constan
   const int width = Traits::kVector ? Traits::kWidth : p.width;
 
   // Coordinates and guard.
-  device::pdl_wait();
+  device::pdl_trigger();
   const std::int64_t row = blockIdx.x / params.columns;
   const int channel =
       static_cast<int>(blockIdx.x % params.columns * blockDim.x + threadIdx.x) * kChannels;
-  if (channel >= p.channels) return;
+  if (channel >= p.channels) return device::pdl_wait();
+  const K* k = static_cast<const K*>(p.k.data) + p.k.row(row, 0) + std::int64_t{channel} * width;
+  const X* x = static_cast<const X*>(p.x.data) + p.x.row(row, 0) + channel;
+  X* y = static_cast<X*>(p.y.data) + p.y.row(row, 0) + channel;
 
   // Load: taps and x do not wait for the slot.
+  device::prefetch_lines(k, kChannels * width);
+  device::prefetch_lines(x, kChannels);
+  if (p.slots == nullptr) State::prefetch(p, row, channel);
+  device::pdl_wait();
   const std::int64_t slot = p.slot(row);
   typename Traits::Taps taps;
-  taps.load(static_cast<const K*>(p.k.data) + p.k.row(row, 0) + std::int64_t{channel} * width,
-            width);
-  const auto input =
-      device::load_once<X, kChannels>(static_cast<const X*>(p.x.data) + p.x.row(row, 0) + channel);
-  X* y = static_cast<X*>(p.y.data) + p.y.row(row, 0) + channel;
+  taps.load(k, width);
+  const auto input = device::load_once<X, kChannels>(x);
   float s[kChannels] = {};
   if (slot < 0) {  // padding
     device::store_once<X, kChannels>(y, s);

@@ -12,14 +12,16 @@
 // in flight in a ring of cp.async stages meanwhile, and the tokens of the tiles beyond those, so
 // that nothing waits for a chain of loads. Neighbouring CTAs have neighbouring blocks of the same
 // tokens: whole rows of y are open at a time. Columns: inside groups of 32, MMA fragment j takes
-// columns 8a + 2j + b, so that a lane's results are 8 consecutive columns: 16 bytes. Results go
-// back through shared memory: y moves in runs of 256 bytes both ways.
+// columns 8a + 2j + b, so that a lane's results are 8 consecutive columns: 16 bytes, which it
+// stores itself (through shared memory, in runs of 256 bytes as y comes, r64 took 97 us instead of
+// 94).
 #include <algorithm>
 
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/pdl.cuh"
+#include "device/wgmma.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_tile.cuh"
 
@@ -34,6 +36,9 @@ constexpr int kWarpsM = 4, kGroups = 2;
 constexpr int kYBytes = kTokens * kCols * 2;
 /// Segments whose table is copied to shared memory; more of them are looked up in global memory.
 constexpr int kSharedSegments = 256;
+
+template <class Ranks>
+constexpr bool kUsesWgmma = 2 * Ranks::kPitch == device::kSwizzleBytes;
 
 template <class T_, bool kVectorY_, bool kPlan_, bool kOwnH_, int kLogPieces_>
 struct Traits {
@@ -74,6 +79,52 @@ struct StepSlot {
 /// two rows by a quad each from bank conflicts.
 __device__ __forceinline__ int y_place(int row, int piece) {
   return row * kCols * 2 + (piece ^ ((row & 1) << 2)) * 16;
+}
+
+/// A value that is the same in all threads of the warp, such that the compiler knows: wgmma in
+/// branches that might diverge would be issued one by one.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+__device__ __forceinline__ int warp_index() { return uniform(static_cast<int>(threadIdx.x) / 32); }
+
+/// acc = h B^T for this warp's 16 tokens and 64 columns of a tile. On sm_90a the four warps that
+/// share the columns form a warpgroup, which reads rows of 64 ranks as they lie: as wgmma's
+/// swizzle. For lower ranks it is no faster (8192 tokens, qkv: rank 16 +0.3 us, rank 64 -4 us).
+template <class T, class Ranks>
+__device__ __forceinline__ void multiply_tile(float (&acc)[kGroups][4][4], const T* h, const T* b,
+                                              int num_steps) {
+  const int warp_m = warp_index() % kWarpsM, warp_n = warp_index() / kWarpsM;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (kUsesWgmma<Ranks>) {
+    auto& sums = reinterpret_cast<float(&)[16 * kGroups]>(acc);
+    const auto h_at = device::wgmma_descriptor(device::smem_address(h));
+    const auto b_at =
+        device::wgmma_descriptor(device::smem_address(b + warp_n * 64 * Ranks::kPitch));
+    device::wgmma_keep(sums);
+    device::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Ranks::kPitch / 16; ++i) {
+      if (i < num_steps) {
+        device::wgmma<T, 64>(sums, h_at + i * device::kDescriptorStep,
+                             b_at + i * device::kDescriptorStep, i > 0);
+      }
+    }
+    device::wgmma_commit();
+    device::wgmma_wait<0>();
+    device::wgmma_keep(sums);
+    return;
+  }
+#endif
+  multiply<T, Ranks, kGroups>(acc, a_fragment_row<Ranks>(h, warp_m * 16),
+                              b_fragment_row<Ranks>(b, warp_n * 64), num_steps);
+}
+
+/// Waits for all but the newest N groups of copies. After the next barrier wgmma sees what landed.
+template <int N, class Ranks>
+__device__ __forceinline__ void wait_for_copies() {
+  device::cp_async_wait<N>();
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (kUsesWgmma<Ranks>) device::fence_async_proxy();
+#endif
 }
 
 /// The last warp's walk over the CTA's steps: runs of 2^log_run tiles of a block, blocks first; the
@@ -268,39 +319,32 @@ struct Worker {
   }
 
   __device__ __forceinline__ void compute(const StepSlot& t, int stage) const {
-    if (!t.live) return;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (uniform(t.live) == 0) return;
+    const int warp = warp_index(), lane = threadIdx.x % 32;
     const int warp_m = warp % kWarpsM, warp_n = warp / kWarpsM;
-    if (warp_m * 16 >= t.entry.z || warp_n * 64 >= t.cols) return;
+    if (warp_n * 64 >= uniform(t.cols)) return;
     float acc[kGroups][4][4] = {};
-    multiply<T, Ranks, kGroups>(acc, a_fragment_row<Ranks>(h_stage(stage), warp_m * 16),
-                                b_fragment_row<Ranks>(b_tile(t.b_slot), warp_n * 64),
-                                ceil_div(t.rank, 16));
+    multiply_tile<T, Ranks>(acc, h_stage(stage), b_tile(t.b_slot), uniform(ceil_div(t.rank, 16)));
+    if (warp_m * 16 >= t.entry.z) return;
     const int row = warp_m * 16 + lane / 4;
-    unsigned char* y_tile = y_stage(stage);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      auto* y = reinterpret_cast<uint4*>(y_tile + y_place(row, warp_n * 8 + g * 4 + lane % 4));
+      const int at = warp_n * 8 + g * 4 + lane % 4, left = t.cols - at * 8;
+      const unsigned char* from = y_stage(stage) + y_place(row, at);
 #pragma unroll
-      for (int half = 0; half < 2; ++half, y += 8 * kCols * 2 / 16) {
-        *y = add_products<T>(*y, acc[g], half, p.add_inputs);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void store(const StepSlot& t, int stage) const {
-    if (!t.live || piece * 8 >= t.cols) return;
-    const unsigned char* from = y_stage(stage) + y_at;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const std::int64_t offset = t.y[row0 + 16 * i];
-      const auto v = *reinterpret_cast<const uint4*>(from + i * 16 * kCols * 2);
-      if constexpr (Tr::kVectorY) {
-        if (offset >= 0) *reinterpret_cast<uint4*>(y + offset) = v;
-      } else if (offset >= 0) {
-        device::store_pack<T, 8>(reinterpret_cast<T*>(y + offset),
-                                 *reinterpret_cast<const device::Pack<T, 8>*>(&v),
-                                 t.cols - piece * 8);
+      for (int half = 0; half < 2; ++half) {
+        const uint4 out =
+            add_products<T>(*reinterpret_cast<const uint4*>(from + half * 8 * kCols * 2), acc[g],
+                            half, p.add_inputs);
+        const std::int64_t offset = t.y[row + 8 * half];
+        if (offset < 0 || left <= 0) continue;
+        char* to = static_cast<char*>(p.y.data) + offset + at * 16;
+        if constexpr (Tr::kVectorY) {
+          *reinterpret_cast<uint4*>(to) = out;
+        } else {
+          device::store_pack<T, 8>(reinterpret_cast<T*>(to),
+                                   *reinterpret_cast<const device::Pack<T, 8>*>(&out), left);
+        }
       }
     }
   }
@@ -322,7 +366,7 @@ __device__ __forceinline__ int count_segment_tiles(const GroupsView& g, std::int
 template <class Tr>
 __global__ void __launch_bounds__(kThreads, 2)
     expand_prefill_kernel(const __grid_constant__ ExpandParams p) {
-  extern __shared__ __align__(128) unsigned char smem[];
+  extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ StepSlot slots[Tr::kSlots];
   __shared__ int segments[Tr::kPlan ? 1 : 3 * kSharedSegments];
   device::pdl_trigger();
@@ -350,7 +394,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     num_tiles = min(count_segment_tiles(groups, p.weights.num_adapters), p.tiles.num);
   }
 
-  const bool is_scout = threadIdx.x >= kWorkers;
+  const bool is_scout = warp_index() == kWorkers / 32;
   Scout<Tr> scout(p, groups, slots, max(num_tiles, 0));
   const int num_steps = scout.num_steps();
   if (is_scout) {
@@ -361,47 +405,41 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int s = 0; s <= Tr::kAhead; ++s) scout.prepare(s);
   }
   __syncthreads();
-  if (is_scout) {
-    if (p.early) device::pdl_wait();
-    for (int s = 0; s < Tr::kAhead; ++s) device::cp_async_commit();
-    for (int s = 0; s < num_steps; ++s) {
-      device::cp_async_wait<Tr::kAhead - 1>();
-      __syncthreads();
-      scout.look_up();
-      device::cp_async_commit();
-      scout.prepare(s + Tr::kAhead + 1);
-      if (const StepSlot& t = slots[s % Tr::kSlots]; t.live && t.late) __syncthreads();
-      __syncthreads();
-    }
-    return;
-  }
   const Worker<Tr> worker(p, smem, p.h.by_position ? first_position(groups, p.tiles) : 0);
-  // B of the first steps does not depend on the predecessor.
   Cursor<Tr> ahead, now;
+  if (!is_scout) {
+    // B of the first steps does not depend on the predecessor.
 #pragma unroll 1
-  for (int s = 0; s < Tr::kAhead; ++s) worker.issue_b(slots[s]);
+    for (int s = 0; s < Tr::kAhead; ++s) worker.issue_b(slots[s]);
+  }
   if (p.early) device::pdl_wait();
 #pragma unroll 1
   for (int s = 0; s < Tr::kAhead; ++s, ahead.next()) {
-    worker.issue_rows(slots[ahead.slot], ahead.stage);
+    if (!is_scout) worker.issue_rows(slots[ahead.slot], ahead.stage);
     device::cp_async_commit();
   }
 #pragma unroll 1
   for (int s = 0; s < num_steps; ++s, ahead.next(), now.next()) {
-    device::cp_async_wait<Tr::kAhead - 1>();
+    wait_for_copies<Tr::kAhead - 1, typename Tr::Ranks>();
     __syncthreads();
-    worker.issue_b(slots[ahead.slot]);
-    worker.issue_rows(slots[ahead.slot], ahead.stage);
-    device::cp_async_commit();
-    if (const StepSlot& t = slots[now.slot]; t.live && t.late) {
-      worker.copy_b(t);
+    const StepSlot& t = slots[now.slot];
+    const bool late = t.live && t.late;
+    if (is_scout) {
+      scout.look_up();
       device::cp_async_commit();
-      device::cp_async_wait<0>();
+      scout.prepare(s + Tr::kAhead + 1);
+    } else {
+      worker.issue_b(slots[ahead.slot]);
+      worker.issue_rows(slots[ahead.slot], ahead.stage);
+      device::cp_async_commit();
+      if (late) worker.copy_b(t);
+    }
+    if (late) {
+      device::cp_async_commit();
+      wait_for_copies<0, typename Tr::Ranks>();
       __syncthreads();
     }
-    worker.compute(slots[now.slot], now.stage);
-    __syncthreads();
-    worker.store(slots[now.slot], now.stage);
+    if (!is_scout) worker.compute(t, now.stage);
   }
 }
 

@@ -2,11 +2,12 @@
 // Groups tokens by adapter: a stable counting sort and its tile lists, in one launch.
 //
 // sorted = argsort(token_adapter, stable), base tokens last     M tokens, L adapters
-// bytes  = 4M (ids, read twice: the second time from L2) + 4M (sorted) + 8 C (L + 1) (histograms)
-//          + 16 (T16 + T64 + G) (lists), C = min(128, ceil(M / 256)) CTAs
-// M=8192, L=16: 0.14 MB, so the floor (0.03 us) is nothing beside the two grid barriers (1 us each,
-//          none when one CTA suffices) and four dependent trips to L2 (0.7 us each)
-// limit  : latency
+// bytes  = 4M (ids; past 32 a warp they are read again, from L2) + 4M (sorted)
+//          + 8 C (L + 1) (histograms) + 16 (T16 + T64 + G) (lists) + 64 T16 + 256 T64 (tokens),
+//          C = min(128, ceil(M / 256)) CTAs
+// M=8192, L=16: 0.25 MB, so the floor (0.06 us) is nothing beside a grid barrier (1 us, none when
+//          one CTA suffices) and three dependent trips to L2 (0.7 us each)
+// limit  : latency; with many adapters a second barrier, between prefixes over CTAs and the scan
 // Each warp owns a run of tokens and a histogram in shared memory, so that ranks inside a warp
 // come from match.any and the order of tokens never depends on timing.
 #include <cooperative_groups.h>
@@ -24,6 +25,9 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 constexpr int kStaticSmem = 256;  ///< bytes kept free for the kernel's static shared memory
+/// Up to so many words of histograms every CTA adds all of them up for itself: reading them takes
+/// less than the grid barrier that sharing the work would need.
+constexpr std::int64_t kReadAll = 16 * 1024;
 
 struct PlanParams {
   const std::int32_t* token_adapter;
@@ -80,11 +84,11 @@ __device__ int last_not_above(const int* start, int n, int value) {
   return low;
 }
 
-/// Writes the tiles, zeros in the rest of the list and -1 for the tokens that a tile lacks: readers
-/// load an entry before they know whether it exists.
-__device__ void write_tiles(std::int32_t* list, std::int32_t* tokens, int num_tiles, int max_tiles,
-                            int tile_tokens, const int* first_tile, const int* first_token,
-                            int num_adapters, int thread, int num_threads) {
+/// Writes the tiles, and zeros in the rest of the list: readers load an entry before they know
+/// whether it exists.
+__device__ void write_tiles(std::int32_t* list, int num_tiles, int max_tiles, int tile_tokens,
+                            const int* first_tile, const int* first_token, int num_adapters,
+                            int thread, int num_threads) {
   for (int t = thread; t < max_tiles; t += num_threads) {
     int4 entry = make_int4(0, 0, 0, 0);
     if (t < num_tiles) {
@@ -94,8 +98,23 @@ __device__ void write_tiles(std::int32_t* list, std::int32_t* tokens, int num_ti
       entry.z = min(first_token[entry.x + 1] - entry.y, tile_tokens);
     }
     *reinterpret_cast<int4*>(list + kPlanEntryWords * t) = entry;
-    for (int i = entry.z; i < tile_tokens; ++i) {
-      tokens[static_cast<std::int64_t>(t) * tile_tokens + i] = -1;
+  }
+}
+
+/// Loads of the histograms of CTAs [begin, end) for one bin, 16 in flight; visit(c, count).
+template <class Visit>
+__device__ __forceinline__ void each_chunk(const std::int32_t* cell, int bins, int begin, int end,
+                                           Visit visit) {
+  constexpr int kLoads = 16;
+  for (int c0 = begin; c0 < end; c0 += kLoads) {
+    int n[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      n[i] = c0 + i < end ? __ldcg(cell + static_cast<std::int64_t>(c0 + i) * bins) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if (c0 + i < end) visit(c0 + i, n[i]);
     }
   }
 }
@@ -125,8 +144,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     bad_first = INT_MAX;
   }
   for (int i = threadIdx.x; i < num_warps * bins; i += num_cta_threads) smem[i] = 0;
+  for (int b = threadIdx.x; b < bins; b += num_cta_threads) first_token[b] = chunk_first[b] = 0;
   __syncthreads();
   device::pdl_wait();
+
+  // No place of a tile holds a token until the scatter puts one there.
+  const int thread = cta * num_cta_threads + threadIdx.x, num_threads = num_ctas * num_cta_threads;
+  for (std::int64_t i = p.layout.tokens16 + 4 * thread; i < p.layout.scratch;
+       i += 4 * num_threads) {
+    *reinterpret_cast<int4*>(p.plan + i) = make_int4(-1, -1, -1, -1);
+  }
 
   // Count: every warp walks its tokens in order.
   const std::int64_t warp_first =
@@ -136,11 +163,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     *bad = id < -1 || id >= p.num_adapters;
     return id < 0 || *bad ? p.num_adapters : id;
   };
+  int bin = -1;
   for (int i = lane; i < p.warp_tokens; i += 32) {
     const std::int64_t token = warp_first + i;
     const bool live = token < p.num_tokens;
     bool bad = false;
-    const int bin = live ? bin_of(token, &bad) : -1;
+    bin = live ? bin_of(token, &bad) : -1;
     const unsigned peers = __match_any_sync(0xffffffffu, bin);
     if (live && lane == __ffs(peers) - 1) own_bins[bin] += __popc(peers);
     if (bad) {
@@ -174,35 +202,42 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   };
   grid_barrier();
 
-  // Prefixes over CTAs, the bins shared out over the grid.
-  for (int b = cta * num_cta_threads + threadIdx.x; b < bins; b += num_ctas * num_cta_threads) {
-    // 16 loads at a time: between a load and a store that may be to the same place the compiler
-    // would wait for L2.
-    constexpr int kLoads = 16;
-    std::int32_t* cell = chunk_bins + b;
-    int sum = 0;
-    for (int c0 = 0; c0 < num_ctas; c0 += kLoads) {
-      int n[kLoads];
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        n[i] = c0 + i < num_ctas ? __ldcg(cell + static_cast<std::int64_t>(c0 + i) * bins) : 0;
-      }
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        if (c0 + i < num_ctas) cell[static_cast<std::int64_t>(c0 + i) * bins] = sum;
-        sum += n[i];
-      }
+  // Totals of the bins and the CTA's own part of the prefixes over CTAs, to shared memory.
+  if (static_cast<std::int64_t>(bins) * num_ctas <= kReadAll) {
+    const int width = min(static_cast<int>(round_up(bins, 32)), num_cta_threads);
+    const int parts = num_cta_threads / width, part = threadIdx.x / width;
+    for (int b = threadIdx.x % width; b < bins && part < parts; b += width) {
+      int total = 0, own = 0;
+      each_chunk(chunk_bins + b, bins, part * num_ctas / parts, (part + 1) * num_ctas / parts,
+                 [&](int c, int n) {
+                   total += n;
+                   if (c < cta) own += n;
+                 });
+      atomicAdd(first_token + b, total);
+      atomicAdd(chunk_first + b, own);
     }
-    total_bins[b] = sum;
+  } else {
+    for (int b = thread; b < bins; b += num_threads) {
+      int sum = 0;
+      each_chunk(chunk_bins + b, bins, 0, num_ctas, [&](int c, int n) {
+        chunk_bins[static_cast<std::int64_t>(c) * bins + b] = sum;
+        sum += n;
+      });
+      total_bins[b] = sum;
+    }
+    grid_barrier();
+    for (int b = threadIdx.x; b < bins; b += num_cta_threads) {
+      first_token[b] = __ldcg(total_bins + b);
+      chunk_first[b] = __ldcg(chunk_bins + static_cast<std::int64_t>(cta) * bins + b);
+    }
   }
-  grid_barrier();
+  __syncthreads();
 
-  // Every CTA scans the totals for itself.
+  // Every CTA scans the totals for itself; a bin's total gives way to its first token.
   int4 before = make_int4(0, 0, 0, 0);  // tokens, tiles of 16 and of 64, groups
   for (int base = 0; base < bins; base += num_cta_threads) {
     const int b = base + threadIdx.x;
-    const int n = b < bins ? __ldcg(total_bins + b) : 0;
-    const int own = b < bins ? __ldcg(chunk_bins + static_cast<std::int64_t>(cta) * bins + b) : 0;
+    const int n = b < bins ? first_token[b] : 0;
     const bool active = b < p.num_adapters;
     int4 total;
     const int4 first = exclusive_scan(make_int4(n, active ? ceil_div(n, 16) : 0,
@@ -215,13 +250,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       first_tile16[b] = first.y;
       first_tile64[b] = first.z;
       first_group[b] = first.w;
-      chunk_first[b] = own;
     }
   }
   const int tiles16 = before.y, tiles64 = before.z, groups = before.w;
   __syncthreads();
 
-  // Scatter: the walk of the count again, now with known places.
+  // Scatter: the walk of the count again, now with known places. A walk of one step still knows its
+  // bin.
   std::int32_t* sorted = p.plan + p.layout.sorted;
   std::int32_t* tokens16 = p.plan + p.layout.tokens16;
   std::int32_t* tokens64 = p.plan + p.layout.tokens64;
@@ -229,7 +264,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const std::int64_t token = warp_first + i;
     const bool live = token < p.num_tokens;
     bool bad = false;
-    const int bin = live ? bin_of(token, &bad) : -1;
+    if (p.warp_tokens > 32) bin = live ? bin_of(token, &bad) : -1;
     const unsigned peers = __match_any_sync(0xffffffffu, bin);
     const int before = live ? own_bins[bin] : 0;
     __syncwarp();
@@ -247,11 +282,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
 
   // Lists, shared out over the grid.
-  const int thread = cta * num_cta_threads + threadIdx.x, num_threads = num_ctas * num_cta_threads;
-  write_tiles(p.plan + p.layout.tiles16, tokens16, tiles16, static_cast<int>(p.layout.max_tiles16),
-              16, first_tile16, first_token, p.num_adapters, thread, num_threads);
-  write_tiles(p.plan + p.layout.tiles64, tokens64, tiles64, static_cast<int>(p.layout.max_tiles64),
-              64, first_tile64, first_token, p.num_adapters, thread, num_threads);
+  write_tiles(p.plan + p.layout.tiles16, tiles16, static_cast<int>(p.layout.max_tiles16), 16,
+              first_tile16, first_token, p.num_adapters, thread, num_threads);
+  write_tiles(p.plan + p.layout.tiles64, tiles64, static_cast<int>(p.layout.max_tiles64), 64,
+              first_tile64, first_token, p.num_adapters, thread, num_threads);
   for (int a = thread; a < p.num_adapters; a += num_threads) {
     const int count = first_token[a + 1] - first_token[a];
     if (count > 0) {

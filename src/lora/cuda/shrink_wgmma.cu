@@ -20,6 +20,7 @@
 #include <algorithm>
 
 #include "device/async_copy.cuh"
+#include "device/barrier.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
@@ -38,7 +39,8 @@ constexpr int kProducers = 128;
 /// How much of K a CTA sums.
 enum class Share {
   kAll,   ///< both halves of the leaves, the sums of the first one parked in shared memory
-  kPart,  ///< one half, of a cluster of two CTAs, or one leaf
+  kHalf,  ///< one of them, the other by the other CTA of a cluster
+  kLeaf,  ///< one leaf
 };
 
 template <class T_, int kRows_, int kTiles_, int kStages_, int kMinCtas_, Share kShare_>
@@ -49,7 +51,7 @@ struct Traits {
   static constexpr int kTokens = 64 * kTiles;
   static constexpr int kStages = kStages_;
   static constexpr int kMinCtas = kMinCtas_;
-  static constexpr bool kAll = kShare_ == Share::kAll;
+  static constexpr Share kShare = kShare_;
   static constexpr int kConsumers = 128 * kTiles;
   static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kSums = kRows / 2;  ///< sums of a thread
@@ -57,7 +59,9 @@ struct Traits {
   static constexpr int kStageBytes = kTokenBytes + kRows * device::kSwizzleBytes;
   static constexpr int kRing = kStages * kStageBytes;
   static constexpr int kSumBytes = kConsumers * kSums * 4;
-  static constexpr int kParked = kAll ? kSumBytes : 0;
+  static constexpr int kParked = kShare == Share::kAll    ? kSumBytes
+                                 : kShare == Share::kHalf ? kSumBytes / 2
+                                                          : 0;
   // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
   static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
   static constexpr int kProducerRegisters = 40;
@@ -65,10 +69,9 @@ struct Traits {
       std::min(240, kRegisters + (kRegisters - kProducerRegisters) / kTiles / 8 * 8);
   static_assert(kRows % 48 == 0, "there is an MMA of so many columns");
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
-  static_assert(kSumBytes <= kRing, "sums of a cluster's second CTA fit where the ring was");
 };
 
-/// What lies in shared memory behind the ring and the parked sums.
+/// What lies in shared memory behind the ring and the sums, parked or of the cluster's other CTA.
 template <class Tr>
 struct Shared {
   Column columns[Tr::kRows];
@@ -103,10 +106,10 @@ __device__ __forceinline__ Range range_of(const ShrinkParams& p) {
   const int hidden = static_cast<int>(p.weights.hidden), part = static_cast<int>(blockIdx.y);
   const int num = static_cast<int>(num_leaves(hidden));
   Range r{static_cast<int>(leaf_size(hidden)), 0, num, (num + 1) / 2, 0, 0, 0};
-  if (p.h.num_slabs > 1) {
+  if (Tr::kShare == Share::kLeaf) {
     r.first = part;
     r.end = part + 1;
-  } else if (!Tr::kAll) {  // the half of a cluster's CTA
+  } else if (Tr::kShare == Share::kHalf) {
     if (part == 0) r.end = r.middle;
     if (part == 1) r.first = r.middle;
   }
@@ -146,9 +149,9 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
   }
 }
 
-/// Sums of a consumer warpgroup over the CTA's part of K (kAll: over the second half of it, with
-/// those of the first half parked). They start at +0 and leaves are added to them, so that a leaf
-/// of -0 gives +0 on all paths.
+/// Sums of a consumer warpgroup over the CTA's part of K (Share::kAll: over the second half of it,
+/// with those of the first half parked). They start at +0 and leaves are added to them, so that a
+/// leaf of -0 gives +0 on all paths.
 template <class Tr>
 __device__ __forceinline__ void consume(const ShrinkParams& p, Shared<Tr>& shared,
                                         std::uint32_t ring, float4* parked,
@@ -189,7 +192,7 @@ __device__ __forceinline__ void consume(const ShrinkParams& p, Shared<Tr>& share
     if (last >= 0 && signals) shared.empty[last].arrive();
 #pragma unroll
     for (int i = 0; i < Tr::kSums; ++i) total[i] += sum[i];
-    if constexpr (Tr::kAll) {
+    if constexpr (Tr::kShare == Share::kAll) {
       if (leaf + 1 == r.middle) {
         put_sums<Tr::kConsumers>(parked, total);
 #pragma unroll
@@ -233,7 +236,11 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     shared.full[threadIdx.x].init(kProducers);
     shared.empty[threadIdx.x].init(Tr::kConsumers / 32);
   }
-  __syncthreads();
+  if constexpr (Tr::kShare == Share::kHalf) {
+    cg::this_cluster().sync();  // the other CTA runs, so its shared memory is there
+  } else {
+    __syncthreads();
+  }
   if (shared.rows.count == 0) {
     device::pdl_wait();
     return;
@@ -266,13 +273,13 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     const bool there = place < tile.count;
     const int token = there && !p.h.by_position ? shared.run.token(p.groups, p.tiles, place) : 0;
     base[i] = there ? h_row(p.h, tile, first, place, token) * p.h.row_stride : -1;
-    if (there && p.h.num_slabs > 1) base[i] += part * p.h.slab_stride;
+    if (there && Tr::kShare == Share::kLeaf) base[i] += part * p.h.slab_stride;
   }
 
   // Reduce and store: the sum of both halves of K
-  if (Tr::kAll || p.h.num_slabs > 1) {
-    asm volatile("barrier.sync 1, %0;" ::"n"(Tr::kConsumers) : "memory");  // columns are written
-    if constexpr (Tr::kAll) add_sums<Tr::kConsumers>(total, parked);
+  if constexpr (Tr::kShare != Share::kHalf) {
+    device::named_barrier<1, Tr::kConsumers>();  // columns are written
+    if constexpr (Tr::kShare == Share::kAll) add_sums<Tr::kConsumers>(total, parked);
     store_sums(p.h, base, shared.columns, total);
   } else {
     // Each CTA of the cluster takes half of the columns.
@@ -284,11 +291,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
       other[i] = part == 0 ? total[kHalf + i] : total[i];
     }
     const auto group = cg::this_cluster();
-    group.sync();  // both rings are free
-    put_sums<Tr::kConsumers>(group.map_shared_rank(reinterpret_cast<float4*>(smem), 1 - part),
-                             other);
+    put_sums<Tr::kConsumers>(group.map_shared_rank(parked, 1 - part), other);
     group.sync();
-    add_sums<Tr::kConsumers>(own, reinterpret_cast<const float4*>(smem));
+    add_sums<Tr::kConsumers>(own, parked);
     store_sums(p.h, base, shared.columns + part * Tr::kRows / 2, own);
   }
 #endif
@@ -365,18 +370,18 @@ void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
   const Launcher<T> l{p, num_rows, c.cluster_k == 2, stream};
   if (l.cluster) {
     const Shape s = choose_shape(p, num_rows);
-    if (s.rows == 48 && s.tiles == 2) return l.template run<48, 2, 9, 1, Share::kPart>();
-    if (s.rows == 48) return l.template run<48, 3, 7, 1, Share::kPart>();
-    if (s.rows == 96 && s.tiles == 2) return l.template run<96, 2, 7, 1, Share::kPart>();
-    if (s.rows == 96) return l.template run<96, 3, 6, 1, Share::kPart>();
-    if (s.rows == 144) return l.template run<144, 2, 6, 1, Share::kPart>();
-    return l.template run<192, 2, 5, 1, Share::kPart>();
+    if (s.rows == 48 && s.tiles == 2) return l.template run<48, 2, 9, 1, Share::kHalf>();
+    if (s.rows == 48) return l.template run<48, 3, 6, 1, Share::kHalf>();
+    if (s.rows == 96 && s.tiles == 2) return l.template run<96, 2, 6, 1, Share::kHalf>();
+    if (s.rows == 96) return l.template run<96, 3, 5, 1, Share::kHalf>();
+    if (s.rows == 144) return l.template run<144, 2, 5, 1, Share::kHalf>();
+    return l.template run<192, 2, 4, 1, Share::kHalf>();
   }
   if (p.h.num_slabs > 1) {
-    if (num_rows <= 48) return l.template run<48, 2, 5, 2, Share::kPart>();
-    if (num_rows <= 96) return l.template run<96, 2, 7, 1, Share::kPart>();
-    if (num_rows <= 144) return l.template run<144, 2, 6, 1, Share::kPart>();
-    return l.template run<192, 2, 5, 1, Share::kPart>();
+    if (num_rows <= 48) return l.template run<48, 2, 5, 2, Share::kLeaf>();
+    if (num_rows <= 96) return l.template run<96, 2, 7, 1, Share::kLeaf>();
+    if (num_rows <= 144) return l.template run<144, 2, 6, 1, Share::kLeaf>();
+    return l.template run<192, 2, 5, 1, Share::kLeaf>();
   }
   if (num_rows <= 48) return l.template run<48, 2, 3, 2, Share::kAll>();
   if (num_rows <= 96) return l.template run<96, 2, 6, 1, Share::kAll>();

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ops as packed functions, each written once for both ways in which tensors arrive: as TVM-FFI
+// hands them over (FfiObjects), or as the addresses of PyTorch's objects (TorchObjects).
+//
+// A torch_<op> takes the arguments of <op> with id(t) in place of every tensor t and of None for
+// one: what PyTorch's eager calls use, as it costs the host a third. Called with the GIL held and
+// the objects alive. The result is 0, with nothing written, where an object cannot be read so, and
+// 1 otherwise.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "convert.h"
+#include "torch_objects.h"
+
+namespace mortar::ffi {
+
+/// Results of the torch_* functions.
+constexpr std::int64_t kUnread = 0, kDone = 1, kNothingToDo = 2;
+
+/// Tensors as TVM-FFI hands them over.
+struct FfiObjects {
+  static Tensor tensor(AnyView arg, const char* op, const char* name) {
+    return to_tensor(arg, op, name);
+  }
+
+  /// What surrounds an op: its device is the current one, its stream the caller's.
+  struct Call {
+    explicit Call(Device device) : guard(device), stream(current_stream(device)) {}
+    DeviceGuard guard;
+    Stream stream;
+  };
+};
+
+/// Reads the arguments of a packed call from left to right.
+template <class Source>
+class ArgReader {
+ public:
+  ArgReader(PackedArgs args, const char* op) : args_(args), op_(op) {}
+
+  const char* op() const { return op_; }
+  int remaining() const { return args_.size() - next_; }
+  AnyView peek() const { return args_[next_]; }
+
+  AnyView take(const char* name) {
+    check_type(next_ < args_.size(), op_, ": ", name, " is required, got ", args_.size(),
+               " arguments");
+    return args_[next_++];
+  }
+
+  Tensor tensor(const char* name) { return Source::tensor(take(name), op_, name); }
+
+  template <class T>
+  T value(const char* name) {
+    const std::optional<T> v = take(name).template try_cast<T>();
+    check_type(v.has_value(), op_, ": ", name, " must be a number, got another type");
+    return *v;
+  }
+
+  std::int64_t integer(const char* name) { return value<std::int64_t>(name); }
+
+  DType dtype(const char* name) {
+    const std::optional<DLDataType> v = take(name).template try_cast<DLDataType>();
+    check_type(v.has_value(), op_, ": ", name, " must be a dtype, got another type");
+    return to_dtype(*v, op_, name);
+  }
+
+ private:
+  PackedArgs args_;
+  const char* op_;
+  int next_ = 0;
+};
+
+template <auto kOp>
+void torch_call(PackedArgs packed, tvm::ffi::Any* result) {
+  *result = kDone;
+  if (!direct([&] { kOp(packed, result); })) *result = kUnread;
+}
+
+}  // namespace mortar::ffi
+
+/// Exports torch_<op>: `function<source>` of mortar::ffi, with its result.
+#define MORTAR_EXPORT_TORCH(name, function, source) \
+  MORTAR_EXPORT_PACKED(name, mortar::ffi::torch_call<mortar::ffi::function<mortar::ffi::source>>)

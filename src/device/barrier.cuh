@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Barriers between warps of a thread block that do different work: some of them meet at a named one,
+// and a producer and its consumers hand data over at one in shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "device/async_copy.cuh"
+
+namespace mortar::device {
+
+/// Waits for kThreads threads, whole warps but not the whole block: that is __syncthreads, which is
+/// barrier 0. kId: 1 to 15.
+template <int kId, int kThreads>
+__device__ __forceinline__ void named_barrier() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
+/// A barrier in shared memory on which other threads wait than those that arrive.
+struct Mbarrier {
+  std::uint64_t word;
+
+  __device__ __forceinline__ void init(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&word)), "r"(arrivals)
+                 : "memory");
+  }
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&word)) : "memory");
+  }
+  /// Arrives when all earlier cp.async of this thread have landed.
+  __device__ __forceinline__ void arrive_after_copies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(&word))
+                 : "memory");
+  }
+  /// Waits for the end of the phase of this parity: 0 for the first.
+  __device__ __forceinline__ void wait(std::uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@!p bra again;\n"
+        "}\n" ::"r"(smem_address(&word)),
+        "r"(parity)
+        : "memory");
+  }
+};
+
+}  // namespace mortar::device

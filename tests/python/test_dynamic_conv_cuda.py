@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What eager calls of the dynamic convolution cost the host of a GPU."""
+
+import pytest
+import torch
+
+from mortar.compat import jet
+from mortar.dynamic_conv import dynamic_conv, dynamic_conv_step
+from test_lora_cuda import median_host_us
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "op", ["dynamic_conv", "gradients wanted", "dynamic_conv_step", "jet training", "jet step"]
+)
+def test_host_cost(op):
+    x = torch.randn(1, 4, 256, dtype=BF16, device="cuda")
+    kernels = torch.randn(1, 4, 256, 4, dtype=BF16, device="cuda")
+    state = torch.zeros(4, 256, 4, dtype=BF16, device="cuda")
+    row, row_kernels = x[0], kernels[0]
+    leaves = [t.clone().requires_grad_() for t in (x, kernels)]
+    calls = {
+        "dynamic_conv": lambda: dynamic_conv(x, kernels),
+        "gradients wanted": lambda: dynamic_conv(*leaves),
+        "dynamic_conv_step": lambda: dynamic_conv_step(row, row_kernels, state),
+        "jet training": lambda: jet.dynamic_conv_triton_autograd(x, kernels),
+        "jet step": lambda: jet.causal_conv_step_triton(row.unsqueeze(1), state, row_kernels),
+    }
+    cost = median_host_us(calls[op])
+    print(f"host cost of {op}: {cost:.1f} us")
+    assert cost <= 10
