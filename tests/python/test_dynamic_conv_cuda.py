@@ -11,6 +11,22 @@ from test_lora_cuda import median_host_us
 BF16 = torch.bfloat16
 
 
+LIMIT_US = 10
+
+
+class Nothing(torch.autograd.Function):
+    """What PyTorch itself takes to record a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, kernels, y):
+        ctx.save_for_backward(x, kernels)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     "op", ["dynamic_conv", "gradients wanted", "dynamic_conv_step", "jet training", "jet step"]
 )
@@ -27,6 +43,9 @@ def test_host_cost(op):
         "jet training": lambda: jet.dynamic_conv_triton_autograd(x, kernels),
         "jet step": lambda: jet.causal_conv_step_triton(row.unsqueeze(1), state, row_kernels),
     }
-    cost = median_host_us(calls[op])
-    print(f"host cost of {op}: {cost:.1f} us")
-    assert cost <= 10
+    cost, limit = median_host_us(calls[op]), LIMIT_US
+    if op == "gradients wanted":
+        y = torch.empty_like(x)
+        limit += median_host_us(lambda: Nothing.apply(*leaves, y))
+    print(f"host cost of {op}: {cost:.1f} us, at most {limit:.1f}")
+    assert cost <= limit
