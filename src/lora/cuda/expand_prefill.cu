@@ -354,11 +354,8 @@ struct Worker {
 __device__ __forceinline__ int count_segment_tiles(const GroupsView& g, std::int64_t num_adapters) {
   int tiles = 0;
   for (int i = threadIdx.x % 32; i < g.num_segments; i += 32) {
-    const int id = g.ids[i], start = g.starts[i];
-    int count = g.counts[i];
-    if (id < 0 || id >= num_adapters || count <= 0 || start < 0 || start >= g.num_sorted) continue;
-    if (count > g.num_sorted - start) count = static_cast<int>(g.num_sorted - start);
-    tiles += (count - 1) / kTokens + 1;
+    const int count = segment_tokens(g, num_adapters, g.ids[i], g.starts[i], g.counts[i]);
+    tiles += tiles_of_tokens(count, kTokens);
   }
   return __reduce_add_sync(0xffffffffu, tiles);
 }
@@ -376,8 +373,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   int num_tiles = 0;
   if constexpr (Tr::kPlan) {
     const int4 head = __ldcg(reinterpret_cast<const int4*>(groups.plan));
-    const bool same = head.x == p.tiles.num_tokens && head.y == p.weights.num_adapters;
-    num_tiles = same ? min(head.w - p.tiles.first, p.tiles.num) : 0;
+    if (is_plan_of(head, p.tiles, p.weights.num_adapters)) {
+      num_tiles = min(head.w - p.tiles.first, p.tiles.num);
+    }
   } else {
     const int n = static_cast<int>(groups.num_segments);
     if (n <= kSharedSegments) {

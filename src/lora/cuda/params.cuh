@@ -75,6 +75,18 @@ struct Tile {
 
 #if defined(__CUDACC__)
 
+/// Tokens of a segment; 0 where its entries are no segment of the batch. A count that is too long
+/// is cut.
+__device__ __forceinline__ int segment_tokens(const GroupsView& g, std::int64_t num_adapters,
+                                              int id, int start, int count) {
+  if (id < 0 || id >= num_adapters || count <= 0 || start < 0 || start >= g.num_sorted) return 0;
+  return static_cast<int>(min(static_cast<std::int64_t>(count), g.num_sorted - start));
+}
+/// Tiles that so many tokens make. (ceil_div would overflow near 2^31.)
+__device__ __forceinline__ int tiles_of_tokens(int count, int tile_tokens) {
+  return count == 0 ? 0 : (count - 1) / tile_tokens + 1;
+}
+
 /// Tile `index` of the segment form: every warp scans the segments, so all threads agree.
 __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int64_t num_adapters,
                                                   int tile_tokens, int index, Tile* tile) {
@@ -84,13 +96,10 @@ __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int6
     int id = -1, count = 0, start = 0;
     if (base + lane < g.num_segments) {
       id = g.ids[base + lane];
-      count = g.counts[base + lane];
       start = g.starts[base + lane];
+      count = segment_tokens(g, num_adapters, id, start, g.counts[base + lane]);
     }
-    const bool live =
-        id >= 0 && id < num_adapters && count > 0 && start >= 0 && start < g.num_sorted;
-    if (live && count > g.num_sorted - start) count = static_cast<int>(g.num_sorted - start);
-    const int own = live ? (count - 1) / tile_tokens + 1 : 0;
+    const int own = tiles_of_tokens(count, tile_tokens);
     int last = own;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
@@ -113,6 +122,15 @@ __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int6
   return false;
 }
 
+/// Whether the plan whose first words are `head` was made for this batch.
+__device__ __forceinline__ bool is_plan_of(const int4& head, const TileRange& range,
+                                           std::int64_t num_adapters) {
+  static_assert(kPlanNumTokens == 0 && kPlanNumAdapters == 1 && kPlanNumTiles16 == 2 &&
+                    kPlanNumTiles64 == 3 && kPlanEntryWords == 4,
+                "the first four words of the plan, and an entry, are read as vectors");
+  return head.x == range.num_tokens && head.y == num_adapters;
+}
+
 /// Tile `index` of the grouping; false past the last one. Uniform over the CTA.
 template <bool kPlan>
 __device__ __forceinline__ bool find_tile(const GroupsView& g, const TileRange& range,
@@ -124,14 +142,11 @@ __device__ __forceinline__ bool find_tile(const GroupsView& g, const TileRange& 
     // (the host bounds the grid), so the load is safe even when the tile does not exist.
     const int4 head = __ldcg(reinterpret_cast<const int4*>(g.plan));
     const int4 entry = __ldcg(reinterpret_cast<const int4*>(g.plan + range.list) + index);
-    static_assert(kPlanNumTokens == 0 && kPlanNumAdapters == 1 && kPlanNumTiles16 == 2 &&
-                      kPlanNumTiles64 == 3 && kPlanEntryWords == 4,
-                  "find_tile reads the first four words of the plan and an entry as vectors");
     const int num_tiles = range.tile_tokens == 16 ? head.z : head.w;
     tile->adapter = entry.x;
     tile->start = entry.y;
     tile->count = entry.z;
-    return head.x == range.num_tokens && head.y == num_adapters && index < num_tiles;
+    return is_plan_of(head, range, num_adapters) && index < num_tiles;
   }
 }
 

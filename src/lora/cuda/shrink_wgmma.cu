@@ -105,7 +105,8 @@ template <class Tr>
 __device__ __forceinline__ Range range_of(const ShrinkParams& p) {
   const int hidden = static_cast<int>(p.weights.hidden), part = static_cast<int>(blockIdx.y);
   const int num = static_cast<int>(num_leaves(hidden));
-  Range r{static_cast<int>(leaf_size(hidden)), 0, num, (num + 1) / 2, 0, 0, 0};
+  Range r{
+      static_cast<int>(leaf_size(hidden)), 0, num, static_cast<int>(first_leaves(num)), 0, 0, 0};
   if (Tr::kShare == Share::kLeaf) {
     r.first = part;
     r.end = part + 1;

@@ -62,8 +62,7 @@ struct TileRun {
       }
       __syncthreads();
     }
-    return before > wanted && head.x == range.num_tokens && head.y == num_adapters &&
-           index < head.w;
+    return before > wanted && is_plan_of(head, range, num_adapters) && index < head.w;
   }
 
   /// The token in place `place`, below the count.
