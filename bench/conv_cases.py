@@ -305,30 +305,34 @@ class HostCase(Case):
             return list(reference.dynamic_conv_step(*wide))
         return [reference.dynamic_conv(*wide[:2])[0], wide[2]]
 
-    def _bind(self, function: Callable[..., Tensor], s: Buffers) -> Callable[[], None]:
-        """`function` takes x, kernels and, as a step, the state."""
+    def _bind(
+        self, function: Callable[..., Tensor], s: Buffers, theirs: bool = False
+    ) -> Callable[[], None]:
+        """`function` takes x, kernels and, as a step, the state; as theirs, x [B, 1, D] and the
+        state before the kernels."""
         x, kernels, state = s.x, s.kernels, s.state
         if "gradients" in self.op:
             x, kernels = x.detach().requires_grad_(), kernels.detach().requires_grad_()
+        args = (x, kernels)
+        if self.is_step:
+            args = (x.unsqueeze(1), state, kernels) if theirs else (x, kernels, state)
 
         def call() -> None:
-            s.y = function(x, kernels, state) if self.is_step else function(x, kernels)
+            s.y = function(*args)
 
         return call
 
     def providers(self, options: Options) -> Iterable[Provider]:
-        def jet_order(step):  # theirs takes x [B, 1, D], then the cache
-            return lambda x, kernels, state: step(x.unsqueeze(1), state, kernels)
-
         compat = mortar.compat.jet
         functions = {
             "dynamic_conv_step": dynamic_conv_step,
             "compat.jet.dynamic_conv_triton_autograd": compat.dynamic_conv_triton_autograd,
-            "compat.jet.causal_conv_step_triton": jet_order(compat.causal_conv_step_triton),
+            "compat.jet.causal_conv_step_triton": compat.causal_conv_step_triton,
         }
         function = functions.get(self.op, dynamic_conv)
-        yield Provider("mortar", lambda s: self._bind(function, s))
+        as_jet = self.op.startswith("compat")
+        yield Provider("mortar", lambda s: self._bind(function, s, as_jet))
         if options.wants("jet") and options.device.type == "cuda":
             jet = peers.Jet.shared()
-            theirs = jet_order(jet.step) if self.is_step else jet.forward
-            yield Provider("jet", lambda s: self._bind(theirs, s), group="triton")
+            theirs = jet.step if self.is_step else jet.forward
+            yield Provider("jet", lambda s: self._bind(theirs, s, True), group="triton")

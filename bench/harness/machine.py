@@ -66,11 +66,13 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def commit() -> str:
-    """Commit of the tree, '+' after it when tracked files differ; MORTAR_COMMIT where there is no
-    repository (binaries carried to another machine)."""
+    """MORTAR_COMMIT if set (binaries carried to another machine), else the commit of the tree, '+'
+    after it when tracked files differ."""
+    if carried := os.environ.get("MORTAR_COMMIT"):
+        return carried
     head = _output("git", "rev-parse", "--short=12", "HEAD")
     if not head:
-        return os.environ.get("MORTAR_COMMIT", "unknown")
+        return "unknown"
     changed = _output(
         "git",
         "status",

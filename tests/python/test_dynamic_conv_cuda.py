@@ -35,13 +35,14 @@ def test_host_cost(op):
     kernels = torch.randn(1, 4, 256, 4, dtype=BF16, device="cuda")
     state = torch.zeros(4, 256, 4, dtype=BF16, device="cuda")
     row, row_kernels = x[0], kernels[0]
+    token = row.unsqueeze(1)
     leaves = [t.clone().requires_grad_() for t in (x, kernels)]
     calls = {
         "dynamic_conv": lambda: dynamic_conv(x, kernels),
         "gradients wanted": lambda: dynamic_conv(*leaves),
         "dynamic_conv_step": lambda: dynamic_conv_step(row, row_kernels, state),
         "jet training": lambda: jet.dynamic_conv_triton_autograd(x, kernels),
-        "jet step": lambda: jet.causal_conv_step_triton(row.unsqueeze(1), state, row_kernels),
+        "jet step": lambda: jet.causal_conv_step_triton(token, state, row_kernels),
     }
     cost, limit = median_host_us(calls[op]), LIMIT_US
     if op == "gradients wanted":

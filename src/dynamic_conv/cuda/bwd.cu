@@ -117,8 +117,6 @@ __global__ void __launch_bounds__(kMaxThreads,
   const Shape& shape = p.shape;
   const int width = Traits::kVector ? kWidth : shape.width;
 
-  device::pdl_trigger();
-
   // Coordinates and pointers; the inputs' run kAhead steps in front of dk's.
   const Tile tile = Tile::make<kChannels>(shape, params.grid);
   const bool live = tile.channel < shape.channels;
