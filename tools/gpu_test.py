@@ -48,7 +48,9 @@ def sanitize(tool: str, programs: list[Path], reports: Path, pattern: str) -> Co
         report = reports / f"{tool}-{program.name}.xml"
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
         command += ["--require-cuda-init", "no"]  # some programs test the host alone
-        if tool in ("racecheck", "synccheck"):  # the barriers of a prefill kernel's thread blocks
+        # Prefill kernels have more barriers than synccheck tracks unless asked to. It has no memory
+        # for so many in every node of a graph.
+        if tool == "synccheck" and program.name != "lora_gpu_test":
             command += ["--num-cuda-barriers", str(_MOST_BARRIERS)]
         command += [program, f"--gtest_filter={pattern}", f"--gtest_output=xml:{report}"]
         command = [str(part) for part in command]

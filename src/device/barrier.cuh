@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Barriers between warps of a thread block that do different work: some of them meet at a named one,
-// and a producer and its consumers hand data over at one in shared memory.
+// Barriers between warps of a thread block that do different work: some of them meet at a named
+// one, and a producer and its consumers hand data over at one in shared memory.
 #pragma once
 
 #include <cstdint>
