@@ -6,6 +6,7 @@
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -51,11 +52,17 @@ inline DType to_dtype(DLDataType dtype, const char* op, const char* name) {
               "or uint8, got ", std::string(tvm::ffi::DLDataTypeToString(dtype))));
 }
 
+/// False for a tensor that has elements but no memory, such as PyTorch's fake ones.
+inline bool has_memory(const DLTensor& t) {
+  return t.data != nullptr || std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim;
+}
+
 /// The view behind a DLPack tensor. A message opens with "<op>: <name>".
 inline Tensor to_tensor(const DLTensor& t, const char* op = "mortar", const char* name = "tensor") {
   Tensor out;
   out.device = to_device(t.device, op, name);
   out.dtype = to_dtype(t.dtype, op, name);
+  check(has_memory(t), op, ": ", name, " must hold memory, got a fake or meta tensor");
   check(t.ndim <= Tensor::kMaxDims, op, ": ", name, " must have at most ", Tensor::kMaxDims,
         " dimensions, got ", t.ndim);
   out.ndim = t.ndim;

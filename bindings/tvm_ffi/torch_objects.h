@@ -75,7 +75,9 @@ struct TorchObjects {
 
   static Tensor tensor(AnyView arg, const char* op, const char* name) {
     DLTensor t{};
-    return view(arg, &t) ? to_tensor(t, op, name) : Tensor{};
+    if (!view(arg, &t)) return {};
+    if (!has_memory(t)) throw Indirect();
+    return to_tensor(t, op, name);
   }
 
   /// The one element of a tensor of booleans or integers on the CPU; nothing for None.
@@ -86,7 +88,8 @@ struct TorchObjects {
     for (int d = 0; d < t.ndim; ++d) elements *= t.shape[d];
     const bool integral =
         t.dtype.code == kDLBool || t.dtype.code == kDLInt || t.dtype.code == kDLUInt;
-    if (t.device.device_type != kDLCPU || elements != 1 || !integral || t.dtype.lanes != 1) {
+    if (t.device.device_type != kDLCPU || elements != 1 || !integral || t.dtype.lanes != 1 ||
+        !has_memory(t)) {
       throw Indirect();
     }
     const void* data = static_cast<const char*>(t.data) + t.byte_offset;

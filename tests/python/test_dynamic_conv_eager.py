@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mortar.dynamic_conv as module
 from dynamic_conv_cases import assert_bitwise, random_case, run, with_mortar
@@ -100,9 +101,11 @@ def test_an_address_that_cannot_be_read_writes_nothing(device):
         (lambda k: None, "dynamic_conv_forward: k is required, got nothing"),
         (lambda k: 3, "dynamic_conv_forward: k must be a tensor or None, got int"),
         (lambda k: k.to_sparse(), "storage"),
+        (lambda k: FakeTensorMode().from_tensor(k), "must hold memory"),
     ],
-    ids=["None", "int", "sparse"],
+    ids=["None", "int", "sparse", "fake"],
 )
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 @torch.no_grad()
 def test_what_is_no_plain_tensor(device, spoil, message):
     case = random_case(device)

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lora_cases import Problem, make
 from mortar import lora
@@ -57,9 +58,11 @@ def test_the_ops_give_the_same(device, form, monkeypatch):
         (lambda y: None, "lora_apply: y is required, got nothing"),
         (lambda y: 3, "lora_apply: y must be a tensor or None, got int"),
         (lambda y: y.to_sparse(), "storage"),
+        (lambda y: FakeTensorMode().from_tensor(y), "must hold memory"),
     ],
-    ids=["None", "int", "sparse"],
+    ids=["None", "int", "sparse", "fake"],
 )
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 @torch.no_grad()
 def test_what_is_no_plain_tensor(device, spoil, message):
     t = make(PROBLEM, device)
