@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from ._ffi import lib, torch_function
 from ._library import define, is_eager, shortcut
@@ -88,9 +89,19 @@ def _gradients(
 # ---- operators ---------------------------------------------------------------------------------
 
 
+def _note_writes(*tensors: Tensor | None) -> None:
+    """Tells autograd, as PyTorch's own in-place ops do: a backward that needs what they held before
+    then says so."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None:
+                increment_version(t)
+
+
 def _dynamic_conv_out(x, kernels, cu_seqlens, initial_state, y, final_state, silu):
     _refuse_gradient("dynamic_conv_out", x, kernels, initial_state)
     _forward(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
+    _note_writes(y, final_state)
 
 
 def _dynamic_conv(x, kernels, cu_seqlens, initial_state, state_len, silu):
@@ -129,6 +140,7 @@ def _dynamic_conv_backward_fake(
 def _dynamic_conv_step(x, kernels, state, slots, y, silu):
     _refuse_gradient("dynamic_conv_step", x, kernels, state)
     _step(x, kernels, state, slots, y, silu)
+    _note_writes(state, y)
 
 
 _out_op = define(
@@ -357,7 +369,9 @@ def dynamic_conv_step(
     # Here as well as in the op: a compiled op gets tensors that no longer say.
     _refuse_gradient("dynamic_conv_step", x, kernels, state)
     y = torch.empty_like(x)
-    if not (is_eager(x) and _step_now(id(x), id(kernels), id(state), id(slots), id(y), silu)):
+    if is_eager(x) and _step_now(id(x), id(kernels), id(state), id(slots), id(y), silu):
+        _note_writes(state)
+    else:
         _decode_into(x, kernels, state, slots, y, silu)
     return y
 

@@ -292,3 +292,16 @@ def test_threads(device):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("op", [dynamic_conv_step, "op"], ids=["eager", "op"])
+def test_a_backward_that_needs_the_old_state_says_so(device, op):
+    x, kernels = torch.randn(2, 3, device=device), torch.randn(2, 3, 4, device=device)
+    state, weight = torch.randn(2, 3, 4, device=device), torch.ones(1, device=device)
+    total = (state * weight.requires_grad_()).sum()
+    if op == "op":
+        torch.ops.mortar.dynamic_conv_step(x, kernels, state, None, torch.empty_like(x), False)
+    else:
+        op(x, kernels, state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
