@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU's row kernels, once for every instruction set of this machine and once in plain code.
+#include <cctype>
 #include <string>
 #include <vector>
 
@@ -34,13 +35,13 @@ class DynamicConvTarget : public testing::TestWithParam<std::int64_t> {
     run.expect_backward_right();
   }
 };
-INSTANTIATE_TEST_SUITE_P(Cpu, DynamicConvTarget, testing::ValuesIn(targets()),
-                         [](const testing::TestParamInfo<std::int64_t>& info) {
-                           if (info.param == kPlain) return std::string("Plain");
-                           std::string name = hwy::TargetName(info.param);
-                           std::erase_if(name, [](unsigned char c) { return !std::isalnum(c); });
-                           return name + "_" + std::to_string(info.index);
-                         });
+std::string target_name(const testing::TestParamInfo<std::int64_t>& target) {
+  if (target.param == kPlain) return "Plain";
+  std::string name = hwy::TargetName(target.param);
+  std::erase_if(name, [](unsigned char c) { return !std::isalnum(c); });
+  return name + "_" + std::to_string(target.index);
+}
+INSTANTIATE_TEST_SUITE_P(Cpu, DynamicConvTarget, testing::ValuesIn(targets()), target_name);
 
 TEST_P(DynamicConvTarget, EveryWidthAndDtype) {
   for (int width = 1; width <= kDynamicConvMaxWidth; ++width) {
