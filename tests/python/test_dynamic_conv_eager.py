@@ -105,7 +105,6 @@ def test_an_address_that_cannot_be_read_writes_nothing(device):
     ],
     ids=["None", "int", "sparse", "fake"],
 )
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 @torch.no_grad()
 def test_what_is_no_plain_tensor(device, spoil, message):
     case = random_case(device)

@@ -62,7 +62,6 @@ def test_the_ops_give_the_same(device, form, monkeypatch):
     ],
     ids=["None", "int", "sparse", "fake"],
 )
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 @torch.no_grad()
 def test_what_is_no_plain_tensor(device, spoil, message):
     t = make(PROBLEM, device)
