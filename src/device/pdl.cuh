@@ -2,18 +2,19 @@
 // Programmatic dependent launch (PDL): a kernel may start while kernels before it in the stream
 // still run, and waits for them just before it touches what they wrote.
 //
-// A kernel calls pdl_trigger() first thing or never. So when a kernel starts, any number of its
-// predecessors may still run: all back to the last one that never triggers, which has ended, or
-// that was launched without PDL, before which everything has ended.
+// A kernel calls pdl_trigger() first thing, right after pdl_wait() or never. So when a kernel
+// starts, any number of its predecessors may still run: all back to the last one that waited before
+// it triggered or that was launched without PDL, before which everything has ended, or to one that
+// never triggers, which has ended itself.
 //
 // Rules that every Mortar kernel keeps:
 // - Every CTA executes pdl_wait(), also one that has nothing to do: a kernel's end then means the
 //   end of all kernels before it.
 // - Nothing is written to global memory before pdl_wait().
-// - Nothing is read before it but what cannot be in the making any more: weights and the plan,
-//   which lora_plan separates from the kernels that read them (launched without PDL, it never
-//   triggers; the contract is in mortar/lora.h). x, y and h are read after it; asking for their
-//   lines in L2 earlier does no harm, since writes go there too.
+// - Nothing is read before it but what cannot be in the making any more: weights and groups, which
+//   lora_plan (launched without PDL, it never triggers) or a kernel that waited before it triggered
+//   separates from the kernels that read them; the contract is in mortar/lora.h. x, y and h are
+//   read after it; asking for their lines in L2 earlier does no harm, since writes go there too.
 #pragma once
 
 namespace mortar::device {
@@ -31,6 +32,13 @@ __device__ __forceinline__ void pdl_trigger() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+/// How a kernel begins. An `early` one lets its successor start at once, and waits later itself;
+/// any other waits, so that everything before it has ended when its successor starts.
+__device__ __forceinline__ void pdl_begin(bool early) {
+  if (!early) pdl_wait();
+  pdl_trigger();
 }
 
 }  // namespace mortar::device

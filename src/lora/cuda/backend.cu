@@ -97,8 +97,7 @@ void run_shrink(ShrinkParams p, const LoraShape& s, const ShrinkConfig& c, Strea
   if (!s.tensor_cores) return shrink_simt(p, c, stream);
   p.vector = allows_vectors(p.x, p.weights);
   if (p.vector && c.tile_tokens == 16 && p.h.raw) return shrink_decode(p, c, stream);
-  const bool wgmma = p.vector && c.tile_tokens == 64 && p.groups.plan != nullptr &&
-                     device::current_device().arch == 90;
+  const bool wgmma = p.vector && c.tile_tokens == 64 && device::current_device().arch == 90;
   (wgmma ? shrink_wgmma : shrink_mma)(p, c, stream);
 }
 
@@ -138,6 +137,9 @@ void shrink(const ShrinkProblem& problem, Stream stream) {
   p.pad = true;
   p.zero_rows = problem.zero_rows;
   p.h = caller_h(problem.h);
+  // The contract of lora.h: no kernel that may still run writes weights or a plan. Segments it lets
+  // a caller write right before, but by the time that shrink_finish starts they are there.
+  p.early = problem.groups.plan != nullptr;
   if (!c.split) return run_shrink(p, s, c, stream);
 
   ShrinkParams partial = p;
@@ -147,6 +149,7 @@ void shrink(const ShrinkProblem& problem, Stream stream) {
   partial.pad = false;
   partial.zero_rows = nullptr;
   run_shrink(partial, s, c, stream);
+  p.early = true;
   shrink_finish(p, partial.h, stream);
 }
 
@@ -166,6 +169,7 @@ void expand(const ExpandProblem& problem, Stream stream) {
   p.tiles = tiles_of(s, tile_tokens(s));
   p.offset = problem.offset;
   p.add_inputs = problem.add_inputs;
+  p.early = true;  // by contract, as above
   run_expand(p, s, c, stream);
 }
 
@@ -189,7 +193,7 @@ void apply(const ApplyProblem& problem, Stream stream) {
   expand.offset = problem.offset;
   expand.scale = problem.scale;
   expand.add_inputs = problem.add_inputs;
-  // No kernel that may still run writes the weights or the plan: the contract of lora.h.
+  // By contract, as above.
   shrink.early = expand.early = true;
   const ExpandConfig e = choose_expand(s);
   expand.tiles = shrink.tiles;

@@ -16,7 +16,7 @@ void read_plan_header(const std::int32_t* plan, std::int32_t* header, Stream str
 
 /// Slabs of h = x A^T for tiles of 16 tokens, on tensor cores: x and A of one 16-bit type, aligned.
 void shrink_decode(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
-/// h, whole or in slabs, for tiles of 64 tokens of a plan, on the tensor cores of sm_90a.
+/// h, whole or in slabs, for tiles of 64 tokens, on the tensor cores of sm_90a: aligned x and A.
 void shrink_wgmma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
 /// h, whole or in slabs, on the tensor cores of any architecture: all that the other two leave.
 void shrink_mma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);

@@ -130,8 +130,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ int tokens[kTokens];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  device::pdl_trigger();
-  if (!p.early) device::pdl_wait();
+  device::pdl_begin(p.early);
 
   // Coordinates
   // Tiles of 64 tokens come in quarters.

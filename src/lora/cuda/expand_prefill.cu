@@ -366,8 +366,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ StepSlot slots[Tr::kSlots];
   __shared__ int segments[Tr::kPlan ? 1 : 3 * kSharedSegments];
-  device::pdl_trigger();
-  if (!p.early) device::pdl_wait();
+  device::pdl_begin(p.early);
 
   GroupsView groups = p.groups;
   int num_tiles = 0;

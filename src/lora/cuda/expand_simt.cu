@@ -39,8 +39,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int cols = static_cast<int>(
       min(static_cast<std::int64_t>(kThreads), p.weights.widths[slice] - first_col));
 
-  device::pdl_trigger();
-  device::pdl_wait();
+  device::pdl_begin(false);
   const int local = static_cast<int>(blockIdx.y);
   Tile tile;
   const bool live = local < p.tiles.num && find_any_tile(p.groups, p.tiles, p.weights.num_adapters,

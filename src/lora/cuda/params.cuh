@@ -45,7 +45,7 @@ struct ShrinkParams {
   bool pad = false;      ///< write zeros from an adapter's rank to h.width
   bool vector = false;   ///< K, x and A allow 16-byte accesses throughout
   int rows_per_cta = 0;  ///< rank rows, decode kernel
-  bool early = false;    ///< weights and plan may be read before pdl_wait()
+  bool early = false;    ///< weights and groups may be read before pdl_wait()
   const std::int32_t* zero_rows = nullptr;
 };
 
@@ -58,7 +58,7 @@ struct ExpandParams {
   std::int64_t offset = 0;
   float scale = 1;  ///< with raw h
   bool add_inputs = true;
-  bool early = false;  ///< weights and plan may be read before pdl_wait()
+  bool early = false;  ///< weights and groups may be read before pdl_wait()
   int cols = 0;        ///< columns of a block: what a CTA takes at a time
   int block_cols = 0;  ///< columns of B per stage of the ring, decode kernel
   int log_run = 0;     ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel
@@ -87,34 +87,53 @@ __device__ __forceinline__ int tiles_of_tokens(int count, int tile_tokens) {
   return count == 0 ? 0 : (count - 1) / tile_tokens + 1;
 }
 
-/// Tile `index` of the segment form: every warp scans the segments, so all threads agree.
+/// Tile `index` of the segment form: every warp scans the segments, so all threads agree. A lane
+/// takes several at a time, so that the segments of most engines are one trip to memory.
 __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int64_t num_adapters,
                                                   int tile_tokens, int index, Tile* tile) {
+  constexpr int kPerLane = 4;
   const int lane = threadIdx.x % 32;
   int before = 0;
-  for (int base = 0; base < g.num_segments; base += 32) {
-    int id = -1, count = 0, start = 0;
-    if (base + lane < g.num_segments) {
-      id = g.ids[base + lane];
-      start = g.starts[base + lane];
-      count = segment_tokens(g, num_adapters, id, start, g.counts[base + lane]);
+  for (int base = 0; base < g.num_segments; base += 32 * kPerLane) {
+    int ids[kPerLane], counts[kPerLane], starts[kPerLane];
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const int i = base + lane * kPerLane + j;
+      const bool there = i < g.num_segments;
+      ids[j] = there ? g.ids[i] : -1;
+      starts[j] = there ? g.starts[i] : 0;
+      counts[j] = there ? g.counts[i] : 0;
     }
-    const int own = tiles_of_tokens(count, tile_tokens);
+    int own = 0;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      counts[j] = segment_tokens(g, num_adapters, ids[j], starts[j], counts[j]);
+      own += tiles_of_tokens(counts[j], tile_tokens);
+    }
     int last = own;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int other = __shfl_up_sync(0xffffffffu, last, d);
       if (lane >= d) last += other;
     }
-    const int k = index - before;
-    const unsigned hit = __ballot_sync(0xffffffffu, k >= last - own && k < last);
+    int k = index - before - (last - own);  // among the lane's own tiles
+    const unsigned hit = __ballot_sync(0xffffffffu, k >= 0 && k < own);
     if (hit != 0) {
+      int id = -1, start = 0, count = 0;
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) {
+        const int tiles = tiles_of_tokens(counts[j], tile_tokens);
+        if (k >= 0 && k < tiles) {
+          id = ids[j];
+          start = starts[j] + k * tile_tokens;
+          count = min(counts[j] - k * tile_tokens, tile_tokens);
+        }
+        k -= tiles;
+      }
       const int source = __ffs(hit) - 1;
-      const int skip = (k - (last - own)) * tile_tokens;
-      const int left = count - skip;
       tile->adapter = __shfl_sync(0xffffffffu, id, source);
-      tile->start = __shfl_sync(0xffffffffu, start + skip, source);
-      tile->count = __shfl_sync(0xffffffffu, left < tile_tokens ? left : tile_tokens, source);
+      tile->start = __shfl_sync(0xffffffffu, start, source);
+      tile->count = __shfl_sync(0xffffffffu, count, source);
       return true;
     }
     before += __shfl_sync(0xffffffffu, last, 31);

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "device/pdl.cuh"
 #include "lora/cuda/params.cuh"
 
 namespace mortar::lora::cuda {
@@ -52,17 +53,27 @@ struct RankRows {
   }
 };
 
-/// CTAs past the tiles write zeros to the rows of h whose entry in p.zero_rows is no adapter.
+/// Rows that a CTA past the tiles looks after.
+inline constexpr int kZeroRows = 64;
+
+/// Waits for the predecessor. Then CTAs past the tiles write zeros to the rows of h whose entry in
+/// p.zero_rows is no adapter. Called by the whole CTA.
 __device__ __forceinline__ void zero_base_rows(const ShrinkParams& p) {
-  constexpr int kRowsPerCta = 64;
   const std::int64_t block = static_cast<std::int64_t>(blockIdx.z) - p.tiles.num;
-  if (p.zero_rows == nullptr || block < 0 || blockIdx.x != 0 || blockIdx.y != 0) return;
-  for (int i = 0; i < kRowsPerCta; ++i) {
-    const std::int64_t row = block * kRowsPerCta + i;
-    if (row >= p.tiles.num_tokens) return;
-    const int id = p.zero_rows[row];
-    if (id >= 0 && id < p.weights.num_adapters) continue;
-    for (int c = threadIdx.x; c < p.weights.num_slices * p.h.width; c += blockDim.x) {
+  const bool mine = p.zero_rows != nullptr && block >= 0 && blockIdx.x == 0 && blockIdx.y == 0;
+  // Each lane reads the entry of one of its warp's rows: one trip to memory for all of them.
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  const auto row_of = [&](int i) { return block * kZeroRows + warp + i * warps; };
+  bool zero = mine && warp + lane * warps < kZeroRows && row_of(lane) < p.tiles.num_tokens;
+  if (zero) {
+    const int id = p.zero_rows[row_of(lane)];
+    zero = id < 0 || id >= p.weights.num_adapters;
+  }
+  unsigned rows = __ballot_sync(0xffffffffu, zero);
+  device::pdl_wait();
+  for (; rows != 0; rows &= rows - 1) {
+    const std::int64_t row = row_of(__ffs(rows) - 1);
+    for (int c = lane; c < p.weights.num_slices * p.h.width; c += 32) {
       const std::int64_t at =
           c / p.h.width * p.h.slice_stride + row * p.h.row_stride + c % p.h.width;
       device::store_from_float(p.h.data, p.h.dtype, at, 0.0f);
@@ -73,7 +84,7 @@ __device__ __forceinline__ void zero_base_rows(const ShrinkParams& p) {
 /// CTAs along z: tiles, and then the rows to zero.
 inline unsigned shrink_depth(const ShrinkParams& p) {
   const std::int64_t zero_blocks =
-      p.zero_rows == nullptr ? 0 : ceil_div<std::int64_t>(p.tiles.num_tokens, 64);
+      p.zero_rows == nullptr ? 0 : ceil_div<std::int64_t>(p.tiles.num_tokens, kZeroRows);
   return static_cast<unsigned>(p.tiles.num + zero_blocks);
 }
 

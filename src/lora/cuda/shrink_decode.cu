@@ -59,8 +59,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int index = p.tiles.first + static_cast<int>(blockIdx.z);
   const std::int64_t k = static_cast<std::int64_t>(blockIdx.y) * kK + piece * 8;
   const int bytes = k < p.weights.hidden ? 16 : 0;  // K is a multiple of 8
-  device::pdl_trigger();
-  if (!p.early) device::pdl_wait();
+  device::pdl_begin(p.early);
 
   // Guard
   const int early = early_token<Tr::kPlan>(p.groups, p.tiles, index, lane % kTokens);

@@ -25,15 +25,13 @@ struct FinishParams {
 
 __global__ void __launch_bounds__(kThreads, 1)
     finish_kernel(const __grid_constant__ FinishParams p) {
-  device::pdl_trigger();
-  if (!p.to.early) device::pdl_wait();
+  device::pdl_begin(p.to.early);
   const int tile_index = p.to.tiles.first + static_cast<int>(blockIdx.z);
   Tile tile;
   const bool live =
       static_cast<int>(blockIdx.z) < p.to.tiles.num &&
       find_any_tile(p.to.groups, p.to.tiles, p.to.weights.num_adapters, tile_index, &tile);
   if (!live) {
-    device::pdl_wait();
     zero_base_rows(p.to);
     return;
   }

@@ -135,8 +135,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   const int tile_index = p.tiles.first + static_cast<int>(blockIdx.z);
   const int column = threadIdx.x % Tr::kPieces * 8;
   const int row0 = threadIdx.x / Tr::kPieces;
-  device::pdl_trigger();
-  if (!p.early) device::pdl_wait();
+  device::pdl_begin(p.early);
 
   // Guard
   Tile tile;
@@ -150,7 +149,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     live = find_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, tile_index, &tile);
   }
   if (!live) {
-    device::pdl_wait();
     zero_base_rows(p);
     return;
   }

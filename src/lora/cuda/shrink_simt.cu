@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int split = blockIdx.y;
-  device::pdl_trigger();
-  device::pdl_wait();
+  device::pdl_begin(false);
   const int tile_index = p.tiles.first + static_cast<int>(blockIdx.z);
   Tile tile;
   const bool live = static_cast<int>(blockIdx.z) < p.tiles.num &&

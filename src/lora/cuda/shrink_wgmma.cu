@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// h = x A^T on the warpgroup tensor cores of sm_90a, for many tokens grouped by a plan.
+// h = x A^T on the warpgroup tensor cores of sm_90a, for many tokens per adapter.
 //
 // h[s, t, r] = sum_k x[t, k] A_{a(t), s}[r, k]      K hidden, R = sum over slices of ranks
 // bytes  = 2 M K (x, once for all slices) + 2 K sum_a R_a (A of the adapters in use) + h
 // FLOP   = 2 M K R: 13 us at R = 192 at the rate of wgmma
 // 8192 tokens, K=4096, 16 adapters: 73 MB (R=48) -> 17 us, 92 MB (R=192) -> 22 us
 // limit  : DRAM, and L2 beside it: 128 tokens read A once, R / 128 of x's bytes
-// wrong  : few tokens (tiles of 16 start sooner), segments, rows that are not 16-byte aligned
+// wrong  : few tokens (tiles of 16 start sooner), rows that are not 16-byte aligned
 //
 // A CTA takes two or three tiles of 64 tokens of one adapter, a warpgroup each, and up to kRows
 // rank rows of all its slices taken together. A further warpgroup streams K through a ring of
@@ -215,11 +215,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   const std::uint32_t ring = device::smem_address(smem);
 
   // Guard
-  device::pdl_trigger();
-  if (!p.early) device::pdl_wait();
+  device::pdl_begin(p.early);
   if (static_cast<int>(blockIdx.z) >= p.tiles.num ||
       !shared.run.find(p.groups, p.tiles, p.weights.num_adapters)) {
-    device::pdl_wait();
     zero_base_rows(p);
     return;
   }
@@ -273,8 +271,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     const int place = static_cast<int>(threadIdx.x) / 32 * 16 + i * 8 + threadIdx.x % 32 / 4;
     const bool there = place < tile.count;
     const int token = there && !p.h.by_position ? shared.run.token(p.groups, p.tiles, place) : 0;
-    base[i] = there ? h_row(p.h, tile, first, place, token) * p.h.row_stride : -1;
-    if (there && Tr::kShare == Share::kLeaf) base[i] += part * p.h.slab_stride;
+    const int row = there ? h_row(p.h, tile, first, place, token) : -1;
+    base[i] = row < 0 ? -1 : row * p.h.row_stride;
+    if (row >= 0 && Tr::kShare == Share::kLeaf) base[i] += part * p.h.slab_stride;
   }
 
   // Reduce and store: the sum of both halves of K
@@ -393,8 +392,8 @@ void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
 }  // namespace
 
 void shrink_wgmma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
-  check(p.groups.plan != nullptr && p.vector && p.tiles.tile_tokens == 64,
-        "lora_shrink: wgmma needs a plan's tiles of 64 tokens and rows of whole 16-byte pieces");
+  check(p.vector && p.tiles.tile_tokens == 64,
+        "lora_shrink: wgmma needs tiles of 64 tokens and rows of whole 16-byte pieces");
   check(c.cluster_k == 1 || (c.cluster_k == 2 && p.h.num_slabs == 1),
         "lora_shrink: a cluster holds 1 CTA, or 2 without slabs, got ", c.cluster_k);
   if (p.x.dtype == DType::kBFloat16) {

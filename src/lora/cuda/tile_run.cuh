@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a CTA that takes several tiles of 64 tokens finds them in a plan.
+// How a CTA that takes several tiles of 64 tokens finds them.
 #pragma once
 
 #include <cstdint>
@@ -9,19 +9,29 @@
 
 namespace mortar::lora::cuda {
 
-/// Up to kTiles tiles, neighbours in the plan and of one adapter; in shared memory.
+/// Up to kTiles tiles, neighbours in the grouping and of one adapter; in shared memory.
 template <int kTiles, int kThreads>
 struct TileRun {
-  int index;  ///< of the first tile in the plan's list
+  int index;  ///< of the first tile in the list, with a plan
   Tile tile;  ///< all of them taken together
   int warp_leaders[kThreads / 32];
 
-  /// Finds the run of this CTA, blockIdx.z. Its first tile is the first of the launch or one whose
-  /// ordinal is a multiple of kTiles. Every CTA counts such leaders before its own, so that live
-  /// CTAs are neighbours in the grid and spread evenly over the SMs. Called by the whole CTA; false
-  /// past the last run.
+  /// Finds the run of this CTA, blockIdx.z. Called by the whole CTA; false past the last run.
   __device__ __forceinline__ bool find(const GroupsView& g, const TileRange& range,
                                        std::int64_t num_adapters) {
+    if (g.plan != nullptr) return find_in_plan(g, range, num_adapters);
+    Tile own;
+    const bool found = find_segment_tile(g, num_adapters, 64 * kTiles, blockIdx.z, &own);
+    if (threadIdx.x == 0) tile = own;
+    __syncthreads();
+    return found;
+  }
+
+  /// With a plan a run's first tile is the first of the launch or one whose ordinal is a multiple of
+  /// kTiles. Every CTA counts such leaders before its own, so that live CTAs are neighbours in the
+  /// grid and spread evenly over the SMs.
+  __device__ __forceinline__ bool find_in_plan(const GroupsView& g, const TileRange& range,
+                                               std::int64_t num_adapters) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int wanted = static_cast<int>(blockIdx.z);
     const int4 head = __ldcg(reinterpret_cast<const int4*>(g.plan));
@@ -65,9 +75,11 @@ struct TileRun {
     return before > wanted && is_plan_of(head, range, num_adapters) && index < head.w;
   }
 
-  /// The token in place `place`, below the count.
+  /// The token in place `place`, below the count; -1 where a segment's table points outside the
+  /// batch.
   __device__ __forceinline__ int token(const GroupsView& g, const TileRange& range,
                                        int place) const {
+    if (g.plan == nullptr) return tile_token<false>(g, range, tile, place, -1);
     return __ldcg(g.plan + range.tokens + std::int64_t{index} * 64 + place);
   }
 
