@@ -13,13 +13,13 @@
 // num_groups: only the first that many segments are looked at. A stacked tensor may have an extra
 // dimension of size 1 after its first ([L, 1, R, K]).
 //
-// torch_lora_* (packed_call.h) take a missing workspace from PyTorch's allocator. The result may
-// also be 2 from
+// torch_lora_* (packed_call.h) take a missing workspace from PyTorch's allocator, and weights as a
+// handle alone. The result may also be 2 from
 //
-//   torch_vllm_shrink  no_lora_flag, x, h, scale, zero_rows, SEGMENTS, *a
-//   torch_vllm_expand  no_lora_flag, h, y, offset, add_inputs, SEGMENTS, *b
+//   torch_vllm_shrink  (no_lora_flag, x, h, zero_rows, SEGMENTS, *a), scale, num_groups
+//   torch_vllm_expand  (no_lora_flag, h, y, SEGMENTS, *b), offset, add_inputs, num_groups
 //
-//   SEGMENTS  sorted_tokens, ids, counts, starts, num_groups, num_groups_tensor
+//   SEGMENTS  sorted_tokens, ids, counts, starts, num_groups_tensor
 //
 // where the flag, a boolean on the CPU, is set: nothing was done. num_groups_tensor is None, or an
 // integer on the CPU that overrides num_groups.
@@ -60,6 +60,7 @@ class WeightsRef : public tvm::ffi::ObjectRef {
 
 /// The two ways in which tensors arrive, with the workspace of an op.
 struct FfiViews : FfiObjects {
+  using FfiObjects::FfiObjects;
   struct Call : FfiObjects::Call {
     using FfiObjects::Call::Call;
     template <auto kQuery>
@@ -69,6 +70,7 @@ struct FfiViews : FfiObjects {
   };
 };
 struct TorchViews : TorchObjects {
+  using TorchObjects::TorchObjects;
   struct Call : TorchObjects::Call {
     explicit Call(Device d) : TorchObjects::Call(d), device(d) {}
     /// The given workspace, or one for the time of the call.
@@ -91,7 +93,9 @@ struct TorchViews : TorchObjects {
 };
 
 /// The same for vLLM's drop-ins, which always have segments and stacked weights.
-struct VllmViews : TorchViews {};
+struct VllmViews : TorchViews {
+  using TorchViews::TorchViews;
+};
 
 template <class Source>
 class LoraArgs : public ArgReader<Source> {
@@ -102,7 +106,7 @@ class LoraArgs : public ArgReader<Source> {
   using ArgReader<Source>::integer;
   using ArgReader<Source>::op;
   using ArgReader<Source>::remaining;
-  using ArgReader<Source>::take;
+  using ArgReader<Source>::remaining_tensors;
   using ArgReader<Source>::tensor;
 
   /// The workspace; vLLM's drop-ins have none to give.
@@ -110,7 +114,7 @@ class LoraArgs : public ArgReader<Source> {
 
   /// True where the flag of vLLM's drop-ins is set.
   bool nothing_to_do() {
-    if constexpr (kVllm) return Source::element(take("no_lora_flag")).value_or(0) != 0;
+    if constexpr (kVllm) return this->source().element().value_or(0) != 0;
     return false;
   }
 
@@ -122,7 +126,7 @@ class LoraArgs : public ArgReader<Source> {
     const Tensor starts = tensor("starts");
     auto num_groups = integer("num_groups");
     if constexpr (kVllm) {
-      num_groups = Source::element(take("num_groups_tensor")).value_or(num_groups);
+      num_groups = this->source().element().value_or(num_groups);
     }
     for (Tensor* t : {&ids, &counts}) {
       if (t->ndim == 1) t->shape[0] = std::min(t->shape[0], std::max<std::int64_t>(num_groups, 0));
@@ -133,7 +137,7 @@ class LoraArgs : public ArgReader<Source> {
   /// Valid as long as the reader and the arguments.
   const LoraWeights& weights(bool of_shrink = false) {
     if constexpr (kVllm) {
-      return read_weights_.emplace(stacked_weights({}, {}, of_shrink ? remaining() : 0));
+      return read_weights_.emplace(stacked_weights({}, {}, of_shrink ? remaining_tensors() : 0));
     }
     if (remaining() > 0) {
       if (const auto* handle = this->peek().template as<WeightsObj>()) return handle->weights;
@@ -158,13 +162,13 @@ class LoraArgs : public ArgReader<Source> {
   }
 
   LoraWeights stacked_weights(const Tensor& ranks, const Tensor& scales, std::int64_t num_a) {
-    check(num_a >= 0 && num_a <= remaining(), op(),
-          ": a must hold as many tensors as len(a) = ", num_a, ", got ", remaining());
+    check(num_a >= 0 && num_a <= remaining_tensors(), op(),
+          ": a must hold as many tensors as len(a) = ", num_a, ", got ", remaining_tensors());
     // One more than the limit is enough for LoraWeights to see that there are too many.
     // Of the thread, as filling two kilobytes with nothing takes as long as all the rest.
     static thread_local constinit std::array<Tensor, kLoraMaxSlices + 1> a, b;
     const std::size_t taken_a = matrices(a, static_cast<int>(num_a), "a");
-    const std::size_t taken_b = matrices(b, remaining(), "b");
+    const std::size_t taken_b = matrices(b, remaining_tensors(), "b");
     return LoraWeights::stacked(std::span(a.data(), taken_a), std::span(b.data(), taken_b), ranks,
                                 scales);
   }

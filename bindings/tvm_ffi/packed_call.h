@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ops as packed functions, each written once for both ways in which tensors arrive: as TVM-FFI
-// hands them over (FfiObjects), or as the addresses of PyTorch's objects (TorchObjects).
+// hands them over (FfiObjects), or as PyTorch's objects (TorchObjects).
 //
-// A torch_<op> takes the arguments of <op> with id(t) in place of every tensor t and of None for
-// one: what PyTorch's eager calls use, as it costs the host a third. Called with the GIL held and
-// the objects alive. The result is 0, with nothing written, where an object cannot be read so, and
-// 1 otherwise.
+// A torch_<op> takes the id() of a tuple of the tensors (None where there is none) and then the other
+// arguments, both in the order of <op>: what PyTorch's eager calls use, as it costs the host a third.
+// Called with the GIL held and the tuple alive. The result is 0, with nothing written, where an
+// object cannot be read so, and 1 otherwise.
 #pragma once
 
 #include <cstdint>
@@ -19,10 +19,20 @@ namespace mortar::ffi {
 /// Results of the torch_* functions.
 constexpr std::int64_t kUnread = 0, kDone = 1, kNothingToDo = 2;
 
-/// Tensors as TVM-FFI hands them over.
+/// The argument `name`, and the next one after it.
+inline AnyView take_argument(PackedArgs args, int* next, const char* op, const char* name) {
+  check_type(*next < args.size(), op, ": ", name, " is required, got ", args.size(), " arguments");
+  return args[(*next)++];
+}
+
+/// Tensors as TVM-FFI hands them over, among the other arguments.
 struct FfiObjects {
-  static Tensor tensor(AnyView arg, const char* op, const char* name) {
-    return to_tensor(arg, op, name);
+  FfiObjects(PackedArgs, int*) {}
+
+  int remaining(PackedArgs args, int next) const { return args.size() - next; }
+
+  Tensor tensor(PackedArgs args, int* next, const char* op, const char* name) {
+    return to_tensor(take_argument(args, next, op, name), op, name);
   }
 
   /// What surrounds an op: its device is the current one, its stream the caller's.
@@ -37,19 +47,18 @@ struct FfiObjects {
 template <class Source>
 class ArgReader {
  public:
-  ArgReader(PackedArgs args, const char* op) : args_(args), op_(op) {}
+  ArgReader(PackedArgs args, const char* op) : args_(args), op_(op), source_(args, &next_) {}
 
   const char* op() const { return op_; }
+  Source& source() { return source_; }
+  /// Arguments left to read, of any kind, and tensors.
   int remaining() const { return args_.size() - next_; }
+  int remaining_tensors() const { return source_.remaining(args_, next_); }
   AnyView peek() const { return args_[next_]; }
 
-  AnyView take(const char* name) {
-    check_type(next_ < args_.size(), op_, ": ", name, " is required, got ", args_.size(),
-               " arguments");
-    return args_[next_++];
-  }
+  AnyView take(const char* name) { return take_argument(args_, &next_, op_, name); }
 
-  Tensor tensor(const char* name) { return Source::tensor(take(name), op_, name); }
+  Tensor tensor(const char* name) { return source_.tensor(args_, &next_, op_, name); }
 
   template <class T>
   T value(const char* name) {
@@ -70,6 +79,7 @@ class ArgReader {
   PackedArgs args_;
   const char* op_;
   int next_ = 0;
+  Source source_;
 };
 
 template <auto kOp>

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// PyTorch's tensors by the address of their Python objects, id(t). TVM-FFI exports each tensor of a
+// PyTorch's tensors from a tuple of Python objects, by its address. TVM-FFI exports each tensor of a
 // call as an owning DLPack tensor, at 0.2 to 0.4 us of host time; here the same exchange API fills
 // a view on the stack, at a fraction of that. Memory and the current stream come from it too.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 
@@ -19,6 +20,8 @@ struct TorchHost {
   void (*clear_error)() = nullptr;
   void* (*release_gil)() = nullptr;
   void (*take_gil)(void*) = nullptr;
+  std::ptrdiff_t (*tuple_size)(void*) = nullptr;
+  void* (*tuple_item)(void*, std::ptrdiff_t) = nullptr;
 
   static TorchHost& get() {
     static TorchHost host;
@@ -27,16 +30,22 @@ struct TorchHost {
 
   /// False if PyTorch's tensors cannot be read this way.
   static bool lend(std::int64_t dlpack, std::int64_t none, std::int64_t clear_error,
-                   std::int64_t release_gil, std::int64_t take_gil) {
+                   std::int64_t release_gil, std::int64_t take_gil, std::int64_t tuple_size,
+                   std::int64_t tuple_item) {
     const auto* api = reinterpret_cast<const DLPackExchangeAPI*>(dlpack);
     if (api == nullptr || api->header.version.major != DLPACK_MAJOR_VERSION ||
         api->dltensor_from_py_object_no_sync == nullptr || api->current_work_stream == nullptr ||
         api->managed_tensor_allocator == nullptr) {
       return false;
     }
-    get() = {api, reinterpret_cast<void*>(none), reinterpret_cast<void (*)()>(clear_error),
-             reinterpret_cast<void* (*)()>(release_gil),
-             reinterpret_cast<void (*)(void*)>(take_gil)};
+    TorchHost& host = get();
+    host.dlpack = api;
+    host.none = reinterpret_cast<void*>(none);
+    host.clear_error = reinterpret_cast<decltype(host.clear_error)>(clear_error);
+    host.release_gil = reinterpret_cast<decltype(host.release_gil)>(release_gil);
+    host.take_gil = reinterpret_cast<decltype(host.take_gil)>(take_gil);
+    host.tuple_size = reinterpret_cast<decltype(host.tuple_size)>(tuple_size);
+    host.tuple_item = reinterpret_cast<decltype(host.tuple_item)>(tuple_item);
     return true;
   }
 };
@@ -57,14 +66,28 @@ class GilReleased {
   void* state_;
 };
 
-/// Reads arguments that are addresses of Python objects. The caller holds the GIL and the objects.
+/// Objects of a Python tuple, from left to right. The caller holds the GIL and the tuple.
 struct TorchObjects {
-  /// False for None.
-  static bool view(AnyView arg, DLTensor* out) {
-    const std::optional<std::int64_t> address = arg.try_cast<std::int64_t>();
+  /// The one of all arguments that is the tuple's address comes first.
+  TorchObjects(PackedArgs args, int* next) {
+    const std::optional<std::int64_t> address =
+        *next < args.size() ? args[(*next)++].try_cast<std::int64_t>() : std::nullopt;
     if (!address.has_value()) throw Indirect();
+    tuple_ = reinterpret_cast<void*>(*address);
+    size_ = static_cast<int>(TorchHost::get().tuple_size(tuple_));
+    if (size_ < 0) {  // no tuple
+      TorchHost::get().clear_error();
+      throw Indirect();
+    }
+  }
+
+  int remaining(PackedArgs, int) const { return size_ - next_; }
+
+  /// False for None.
+  bool view(DLTensor* out) {
     const TorchHost& host = TorchHost::get();
-    auto* object = reinterpret_cast<void*>(*address);
+    if (next_ >= size_) throw Indirect();
+    void* object = host.tuple_item(tuple_, next_++);
     if (object == host.none) return false;
     if (host.dlpack->dltensor_from_py_object_no_sync(object, out) != 0) {
       host.clear_error();
@@ -73,17 +96,17 @@ struct TorchObjects {
     return true;
   }
 
-  static Tensor tensor(AnyView arg, const char* op, const char* name) {
+  Tensor tensor(PackedArgs, int*, const char* op, const char* name) {
     DLTensor t{};
-    if (!view(arg, &t)) return {};
+    if (!view(&t)) return {};
     if (!has_memory(t)) throw Indirect();
     return to_tensor(t, op, name);
   }
 
   /// The one element of a tensor of booleans or integers on the CPU; nothing for None.
-  static std::optional<std::int64_t> element(AnyView arg) {
+  std::optional<std::int64_t> element() {
     DLTensor t{};
-    if (!view(arg, &t)) return {};
+    if (!view(&t)) return {};
     std::int64_t elements = 1;
     for (int d = 0; d < t.ndim; ++d) elements *= t.shape[d];
     const bool integral =
@@ -123,6 +146,10 @@ struct TorchObjects {
     GilReleased unlocked;
     DeviceGuard guard;
   };
+
+ private:
+  void* tuple_ = nullptr;
+  int size_ = 0, next_ = 0;
 };
 
 /// Bytes from PyTorch's allocator on its current stream of the device. As with any of its tensors

@@ -12,6 +12,12 @@
 // outputs and its workspace from the caller, checks all arguments before it writes anything and
 // throws mortar::Error. Results are bitwise repeatable and batch-invariant: a token's result
 // depends on its own row and its adapter only (docs/numerics.md).
+//
+// On CUDA the ops but lora_plan may read weights (with ranks, scales and table) and groups while
+// kernels before the call still run, if these let it start early (programmatic dependent launch).
+// What writes them must lie before lora_plan in the stream, or before another kernel that is launched
+// without programmatic dependent launch, as all of PyTorch's are: one kernel in between suffices. To
+// lora_shrink with segments this does not apply, and one such call will do for what follows it.
 #pragma once
 
 #include <array>
@@ -130,9 +136,6 @@ void lora_expand(const Tensor& h, const LoraWeights& weights, const LoraGroups& 
                  const Tensor& y, std::int64_t offset, bool add_inputs, Stream stream);
 
 /// lora_shrink and lora_expand in one call; h stays in the workspace. The groups must be a plan.
-/// On CUDA the weights (with ranks, scales and table) may be read while kernels before this call
-/// still run: what writes them must lie before lora_plan in the stream, or before another kernel
-/// that is launched without programmatic dependent launch. The same holds for a copy of a plan.
 /// y must not overlap x or the workspace.
 void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& groups,
                 const Tensor& y, std::int64_t offset, float scale, bool add_inputs,

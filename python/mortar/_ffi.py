@@ -36,8 +36,8 @@ lib = tvm_ffi.load_module(str(_library_path()))
 
 
 def _lend_torch() -> bool:
-    """Gives the library what reads PyTorch's tensors by ``id(t)`` (torch_objects.h); False if this
-    PyTorch has no such thing."""
+    """Gives the library what reads PyTorch's tensors from a tuple by its ``id`` (torch_objects.h);
+    False if this PyTorch has no such thing."""
     capsule = getattr(getattr(torch, "Tensor", None), "__dlpack_c_exchange_api__", None)
     if type(capsule).__name__ != "PyCapsule":
         return False
@@ -45,7 +45,13 @@ def _lend_torch() -> bool:
     pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
         ("PyCapsule_GetPointer", api)
     )
-    functions = (api.PyErr_Clear, api.PyEval_SaveThread, api.PyEval_RestoreThread)
+    functions = (
+        api.PyErr_Clear,
+        api.PyEval_SaveThread,
+        api.PyEval_RestoreThread,
+        api.PyTuple_Size,
+        api.PyTuple_GetItem,
+    )
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
     return lib.lend_torch(pointer(capsule, b"dlpack_exchange_api"), id(None), *addresses)
 
@@ -57,10 +63,11 @@ WRITTEN = 1  # what a torch_function returns after it has run the op
 
 
 def torch_function(name: str) -> Callable[..., int]:
-    """A function of the library that takes ``id(t)`` for every tensor ``t``, and ``id(None)``.
+    """A function of the library that takes the ``id`` of a tuple of all its tensors, and then its
+    other arguments.
 
     It returns 0, with nothing written, where an object is no tensor of PyTorch's or holds no plain
-    memory. The caller must hold on to the tensors.
+    memory. The caller must hold on to the tuple.
     """
     if not _torch_is_lent:
         return lambda *args: 0

@@ -173,7 +173,8 @@ class _Derivative(torch.autograd.Function):
     def forward(ctx, x, kernels, initial_state, others):
         cu_seqlens, ctx.silu, outputs = others
         ctx.save_for_backward(x, kernels, initial_state, cu_seqlens)
-        ctx.set_materialize_grads(False)
+        if type(outputs) is tuple:  # one output without a gradient has no backward
+            ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
@@ -192,9 +193,10 @@ def _differentiate(dy, dfinal_state, x, kernels, cu_seqlens, initial_state, silu
     if plain and is_eager(x):
         gradients = _gradients(x, kernels, initial_state, state_gradient)
         inputs = (x, kernels, cu_seqlens, initial_state, _dense_in_channels(dy), dfinal_state)
-        if _backward_now(*map(id, inputs), *map(id, gradients), silu):
+        tensors = (*inputs, *gradients)
+        if _backward_now(id(tensors), silu):
             return gradients
-        del gradients
+        del gradients, tensors
     dx, dk, dinitial_state = _backward_op(
         dy, dfinal_state, x, kernels, cu_seqlens, initial_state, silu, state_gradient
     )
@@ -239,9 +241,8 @@ _make_differentiable = super(torch.autograd.Function, _Derivative).apply
 def _convolve_now(x, kernels, cu_seqlens, initial_state, state_len, silu):
     """What an eager call returns; None if only `_convolve` can take or refuse the arguments."""
     y, final_state = _outputs(x, cu_seqlens, state_len)
-    if not _forward_now(
-        id(x), id(kernels), id(cu_seqlens), id(initial_state), id(y), id(final_state), silu
-    ):
+    tensors = (x, kernels, cu_seqlens, initial_state, y, final_state)
+    if not _forward_now(id(tensors), silu):
         return None
     outputs = y if final_state is None else (y, final_state)
     if _wants_gradient(x, kernels, initial_state):
@@ -369,7 +370,8 @@ def dynamic_conv_step(
     # Here as well as in the op: a compiled op gets tensors that no longer say.
     _refuse_gradient("dynamic_conv_step", x, kernels, state)
     y = torch.empty_like(x)
-    if is_eager(x) and _step_now(id(x), id(kernels), id(state), id(slots), id(y), silu):
+    tensors = (x, kernels, state, slots, y)
+    if is_eager(x) and _step_now(id(tensors), silu):
         _note_writes(state)
     else:
         _decode_into(x, kernels, state, slots, y, silu)

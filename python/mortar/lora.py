@@ -111,7 +111,8 @@ def plan(token_adapter: torch.Tensor, num_adapters: int, out: Plan | None = None
         data = torch.empty(size, dtype=torch.int32, device=token_adapter.device)
     else:
         data = out.data
-    if not (is_eager(token_adapter) and _plan_now(id(token_adapter), num_adapters, id(data))):
+    tensors = (token_adapter, data)
+    if not (is_eager(token_adapter) and _plan_now(id(tensors), num_adapters)):
         ops.call_plan(token_adapter, num_adapters, data)
     same = out is not None and out[1:] == (num_tokens, num_adapters)
     made = out if same else Plan(data, num_tokens, num_adapters)
@@ -159,9 +160,9 @@ def apply(
     Args:
         y: [M, N >= offset + sum N_s], last dimension dense; written in place.
         x: [M, K], last dimension dense; must not overlap y.
-        weights: the adapters of this layer. On CUDA they may be read while kernels before this call
-            still run: what writes them must be queued before ``plan``, or before another kernel
-            that is launched without programmatic dependent launch.
+        weights: the adapters of this layer. On CUDA they may be read while the kernel before this
+            call still runs: what writes them must be queued before ``plan``, or before another
+            kernel.
         plan: of these M tokens and L adapters.
         scale: multiplies every adapter's own scale.
         add_inputs: False overwrites instead of adding.
@@ -177,10 +178,8 @@ def apply(
     if is_eager(x):
         if _is_grad_enabled():
             ops.guard_autograd("lora_apply", (x, y, *weights.watched), y)
-        done = _apply_now(
-            id(x), id(y), id(workspace), offset, scale, add_inputs, id(data), weights.handle
-        )
-        if done:
+        tensors = (x, y, workspace, data)
+        if _apply_now(id(tensors), offset, scale, add_inputs, weights.handle):
             return y
     _refuse_gradients("lora_apply", weights)
     weights.call_apply(x, data, *weights.apply_args, y, offset, scale, add_inputs, workspace)
@@ -217,10 +216,8 @@ def shrink(
     if is_eager(x):
         if _is_grad_enabled():
             ops.guard_autograd("lora_shrink", (x, h, *weights.watched), h)
-        done = _shrink_now(
-            id(x), id(h), id(workspace), scale, id(zero_rows), id(data), weights.handle
-        )
-        if done:
+        tensors = (x, h, workspace, zero_rows, data)
+        if _shrink_now(id(tensors), scale, weights.handle):
             return h
     _refuse_gradients("lora_shrink", weights)
     weights.call_shrink(x, data, *weights.shrink_args, h, scale, zero_rows, workspace)
@@ -249,7 +246,8 @@ def expand(
     if is_eager(h):
         if _is_grad_enabled():
             ops.guard_autograd("lora_expand", (h, y, *weights.watched), y)
-        if _expand_now(id(h), id(y), offset, add_inputs, id(data), weights.handle):
+        tensors = (h, y, data)
+        if _expand_now(id(tensors), offset, add_inputs, weights.handle):
             return y
     _refuse_gradients("lora_expand", weights)
     weights.call_expand(h, data, *weights.expand_args, y, offset, add_inputs)

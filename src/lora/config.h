@@ -60,6 +60,11 @@ inline std::int64_t slab_bytes(const LoraShape& s) {
   return num_leaves(s.hidden) * s.num_tokens * s.num_slices * h_width(s) * 4;
 }
 
+/// Bytes of h whole.
+inline std::int64_t finished_bytes(const LoraShape& s) {
+  return s.num_tokens * s.num_slices * h_width(s) * (s.tensor_cores ? 2 : 4);
+}
+
 /// 1 % of x alone (16-bit), or the floor if that is larger: never more than 1 % of what the op
 /// reads and writes.
 inline std::int64_t workspace_budget(const LoraShape& s) {
@@ -101,7 +106,7 @@ inline ShrinkConfig choose_shrink(const LoraShape& s) {
   ShrinkConfig c;
   c.tile_tokens = tile_tokens(s);
   const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, c.tile_tokens);
-  const bool slabs_fit = 5 * slab_bytes(s) <= 4 * workspace_budget(s);
+  const bool slabs_fit = slab_bytes(s) + finished_bytes(s) <= workspace_budget(s);
   if (c.tile_tokens == 16) {
     c.split = slabs_fit && (s.tensor_cores || leaves > 1);
     // Where there are few tiles and leaves, rank rows are shared out as well: two CTAs per SM.
@@ -109,7 +114,7 @@ inline ShrinkConfig choose_shrink(const LoraShape& s) {
     const std::int64_t shares = std::clamp<std::int64_t>(
         2 * kNumSms / std::max<std::int64_t>(ctas, 1), 1, ceil_div(rows, 16));
     c.decode_rows = static_cast<int>(ceil_div<std::int64_t>(rows, shares));
-    c.finish = s.tensor_cores && s.max_rank > kExpandPrefillMaxRank;
+    c.finish = !s.tensor_cores || s.max_rank > kExpandPrefillMaxRank;
     return c;
   }
   c.tile_rows = rows <= 48 ? 48 : 96;

@@ -164,19 +164,22 @@ TEST_P(LoraInvariance, TokenAloneAmongFewAndAmongThousands) {
 }
 
 TEST_P(LoraInvariance, SmallPlanAndSegmentsGiveTheSameBits) {
-  std::vector<Row> rows[2];
-  for (bool segments : {false, true}) {
-    LoraCase c = small_case();
-    c.segments = segments;
-    LoraOperands op(c, device());
-    GuardedTensor h = make_hidden(op, kF32, 0);
-    lora_shrink(op.x.view(), op.weights(), op.groups(), h.view(), c.scale, {},
-                op.shrink_workspace().view(), Stream{});
-    lora_expand(h.view(), op.weights(), op.groups(), op.y.view(), 0, true, Stream{});
-    op.y.download();
-    for (std::int64_t t = 0; t < c.tokens; ++t) rows[segments].push_back(row_of(op.y, t));
+  for (int tokens : {37, 300}) {  // decode and prefill
+    std::vector<Row> rows[2];
+    for (bool segments : {false, true}) {
+      LoraCase c = small_case();
+      c.tokens = tokens;
+      c.segments = segments;
+      LoraOperands op(c, device());
+      GuardedTensor h = make_hidden(op, kF32, 0);
+      lora_shrink(op.x.view(), op.weights(), op.groups(), h.view(), c.scale, {},
+                  op.shrink_workspace().view(), Stream{});
+      lora_expand(h.view(), op.weights(), op.groups(), op.y.view(), 0, true, Stream{});
+      op.y.download();
+      for (std::int64_t t = 0; t < c.tokens; ++t) rows[segments].push_back(row_of(op.y, t));
+    }
+    EXPECT_EQ(rows[0], rows[1]) << tokens << " tokens";
   }
-  EXPECT_EQ(rows[0], rows[1]);
 }
 
 /// The same numbers behind other strides and addresses.

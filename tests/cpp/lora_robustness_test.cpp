@@ -21,13 +21,15 @@ class LoraRobustness : public ::testing::TestWithParam<LoraTarget> {
   const UseTarget use_{GetParam()};
 };
 
-/// Only groups 0 and 3 are sound; the rest point outside of everything.
+/// Only groups 0 and 3 are sound; the rest point outside of everything. Once with few tokens, once
+/// with so many that the kernels for prefill run.
 TEST_P(LoraRobustness, SmallWildSegmentsStayInBounds) {
   constexpr std::int32_t kBig = std::numeric_limits<std::int32_t>::max();
   constexpr std::int32_t kLow = std::numeric_limits<std::int32_t>::min();
-  for (DType dtype : {kF32, kBF16}) {
+  for (const auto& [dtype, tokens] : {std::pair(kF32, 6), {kBF16, 6}, {kBF16, 300}}) {
     LoraCase c;
-    c.tokens = 6;
+    c.tokens = tokens;
+    c.hidden = 64;
     c.x = c.w = c.y = dtype;
     LoraOperands op(c, device());
     GuardedTensor sorted =
@@ -40,7 +42,9 @@ TEST_P(LoraRobustness, SmallWildSegmentsStayInBounds) {
         int_tensor(std::vector<std::int32_t>{4, 2, 4, 1, 4, 4, kBig, kBig}, device());
     const LoraGroups groups =
         LoraGroups::from_segments(sorted.view(), ids.view(), counts.view(), starts.view());
-    op.map = {1, -1, 1, -1, -1, 2};
+    op.map.assign(c.tokens, -1);
+    op.map[0] = op.map[2] = 1;
+    op.map[5] = 2;
     const LoraWeights host = op.host_weights();
     const auto h = lora::reference_shrink(op.x.host(), host, op.map, 1.0);
     const auto expected = lora::reference_expand(h, host, op.map, op.y.host(), 0, true);

@@ -6,12 +6,9 @@ import torch
 
 from mortar.compat import jet
 from mortar.dynamic_conv import dynamic_conv, dynamic_conv_step
-from test_lora_cuda import host_us
+from test_lora_cuda import host_limit_us, host_us
 
 BF16 = torch.bfloat16
-
-
-LIMIT_US = 10
 
 
 class Nothing(torch.autograd.Function):
@@ -44,7 +41,7 @@ def test_host_cost(op):
         "jet training": lambda: jet.dynamic_conv_triton_autograd(x, kernels),
         "jet step": lambda: jet.causal_conv_step_triton(token, state, row_kernels),
     }
-    cost, limit = host_us(calls[op]), LIMIT_US
+    cost, limit = host_us(calls[op]), host_limit_us()
     if op == "gradients wanted":
         y = torch.empty_like(x)
         limit += host_us(lambda: Nothing.apply(*leaves, y))

@@ -81,17 +81,17 @@ def test_gradients_without_the_shortcut_are_the_same(device, monkeypatch):
                 assert_bitwise(value, want[key], key)
 
 
-# ---- what cannot be read by address --------------------------------------------------------------
+# ---- what cannot be read directly ----------------------------------------------------------------
 
 
-def test_an_address_that_cannot_be_read_writes_nothing(device):
+def test_an_object_that_cannot_be_read_writes_nothing(device):
     x, kernels = torch.randn(2, 3, device=device), torch.randn(2, 3, 4, device=device)
     state, y = torch.full((2, 3, 4), POISON, device=device), torch.ones_like(x)
-    step, forward, none = module._step_now, module._forward_now, id(None)
     for bad in (x.to("meta"), x.to_sparse(), "x", None.__class__):
-        assert step(id(bad), id(kernels), id(state), none, id(y), False) == 0
-        assert step(id(x), id(kernels), id(state), id(bad), id(y), False) == 0
-        assert forward(id(bad), id(kernels), none, none, id(y), none, False) == 0
+        for tensors in ((bad, kernels, state, None, y), (x, kernels, state, bad, y), (x, kernels)):
+            assert module._step_now(id(tensors), False) == 0
+        tensors = (bad, kernels, None, None, y, None)
+        assert module._forward_now(id(tensors), False) == 0
     assert (state == POISON).all() and (y == 1).all()
 
 
@@ -189,14 +189,14 @@ def test_errors_leave_outputs_untouched(device):
     wide = case.kernels.double()
     tensors = (case.x, wide, None, case.initial_state, y, final_state)
     with pytest.raises(TypeError, match="^dynamic_conv_forward: k must have") as caught:
-        module._forward_now(*map(id, tensors), True)
+        module._forward_now(id(tensors), True)
     with pytest.raises(TypeError) as expected:
         torch.ops.mortar.dynamic_conv_out(*tensors, True)
     assert str(caught.value) == str(expected.value)
     gradients = [torch.full_like(t, POISON) for t in (case.x, wide, final_state)]
-    inputs = (*tensors[:4], case.dy, None)
+    inputs = (*tensors[:4], case.dy, None, *gradients)
     with pytest.raises(TypeError, match="^dynamic_conv_backward: k must have"):
-        module._backward_now(*map(id, inputs), *map(id, gradients), True)
+        module._backward_now(id(inputs), True)
     for output in (y, final_state, *gradients):
         assert (output == POISON).all()
 

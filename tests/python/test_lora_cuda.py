@@ -269,6 +269,15 @@ def host_us(call, bursts: int = 60, calls: int = 100) -> float:
     return min(times)
 
 
+def host_limit_us() -> float:
+    """10 us on a host on which torch.mul into a given tensor takes up to 6.7 us, as on the one that
+    the limit was set for; in proportion on a slower one."""
+    x = torch.zeros(8, 1024, device="cuda")
+    y = torch.empty_like(x)
+    with torch.no_grad():
+        return 10 * max(1, host_us(lambda: torch.mul(x, x, out=y), bursts=20) / 6.7)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("op", ["plan", "shrink", "expand", "apply"])
 def test_host_cost(op, form):
@@ -282,6 +291,6 @@ def test_host_cost(op, form):
         "apply": lambda: lora.apply(t.y, t.x, weights, plan),
     }
     with torch.no_grad():
-        cost = host_us(calls[op])
-    print(f"host cost of {op} ({form}): {cost:.1f} us")
-    assert cost <= 10
+        cost, limit = host_us(calls[op]), host_limit_us()
+    print(f"host cost of {op} ({form}): {cost:.1f} us, at most {limit:.1f}")
+    assert cost <= limit

@@ -69,11 +69,14 @@ def test_what_is_no_plain_tensor(device, spoil, message):
         lora.apply(spoil(t.y), t.x, t.table(), t.plan())
 
 
-def test_an_address_that_cannot_be_read_writes_nothing(device):
+def test_an_object_that_cannot_be_read_writes_nothing(device):
     t = make(PROBLEM, device)
     now, weights, plan, y = torch_function("torch_lora_apply"), t.table(), t.plan(), t.y.clone()
     for x in (t.x.to("meta"), t.x.to_sparse(), "x", None.__class__):
-        assert now(id(x), id(y), id(None), 0, 1.0, True, id(plan.data), weights.handle) == 0
+        tensors = (x, y, None, plan.data)
+        assert now(id(tensors), 0, 1.0, True, weights.handle) == 0
+    for tensors in ((), (t.x, y)):
+        assert now(id(tensors), 0, 1.0, True, weights.handle) == 0
     assert torch.equal(y, t.y)
 
 

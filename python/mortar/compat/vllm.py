@@ -13,7 +13,9 @@ Both work straight on vLLM's own metadata (``LoRAKernelMeta``), as its layers pa
 
 G is max_loras + 1. Nothing is sorted again and nothing is read back from the device, so that
 captured CUDA graphs replay with other contents of these buffers: entries of the sorted indices
-that no group owns may be stale. Weights are [L, r, K] and [L, N_s, r], or [L, 1, ., .].
+that no group owns may be stale. Weights are [L, r, K] and [L, N_s, r], or [L, 1, ., .]. On CUDA
+``lora_expand`` may read weights and metadata while the kernel before it still runs: what writes them
+must be queued before ``lora_shrink``, or before another kernel, as it is in vLLM.
 
 Beyond vLLM's: float32 weights, activations of another dtype than the weights, slices of different
 ranks, strided rows, CPU tensors; one rounding of y where vLLM's expand has two; results that do not
@@ -175,22 +177,22 @@ def lora_shrink(
     The rest is described at the top of the module.
     """
     if is_eager(inputs):
-        weights = [*lora_a_weights]  # what has an id must outlive the call
         is_number = type(num_active_loras) is int
+        tensors = (
+            no_lora_flag_cpu,
+            inputs,
+            output_tensor,
+            token_lora_mapping,
+            token_indices_sorted_by_lora_ids,
+            lora_ids,
+            num_tokens_per_lora,
+            lora_token_start_loc,
+            None if is_number else num_active_loras,
+            *lora_a_weights,
+        )
         grad = _is_grad_enabled()
-        done = not (grad and wants_gradient((inputs, output_tensor, *weights))) and _shrink_now(
-            id(no_lora_flag_cpu),
-            id(inputs),
-            id(output_tensor),
-            scaling,
-            id(token_lora_mapping),
-            id(token_indices_sorted_by_lora_ids),
-            id(lora_ids),
-            id(num_tokens_per_lora),
-            id(lora_token_start_loc),
-            num_active_loras if is_number else 0,
-            id(None if is_number else num_active_loras),
-            *map(id, weights),
+        done = not (grad and wants_gradient((inputs, output_tensor, *lora_a_weights))) and (
+            _shrink_now(id(tensors), scaling, num_active_loras if is_number else 0)
         )
         if done:
             if grad and done == WRITTEN:
@@ -239,22 +241,23 @@ def lora_expand(
     The rest is described at the top of the module.
     """
     if is_eager(inputs):
-        weights = [*lora_b_weights]  # what has an id must outlive the call
         is_number = type(num_active_loras) is int
+        tensors = (
+            no_lora_flag_cpu,
+            inputs,
+            output_tensor,
+            token_indices_sorted_by_lora_ids,
+            lora_ids,
+            num_tokens_per_lora,
+            lora_token_start_loc,
+            None if is_number else num_active_loras,
+            *lora_b_weights,
+        )
         grad = _is_grad_enabled()
-        done = not (grad and wants_gradient((inputs, output_tensor, *weights))) and _expand_now(
-            id(no_lora_flag_cpu),
-            id(inputs),
-            id(output_tensor),
-            offset_start,
-            add_inputs,
-            id(token_indices_sorted_by_lora_ids),
-            id(lora_ids),
-            id(num_tokens_per_lora),
-            id(lora_token_start_loc),
-            num_active_loras if is_number else 0,
-            id(None if is_number else num_active_loras),
-            *map(id, weights),
+        done = not (grad and wants_gradient((inputs, output_tensor, *lora_b_weights))) and (
+            _expand_now(
+                id(tensors), offset_start, add_inputs, num_active_loras if is_number else 0
+            )
         )
         if done:
             if grad and done == WRITTEN:

@@ -94,8 +94,8 @@ bool allows_vectors(const RowsView& y, const WeightsView& w, std::int64_t offset
 }
 
 void run_shrink(ShrinkParams p, const LoraShape& s, const ShrinkConfig& c, Stream stream) {
-  if (!s.tensor_cores) return shrink_simt(p, c, stream);
   p.vector = allows_vectors(p.x, p.weights);
+  if (!s.tensor_cores) return shrink_simt(p, c, stream);
   if (p.vector && c.tile_tokens == 16 && p.h.raw) return shrink_decode(p, c, stream);
   const bool wgmma = p.vector && c.tile_tokens == 64 && device::current_device().arch == 90;
   (wgmma ? shrink_wgmma : shrink_mma)(p, c, stream);
@@ -119,10 +119,6 @@ void run_expand(ExpandParams p, const LoraShape& s, const ExpandConfig& c, Strea
   }
 }
 
-std::int64_t finished_bytes(const LoraShape& s) {
-  return s.num_tokens * s.num_slices * h_width(s) * (s.tensor_cores ? 2 : 4);
-}
-
 void shrink(const ShrinkProblem& problem, Stream stream) {
   const bool tensor_cores =
       problem.x.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
@@ -137,8 +133,8 @@ void shrink(const ShrinkProblem& problem, Stream stream) {
   p.pad = true;
   p.zero_rows = problem.zero_rows;
   p.h = caller_h(problem.h);
-  // The contract of lora.h: no kernel that may still run writes weights or a plan. Segments it lets
-  // a caller write right before, but by the time that shrink_finish starts they are there.
+  // The contract of lora.h: no kernel that may still run writes weights or a plan. Segments may be
+  // written right before, but by the time that shrink_finish starts they are there.
   p.early = problem.groups.plan != nullptr;
   if (!c.split) return run_shrink(p, s, c, stream);
 

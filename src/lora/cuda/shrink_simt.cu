@@ -6,15 +6,19 @@
 // bytes  = e_x M K + e_A K sum_a R_a + h         e: bytes of an element
 // FLOP   = 2 M K R, all on FMA units: 60 TFLOP/s at most, so prefill is bound by arithmetic from
 //          R = 28 (bf16 x); decode by DRAM
-// limit  : decode DRAM; prefill shared memory reads (one 4-byte read per FMA of a lane)
+// 32 tokens of 32 adapters, qkv, r16, float32 A: 25 MB -> 5.9 us
+// limit  : decode DRAM; prefill FMA units, with one 16-byte read of shared memory per 16 FMAs
 //
-// A warp owns one rank row at a time; its lanes stride over a leaf of K, and a fixed butterfly adds
-// the lanes. Leaves are added as on tensor cores (leaf_size in problem.h).
+// A CTA takes a tile of 16 tokens, 32 rank rows, and all of K or (split) one leaf of it. A warp
+// owns four rank rows and streams them together, four elements per lane and row, the next ones in
+// flight while these are multiplied; the first are asked for before the predecessor ends. A fixed
+// exchange adds the lanes. Leaves are added as on tensor cores (leaf_size in problem.h).
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/rank_rows.cuh"
+#include "lora/cuda/simt.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
@@ -23,19 +27,40 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTokens = 16;
 constexpr int kRows = 32;
-constexpr int kRowsPerWarp = kRows / kWarps;
+constexpr int kOwnRows = 4;  ///< rank rows of a warp
 constexpr int kMaxLeaf = 512;
+constexpr int kStep = 32 * kPack;  ///< elements of K that a warp takes at a time
+static_assert(kRows == kWarps * kOwnRows && leaf_size(1) % kStep == 0);
+
+/// Adds the lanes of four sums, which takes as many shuffles as six values: each lane gets the
+/// total of row own_row() alone.
+__device__ __forceinline__ float add_lanes(const float (&sum)[kOwnRows]) {
+  const auto from = [](float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); };
+  const bool odd = threadIdx.x % 2 == 1, second = threadIdx.x / 2 % 2 == 1;
+  const float upper = (odd ? sum[2] : sum[0]) + from(odd ? sum[0] : sum[2], 1);
+  const float lower = (odd ? sum[3] : sum[1]) + from(odd ? sum[1] : sum[3], 1);
+  float total = (second ? lower : upper) + from(second ? upper : lower, 2);
+#pragma unroll
+  for (int d = 4; d < 32; d *= 2) total += from(total, d);
+  return total;
+}
+__device__ __forceinline__ int own_row() {
+  return static_cast<int>(threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2);
+}
 
 template <class TX, class TW>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, 2)
     shrink_simt_kernel(const __grid_constant__ ShrinkParams p) {
-  __shared__ float x_tile[kTokens][kMaxLeaf];
+  __shared__ __align__(16) float x_tile[kTokens][kMaxLeaf];
   __shared__ RankRows<kRows> rows;
   __shared__ int tokens[kTokens];
 
+  // Coordinates
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int split = blockIdx.y;
-  device::pdl_begin(false);
+  device::pdl_begin(p.early);
+
+  // Guard
   const int tile_index = p.tiles.first + static_cast<int>(blockIdx.z);
   Tile tile;
   const bool live = static_cast<int>(blockIdx.z) < p.tiles.num &&
@@ -50,63 +75,107 @@ __global__ void __launch_bounds__(kThreads, 1)
     tokens[threadIdx.x] = any_token(p.groups, p.tiles, tile, threadIdx.x);
   }
   __syncthreads();
-  if (rows.count == 0) return;
+  if (rows.count == 0) {
+    device::pdl_wait();
+    return;
+  }
 
-  const std::int64_t leaf = leaf_size(p.weights.hidden);
+  // Pointers
+  const int hidden = static_cast<int>(p.weights.hidden);
+  const int leaf = static_cast<int>(leaf_size(hidden));
   const bool whole = p.h.num_slabs == 1;
-  const std::int64_t k_begin = whole ? 0 : split * leaf;
-  const std::int64_t k_end = whole ? p.weights.hidden : min(k_begin + leaf, p.weights.hidden);
+  const int k_begin = whole ? 0 : split * leaf;
+  const int k_end = whole ? hidden : min(k_begin + leaf, hidden);
+  const TW* weights[kOwnRows];  // null: a padding row or none
+#pragma unroll
+  for (int i = 0; i < kOwnRows; ++i) {
+    const int row = warp * kOwnRows + i;
+    weights[i] = row < rows.count ? static_cast<const TW*>(rows.weights[row]) : nullptr;
+  }
 
-  // Lane t of the total of a row holds token t's sum.
-  float total[kRowsPerWarp] = {}, first_half[kRowsPerWarp] = {};
-  const std::int64_t middle = whole ? leaf * first_leaves(num_leaves(k_end)) : k_end;
-  for (std::int64_t k0 = k_begin; k0 < k_end; k0 += leaf) {
-    const int n = static_cast<int>(min(leaf, k_end - k0));
+  // Load: A does not depend on the predecessor.
+  device::Bits<TW, kPack> next[kOwnRows];
+  const auto load_weights = [&](int k) {
+#pragma unroll
+    for (int i = 0; i < kOwnRows; ++i) {
+      next[i] = load_some(weights[i] + k, weights[i] == nullptr ? 0 : k_end - k, p.vector);
+    }
+  };
+  load_weights(k_begin + lane * kPack);
+  device::pdl_wait();
+
+  // Totals of own_row() and of places lane / 4 and lane / 4 + 8.
+  float total[2] = {}, first_half[2] = {};
+  const int middle = whole ? leaf * static_cast<int>(first_leaves(num_leaves(hidden))) : k_end;
+  for (int k0 = k_begin; k0 < k_end; k0 += leaf) {
+    const int n = min(leaf, k_end - k0), padded = round_up(n, kStep);
     __syncthreads();
-    for (int t = warp; t < tile.count; t += kWarps) {
-      if (tokens[t] < 0) continue;
+#pragma unroll
+    for (int t = warp; t < kTokens; t += kWarps) {
+      if (t >= tile.count || tokens[t] < 0) continue;
       const TX* x = static_cast<const TX*>(p.x.data) + tokens[t] * p.x.row_stride + k0;
-      for (int k = lane; k < n; k += 32) x_tile[t][k] = device::to_float(x[k]);
+      device::Bits<TX, kPack> pack[kMaxLeaf / kStep];
+#pragma unroll
+      for (int i = 0; i < kMaxLeaf / kStep; ++i) {
+        const int k = i * kStep + lane * kPack;
+        pack[i] = load_some(x + k, n - k, p.vector);
+      }
+#pragma unroll
+      for (int i = 0; i < kMaxLeaf / kStep; ++i) {
+        const int k = i * kStep + lane * kPack;
+        if (k >= padded) break;
+        *reinterpret_cast<float4*>(&x_tile[t][k]) =
+            make_float4(pack[i].get(0), pack[i].get(1), pack[i].get(2), pack[i].get(3));
+      }
     }
     __syncthreads();
+
+    // Compute
+    float sum[kTokens][kOwnRows] = {};
+    for (int k = lane * kPack; k < padded; k += kStep) {
+      float w[kOwnRows][kPack];
 #pragma unroll
-    for (int i = 0; i < kRowsPerWarp; ++i) {
-      const int row = warp + i * kWarps;
-      if (row >= rows.count || rows.weights[row] == nullptr) continue;
-      const TW* a = static_cast<const TW*>(rows.weights[row]) + k0;
-      float sum[kTokens] = {};
-#pragma unroll 4
-      for (int k = lane; k < n; k += 32) {
-        const float w = device::to_float(a[k]);
-#pragma unroll
-        for (int t = 0; t < kTokens; ++t) {
-          if (t < tile.count) sum[t] = fmaf(w, x_tile[t][k], sum[t]);
-        }
-      }
-      float own = 0;
+      for (int i = 0; i < kOwnRows * kPack; ++i)
+        w[i / kPack][i % kPack] = next[i / kPack].get(i % kPack);
+      if (k0 + k + kStep < k_end + lane * kPack) load_weights(k0 + k + kStep);
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) {
         if (t >= tile.count) break;
+        const float4 x = *reinterpret_cast<const float4*>(&x_tile[t][k]);
 #pragma unroll
-        for (int d = 16; d > 0; d /= 2) sum[t] += __shfl_xor_sync(0xffffffffu, sum[t], d);
-        if (lane == t) own = sum[t];
+        for (int i = 0; i < kOwnRows; ++i) {
+          sum[t][i] = fmaf(w[i][0], x.x, sum[t][i]);
+          sum[t][i] = fmaf(w[i][1], x.y, sum[t][i]);
+          sum[t][i] = fmaf(w[i][2], x.z, sum[t][i]);
+          sum[t][i] = fmaf(w[i][3], x.w, sum[t][i]);
+        }
       }
-      if (k0 == middle) {
-        first_half[i] = total[i];
-        total[i] = 0;
-      }
-      total[i] += own;
+    }
+
+    // Reduce
+    if (k0 == middle) {
+      first_half[0] = total[0];
+      first_half[1] = total[1];
+      total[0] = total[1] = 0;
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      if (t >= tile.count) break;
+      const float row_sum = add_lanes(sum[t]);
+      if (lane / 4 == t % 8) total[t / 8] += row_sum;
     }
   }
 
-  if (lane >= tile.count) return;
-  const int h_at = h_row(p.h, tile, first, lane, tokens[lane]);
-  if (h_at < 0) return;
+  // Store
+  const int row = warp * kOwnRows + own_row();
+  if (row >= rows.count) return;
 #pragma unroll
-  for (int i = 0; i < kRowsPerWarp; ++i) {
-    const int row = warp + i * kWarps;
-    if (row >= rows.count) break;
-    const float sum = first_half[i] + total[i];
+  for (int half = 0; half < 2; ++half) {
+    const int place = lane / 4 + 8 * half;
+    if (place >= tile.count) break;
+    const int h_at = h_row(p.h, tile, first, place, tokens[place]);
+    if (h_at < 0) continue;
+    const float sum = first_half[half] + total[half];
     const float v = p.h.raw ? sum : sum * rows.scale[row];
     device::store_from_float(
         p.h.data, p.h.dtype,

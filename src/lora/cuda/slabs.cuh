@@ -66,18 +66,4 @@ struct SlabSum {
   }
 };
 
-/// One column of all slabs, for kernels without vectors.
-__device__ __forceinline__ float sum_slabs_scalar(const float* slab, std::int64_t stride, int num) {
-  const int middle = static_cast<int>(first_leaves(num));
-  float first = 0, sum = 0;
-  for (int z = 0; z < num; ++z) {
-    if (z == middle) {
-      first = sum;
-      sum = 0;
-    }
-    sum += __ldcg(slab + z * stride);
-  }
-  return first + sum;
-}
-
 }  // namespace mortar::lora::cuda
