@@ -93,6 +93,13 @@ inline ExpandConfig choose_expand(const LoraShape& s) {
       std::max<std::int64_t>(1, ceil_div<std::int64_t>(s.sum_widths * tiles, 2 * kNumSms));
   if (s.max_rank <= 32 && cols * s.max_rank >= kLongStream)
     cols = ceil_div<std::int64_t>(2 * cols, 3);
+  // Four blocks of B of rank 64 are all in flight at once, and let a third CTA fit the SM. (32
+  // tokens of 32 adapters, qkv: 22.3 us against 25.3, ragged ranks up to 64 17.6 against 21.3.)
+  const std::int64_t resident_cols = 4 * c.block_cols;
+  const std::int64_t resident = ceil_div<std::int64_t>(s.sum_widths, resident_cols) * tiles;
+  if (s.max_rank > 32 && s.max_rank <= 64 && resident > 2 * kNumSms && resident <= 3 * kNumSms) {
+    cols = resident_cols;
+  }
   if (cols < c.block_cols) c.block_cols = std::max(32, c.block_cols / 2);
   // Blocks of the widest slice, to the nearest, rather more than fewer.
   const std::int64_t blocks = std::max<std::int64_t>(1, (5 * s.max_width + 3 * cols) / (5 * cols));
