@@ -5,7 +5,7 @@
 // first, each with one rounding to nearest; it reads subnormal inputs as zero and flushes subnormal
 // sums to zero, and vcvtne2ps2bf16 does the same to y. So the bits differ from those of the plain
 // AVX-512 level, while a sum still depends on its own two rows alone: lane l holds the pairs l,
-// l + 16, ... in order, whatever the batch.
+// l + 16, ... of a chunk in order, whatever the batch.
 #include "lora/cpu/simd.h"
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
@@ -14,8 +14,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/float16.h"
+#include "core/int_math.h"
 
 // Everything between these lines, and nothing else, may use the instructions.
 #if defined(__clang__)
@@ -44,12 +46,18 @@ struct PairShrink {
   using Vec = __m512;
   static constexpr std::int64_t kLanes = 16;
   static constexpr std::int64_t kStep = 32;
+  static constexpr std::int64_t kChunk = 1024;  // 16 KB of A
+  static constexpr bool kFetchesNext = true;
   static constexpr int kTileRanks = 8;  // 24 sums + 3 + 1 of 32 registers
 
   static MORTAR_INLINE Vec zero() { return _mm512_setzero_ps(); }
-  static MORTAR_INLINE Vec load(const float* p) { return _mm512_load_ps(p); }
   static MORTAR_INLINE void store(Vec v, float* p) { _mm512_store_ps(p, v); }
-  static MORTAR_INLINE float add_lanes(Vec v) { return _mm512_reduce_add_ps(v); }
+  static MORTAR_INLINE Vec add_pairs(Vec a, Vec b) {
+    const __m512i even =
+        _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    return _mm512_add_ps(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b));
+  }
   static MORTAR_INLINE __m512bh load_x(const BFloat16* p) {
     return (__m512bh)_mm512_loadu_si512(p);
   }
@@ -57,8 +65,8 @@ struct PairShrink {
   static MORTAR_INLINE Vec dot(__m512bh x, __m512bh a, Vec sum) {
     return _mm512_dpbf16_ps(sum, x, a);
   }
-  static MORTAR_INLINE void copy(const BFloat16* from, BFloat16* to) {
-    std::memcpy(to, from, kStep * sizeof(BFloat16));
+  static MORTAR_INLINE void store_a(__m512bh a, BFloat16* to) {
+    _mm512_store_si512(to, (__m512i)a);
   }
 };
 

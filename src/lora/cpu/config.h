@@ -10,13 +10,13 @@ namespace mortar::lora::cpu {
 /// Ranks of an item when there are too few tokens to keep all threads busy.
 inline constexpr std::int64_t kSplitRanks = 8;
 
-/// Bytes of packed B of an item, and the most that a rank of 512 in float32 needs for one tile of
-/// 64 columns.
-inline constexpr std::int64_t kPackBytes = 64 * 1024;
-inline constexpr std::int64_t kPackBytesMax = 128 * 1024;
+/// Bytes of packed B of an item: what a rank of 512 in float32 needs for one tile of 64 columns.
+/// Half as many columns (and 256 tokens) cost expand 4 %, for h is converted and B packed more
+/// often.
+inline constexpr std::int64_t kPackBytes = 128 * 1024;
 inline constexpr std::int64_t kMaxColumns = 1024;
 /// Tokens of an item; packing B costs as much as about 5 of them.
-inline constexpr std::int64_t kExpandTokens = 256;
+inline constexpr std::int64_t kExpandTokens = 512;
 /// Tokens whose h is converted at a time (96 KB at rank 512): whole tiles of 6 and of 16.
 inline constexpr std::int64_t kExpandStep = 48;
 

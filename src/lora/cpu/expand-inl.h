@@ -3,8 +3,11 @@
 // tiles of kTileTokens tokens x kTileVecs vectors of columns. A step loads kTileVecs vectors of
 // packed B and broadcasts one entry of h per token.
 //
-// y is read and written once, a tile of each row at a time, and the next tile is fetched meanwhile;
-// a last tile that is narrower goes through a buffer, with the same arithmetic.
+// Panels of B go by one after the other, so that one stays in the first-level cache while all
+// tokens of the block pass. y is read and written once, a tile of each row at a time. A tile that
+// is needed in some time is fetched into the second level meanwhile, a line per step: all at once
+// they would fill the buffers that the loads of this tile need. A last tile that is narrower goes
+// through a buffer, with the same arithmetic.
 //
 // Included once per SIMD level, between the lines that turn on its instructions, with
 // MORTAR_LEVEL_NAMESPACE defined. `Unit` gives:
@@ -20,6 +23,12 @@ namespace MORTAR_LEVEL_NAMESPACE {
 using lora::cpu::ExpandBlock;
 using lora::cpu::kPackColumns;
 
+/// The tile of y that is fetched while another is computed.
+struct RowsAhead {
+  void* const* y_rows;
+  std::int64_t offset;  ///< bytes
+};
+
 template <class Unit, int kTokens>
 struct ExpandTile {
   using Y = typename Unit::Y;
@@ -28,6 +37,15 @@ struct ExpandTile {
   static constexpr int kVecs = Unit::kTileVecs;
   static constexpr std::int64_t kColumns = kVecs * Unit::kLanes;
   static_assert(kPackColumns % kColumns == 0, "a tile must not straddle packed panels");
+
+  static constexpr std::int64_t kRowLines = ceil_div<std::int64_t>(kColumns * sizeof(Y), 64);
+  static constexpr std::int64_t kLines = kTokens * kRowLines;  ///< cache lines of a tile of y
+
+  static inline __attribute__((always_inline)) void fetch(const RowsAhead& ahead,
+                                                          std::int64_t line) {
+    const char* row = static_cast<const char*>(ahead.y_rows[line / kRowLines]);
+    __builtin_prefetch(row + ahead.offset + line % kRowLines * 64, 1, 2);
+  }
 
   template <int kPart>
   static inline __attribute__((always_inline)) void step(const typename Unit::Packed (&unit)[kVecs],
@@ -44,30 +62,37 @@ struct ExpandTile {
     }
   }
 
-  static void run(const ExpandBlock& block, std::int64_t token, std::int64_t column) {
+  static void run(const ExpandBlock& block, std::int64_t token, std::int64_t column,
+                  const RowsAhead& ahead) {
     Vec sum[kTokens][kVecs];
     MORTAR_UNROLL
     for (int t = 0; t < kTokens; ++t) {
       MORTAR_UNROLL
       for (int v = 0; v < kVecs; ++v) sum[t][v] = Unit::zero();
     }
-    for (int t = 0; t < kTokens; ++t) {
-      const char* next = reinterpret_cast<const char*>(row(block, token + t, column + kColumns));
-      MORTAR_UNROLL
-      for (std::int64_t at = 0; at < kColumns * std::int64_t{sizeof(Y)}; at += 64) {
-        __builtin_prefetch(next + at, 1);
-      }
-    }
     const Entry* h = static_cast<const Entry*>(block.h) + token * block.h_stride;
     const std::uint32_t* b =
         block.b + column / kPackColumns * block.panel_stride + column % kPackColumns;
-    for (std::int64_t u = 0; u < block.units; ++u, b += kPackColumns, h += Unit::kParts) {
+    const auto step_unit = [&]() __attribute__((always_inline)) {
       typename Unit::Packed unit[kVecs];
       MORTAR_UNROLL
       for (int v = 0; v < kVecs; ++v) unit[v] = Unit::load(b + v * Unit::kLanes);
       step<0>(unit, h, block.h_stride, sum);
       if constexpr (Unit::kParts == 2) step<1>(unit, h, block.h_stride, sum);
+      b += kPackColumns;
+      h += Unit::kParts;
+    };
+    std::int64_t u = 0;
+    if (block.units >= kLines) {
+      for (; u < kLines; ++u) {
+        fetch(ahead, u);
+        step_unit();
+      }
+    } else {
+      MORTAR_UNROLL
+      for (std::int64_t line = 0; line < kLines; ++line) fetch(ahead, line);
     }
+    for (; u < block.units; ++u) step_unit();
     const std::int64_t columns = block.num_columns - column;
     MORTAR_UNROLL
     for (int t = 0; t < kTokens; ++t) {
@@ -88,19 +113,54 @@ struct ExpandTile {
   }
 };
 
-template <class Unit, int kTokens>
-void expand_rows(const ExpandBlock& block, std::int64_t token) {
-  using Tile = ExpandTile<Unit, kTokens>;
-  for (std::int64_t n = 0; n < block.num_columns; n += Tile::kColumns) Tile::run(block, token, n);
-}
+template <class Unit>
+class Expand {
+  using Y = typename Unit::Y;
+  static constexpr std::int64_t kTokens = Unit::kTileTokens;
+  static constexpr std::int64_t kColumns = ExpandTile<Unit, 1>::kColumns;
+
+ public:
+  static void run(const ExpandBlock& block) {
+    // Memory answers within some 100 steps: that many tiles ahead, y is asked for.
+    const std::int64_t steps = std::max<std::int64_t>(block.units, 1);
+    const std::int64_t distance = kTokens * std::clamp<std::int64_t>(96 / steps, 1, 8);
+    for (std::int64_t n = 0; n < block.num_columns; n += kPackColumns) {
+      std::int64_t t = 0;
+      for (; t + kTokens <= block.num_tokens; t += kTokens) panel<kTokens>(block, t, n, distance);
+      for (; t + 2 <= block.num_tokens; t += 2) panel<2>(block, t, n, distance);
+      for (; t < block.num_tokens; ++t) panel<1>(block, t, n, distance);
+    }
+  }
+
+ private:
+  template <int kCount>
+  static void panel(const ExpandBlock& block, std::int64_t t, std::int64_t n,
+                    std::int64_t distance) {
+    const std::int64_t end = std::min(n + kPackColumns, block.num_columns);
+    for (; n < end; n += kColumns) {
+      ExpandTile<Unit, kCount>::run(block, t, n, ahead(block, t + distance, n, kCount));
+    }
+  }
+
+  /// The rows from token t on, or what follows the last: the next panel, then the next block.
+  static RowsAhead ahead(const ExpandBlock& block, std::int64_t t, std::int64_t n,
+                         std::int64_t count) {
+    if (t >= block.num_tokens) {
+      t -= block.num_tokens;
+      n += kPackColumns;
+      if (n >= block.num_columns) {
+        n = 0;
+        t += block.num_tokens;
+      }
+    }
+    t = std::min(t, block.num_rows - count);
+    return {block.y_rows + t, n * static_cast<std::int64_t>(sizeof(Y))};
+  }
+};
 
 template <class Unit>
 void expand(const ExpandBlock& block) {
-  constexpr int kTokens = Unit::kTileTokens;
-  std::int64_t t = 0;
-  for (; t + kTokens <= block.num_tokens; t += kTokens) expand_rows<Unit, kTokens>(block, t);
-  for (; t + 2 <= block.num_tokens; t += 2) expand_rows<Unit, 2>(block, t);
-  for (; t < block.num_tokens; ++t) expand_rows<Unit, 1>(block, t);
+  Expand<Unit>::run(block);
 }
 
 }  // namespace MORTAR_LEVEL_NAMESPACE

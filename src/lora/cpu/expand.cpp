@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The expand pass: y[t, columns of s] (+)= h[s, t] B^T.
 //
-// An item is a block of columns of one slice and up to 256 tokens of one adapter: its part of B is
+// An item is a block of columns of one slice and up to 512 tokens of one adapter: its part of B is
 // packed once into a buffer on the stack, then every row of y is read and written once.
 #include "lora/cpu/config.h"
 #include "lora/cpu/passes.h"
@@ -107,9 +107,9 @@ void ExpandPass::load_hidden(const char* from, std::int64_t rank, char* to) cons
 void ExpandPass::run_block(const Part& part, const SliceWeights& w, int slice,
                            std::int64_t y_column, std::int64_t column,
                            std::int64_t num_columns) const {
-  alignas(64) std::uint32_t packed[kPackBytesMax / kWordBytes];
+  alignas(64) std::uint32_t packed[kPackBytes / kWordBytes];
   alignas(64) char hidden[kExpandStep * kLoraMaxRank * sizeof(float)];
-  void* y_rows[kExpandStep];
+  void* y_rows[kExpandTokens];
 
   const std::int64_t w_size = dtype_size(weights_.dtype);
   PackBlock pack;
@@ -130,23 +130,28 @@ void ExpandPass::run_block(const Part& part, const SliceWeights& w, int slice,
   block.b = packed;
   block.panel_stride = pack.panel_stride;
   block.units = units;
-  block.y_rows = y_rows;
   block.num_columns = num_columns;
   block.add = add_;
   const ExpandKernel kernel =
       pairs_ ? kernels_.expand_pairs
              : kernels_.expand[float_index(weights_.dtype)][float_index(y_.dtype)];
-  for (std::int64_t i = 0; i < part.count; i += kExpandStep) {
-    block.num_tokens = 0;
-    for (std::int64_t j = i; j < std::min(part.count, i + kExpandStep); ++j) {
-      const std::int64_t token = groups_.token(part.start + j);
-      if (token < 0) continue;
-      char* to = hidden + block.num_tokens * entries * entry_size;
+  std::int64_t tokens[kExpandTokens], rows[kExpandTokens], count = 0;
+  for (std::int64_t i = 0; i < part.count; ++i) {
+    const std::int64_t token = groups_.token(part.start + i);
+    if (token < 0) continue;
+    tokens[count] = token;
+    rows[count] = part.row + i;
+    y_rows[count++] = static_cast<char*>(y_.data) +
+                      (token * y_.row_stride + y_column + column) * dtype_size(y_.dtype);
+  }
+  for (std::int64_t i = 0; i < count; i += kExpandStep) {
+    block.num_tokens = std::min(kExpandStep, count - i);
+    block.y_rows = y_rows + i;
+    block.num_rows = count - i;
+    for (std::int64_t j = 0; j < block.num_tokens; ++j) {
+      char* to = hidden + j * entries * entry_size;
       std::fill(to + w.rank * entry_size, to + entries * entry_size, 0);
-      load_hidden(h_.at(token, part.row + j, slice), w.rank, to);
-      y_rows[block.num_tokens++] =
-          static_cast<char*>(y_.data) +
-          (token * y_.row_stride + y_column + column) * dtype_size(y_.dtype);
+      load_hidden(h_.at(tokens[i + j], rows[i + j], slice), w.rank, to);
     }
     kernel(block);
   }

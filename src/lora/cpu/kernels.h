@@ -17,18 +17,17 @@
 
 namespace mortar::lora::cpu {
 
-inline constexpr std::int64_t kMaxShrinkTokens = 48;
+inline constexpr std::int64_t kMaxShrinkTokens = 256;
 inline constexpr std::int64_t kMaxShrinkRanks = 64;
-/// Bytes of A that a shrink keeps in the first-level cache: half of one of 32 KB.
-inline constexpr std::int64_t kChunkBytes = 16 * 1024;
 /// Columns of a panel of packed B.
 inline constexpr std::int64_t kPackColumns = 64;
 
 /// out[t * out_stride + r] = sum_k x_rows[t][k] * a[r * a_row_stride + k], in float32.
 ///
-/// Every (t, r) has lanes of its own: lane l sums the elements k = l, l + lanes, ... in order (a
-/// shorter last step counts as padded with zeros), and one fixed tree adds the lanes at the end.
-/// So the bits depend on K, the level and the two rows alone.
+/// K is cut into chunks of a fixed size. Within one, every (t, r) has lanes of its own: lane l sums
+/// the elements k = l, l + lanes, ... in order (a shorter last step counts as padded with zeros),
+/// one fixed tree adds the lanes, and the chunks are added in order. So the bits depend on K, the
+/// level and the two rows alone.
 struct ShrinkBlock {
   const void* const* x_rows = nullptr;
   std::int64_t num_tokens = 0;  ///< 0 to kMaxShrinkTokens
@@ -54,6 +53,7 @@ struct ExpandBlock {
   std::int64_t panel_stride = 0;
   std::int64_t units = 0;
   void* const* y_rows = nullptr;
+  std::int64_t num_rows = 0;  ///< of y_rows, num_tokens or more: what comes next may be fetched
   std::int64_t num_columns = 0;
   bool add = true;
 };

@@ -35,6 +35,7 @@ class ShrinkPass {
  private:
   struct Tokens;
   std::int64_t rank_items(std::int64_t adapter) const;
+  std::int64_t block_tokens(std::int64_t count) const;
   void run_item(const Part& part, std::int64_t item);
   void run_slice(const Tokens& tokens, const SliceWeights& w, int slice, std::int64_t first_rank,
                  std::int64_t num_ranks) const;
@@ -48,6 +49,7 @@ class ShrinkPass {
   bool fill_;
   RowRange rows_;
   bool split_ranks_;
+  std::int64_t most_tokens_;  ///< of a block
   std::atomic<std::int64_t> next_{0};
 };
 

@@ -8,6 +8,12 @@
 #include "lora/cpu/passes.h"
 
 namespace mortar::lora::cpu {
+namespace {
+
+/// Tokens of a block in batches that are small for the number of threads.
+constexpr std::int64_t kLeastTokens = 48;
+
+}  // namespace
 
 /// The tokens of a block, without those whose index names no row of the batch.
 struct ShrinkPass::Tokens {
@@ -27,20 +33,32 @@ ShrinkPass::ShrinkPass(const RowsView& x, const WeightsView& weights, const Grou
       scale_(scale),
       fill_(fill),
       rows_(rows) {
-  std::int64_t blocks = 0;
-  for (std::int64_t g = 0; g < groups.size() && blocks < 2 * num_threads; ++g) {
-    blocks += ceil_div(groups.get(g).count, kMaxShrinkTokens);
+  std::int64_t blocks = 0, tokens = 0;
+  for (std::int64_t g = 0; g < groups.size(); ++g) {
+    const std::int64_t count = groups.get(g).count;
+    blocks += ceil_div(count, kLeastTokens);
+    tokens += count;
   }
   split_ranks_ = num_threads > 1 && blocks < 2 * num_threads;
+  // Each block reads A once more, but every thread should have some four of them.
+  tokens = std::min(tokens, rows.last - rows.first);
+  const std::int64_t share = tokens / (4 * num_threads) / 16 * 16;
+  most_tokens_ = std::clamp(share, kLeastTokens, kMaxShrinkTokens);
 }
 
 void ShrinkPass::run() {
   drain(
       groups_, rows_, next_,
       [this](const Part& part) {
-        return ceil_div(part.count, kMaxShrinkTokens) * rank_items(part.adapter);
+        return ceil_div(part.count, block_tokens(part.count)) * rank_items(part.adapter);
       },
       [this](const Part& part, std::int64_t item) { run_item(part, item); });
+}
+
+/// Tokens of a block of a part: the part in equal blocks, of whole tiles of 16.
+std::int64_t ShrinkPass::block_tokens(std::int64_t count) const {
+  const std::int64_t blocks = ceil_div(count, most_tokens_);
+  return std::min(most_tokens_, round_up<std::int64_t>(ceil_div(count, blocks), 16));
 }
 
 /// Items into which the ranks of an adapter are split.
@@ -56,8 +74,9 @@ std::int64_t ShrinkPass::rank_items(std::int64_t adapter) const {
 
 void ShrinkPass::run_item(const Part& part, std::int64_t item) {
   const std::int64_t rank_item_count = rank_items(part.adapter);
-  const std::int64_t begin = item / rank_item_count * kMaxShrinkTokens;
-  const std::int64_t end = std::min(part.count, begin + kMaxShrinkTokens);
+  const std::int64_t most = block_tokens(part.count);
+  const std::int64_t begin = item / rank_item_count * most;
+  const std::int64_t end = std::min(part.count, begin + most);
   Tokens tokens;
   for (std::int64_t i = begin; i < end; ++i) {
     const std::int64_t token = groups_.token(part.start + i);

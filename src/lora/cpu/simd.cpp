@@ -11,7 +11,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
+#include "core/int_math.h"
 #include "hwy/highway.h"
 #include "lora/cpu/pack-inl.h"
 #include "lora/cpu/simd.h"

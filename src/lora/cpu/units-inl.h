@@ -30,18 +30,32 @@ struct ShrinkUnit {
   static constexpr std::int64_t kLanes = mortar::HWY_NAMESPACE::kLanes;
   static constexpr std::int64_t kStep = kLanes;
   static constexpr int kTileRanks = kFewRegisters ? 4 : 8;
+  static constexpr std::int64_t kChunk = kFewRegisters ? 1024 : 512;  // 16 KB of A
+  static constexpr bool kFetchesNext = false;  // true: 2 % slower at rank 64, 5 % faster at 16
 
   static HWY_INLINE Vec zero() { return hn::Zero(FloatTag()); }
-  static HWY_INLINE Vec load(const float* p) { return hn::Load(FloatTag(), p); }
   static HWY_INLINE void store(Vec v, float* p) { hn::Store(v, FloatTag(), p); }
-  static HWY_INLINE float add_lanes(Vec v) { return hn::GetLane(hn::SumOfLanes(FloatTag(), v)); }
+  static HWY_INLINE Vec add_pairs(Vec a, Vec b) {
+#if HWY_TARGET == HWY_SCALAR
+    return hn::Add(a, b);  // one lane: never called
+#else
+    const FloatTag f32;
+    return hn::Add(hn::ConcatEven(f32, b, a), hn::ConcatOdd(f32, b, a));
+#endif
+  }
   static HWY_INLINE Vec load_x(const X* p) { return load_f32(p); }
   template <class T>
   static HWY_INLINE Vec load_a(const T* p) {
-    return load_f32(p);
+    Vec v = load_f32(p);
+#if HWY_TARGET == HWY_AVX3
+    // Keeps it in a register: left alone, GCC repeats the load in every product, 27 instead of 11
+    // loads for 24 products (96 GFLOP/s against 132 on one core). AVX2 has no register to spare.
+    __asm__("" : "+v"(v.raw));
+#endif
+    return v;
   }
   static HWY_INLINE Vec dot(Vec x, Vec a, Vec sum) { return hn::MulAdd(x, a, sum); }
-  static HWY_INLINE void copy(const A* from, float* to) { store_f32(load_f32(from), to); }
+  static HWY_INLINE void store_a(Vec v, Copy* to) { hn::Store(v, FloatTag(), to); }
 };
 
 template <class B, class YType>
