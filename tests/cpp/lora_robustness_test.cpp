@@ -33,7 +33,7 @@ TEST_P(LoraRobustness, SmallWildSegmentsStayInBounds) {
     c.x = c.w = c.y = dtype;
     LoraOperands op(c, device());
     GuardedTensor sorted =
-        int_tensor(std::vector<std::int32_t>{0, kBig, -7, 2, 5, 6, kLow}, device());
+        int_tensor(std::vector<std::int32_t>{0, kBig, -7, 2, 5, tokens, kLow}, device());
     GuardedTensor ids =
         int_tensor(std::vector<std::int32_t>{1, 0, 3, 2, kBig, kLow, 0, 0}, device());
     GuardedTensor starts =
