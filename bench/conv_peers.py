@@ -137,4 +137,6 @@ def step(y: Tensor, x: Tensor, kernels: Tensor, state: Tensor, silu: bool) -> No
 def compiled(expression):
     """The expression through Inductor, compiled for every shape of its own."""
     torch._dynamo.config.recompile_limit = 256
+    # Its idle compiler processes would take the host's time from the rows that measure just that.
+    torch._inductor.config.compile_threads = 1
     return torch.compile(expression, dynamic=False)

@@ -100,7 +100,10 @@ inline ExpandConfig choose_expand(const LoraShape& s) {
   if (s.max_rank > 32 && s.max_rank <= 64 && resident > 2 * kNumSms && resident <= 3 * kNumSms) {
     cols = resident_cols;
   }
-  if (cols < c.block_cols) c.block_cols = std::max(32, c.block_cols / 2);
+  // (One token, gate_up, rank 64: 4.2 us with 128 columns against 4.6 with 64; qkv 4.25 and 4.13.)
+  if (cols < c.block_cols && (s.max_rank <= 16 || 2 * cols <= c.block_cols)) {
+    c.block_cols = std::max(32, c.block_cols / 2);
+  }
   // Blocks of the widest slice, to the nearest, rather more than fewer.
   const std::int64_t blocks = std::max<std::int64_t>(1, (5 * s.max_width + 3 * cols) / (5 * cols));
   c.cols = static_cast<int>(round_up<std::int64_t>(ceil_div(s.max_width, blocks), c.block_cols));
