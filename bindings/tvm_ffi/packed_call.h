@@ -2,10 +2,10 @@
 // Ops as packed functions, each written once for both ways in which tensors arrive: as TVM-FFI
 // hands them over (FfiObjects), or as PyTorch's objects (TorchObjects).
 //
-// A torch_<op> takes the id() of a tuple of the tensors (None where there is none) and then the other
-// arguments, both in the order of <op>: what PyTorch's eager calls use, as it costs the host a third.
-// Called with the GIL held and the tuple alive. The result is 0, with nothing written, where an
-// object cannot be read so, and 1 otherwise.
+// A torch_<op> takes the id() of a tuple of the tensors (None where there is none) and then the
+// other arguments, both in the order of <op>: what PyTorch's eager calls use, as it costs the host
+// a third. Called with the GIL held and the tuple alive. The result is 0, with nothing written,
+// where an object cannot be read so, and 1 otherwise.
 #pragma once
 
 #include <cstdint>

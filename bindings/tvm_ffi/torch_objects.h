@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// PyTorch's tensors from a tuple of Python objects, by its address. TVM-FFI exports each tensor of a
-// call as an owning DLPack tensor, at 0.2 to 0.4 us of host time; here the same exchange API fills
-// a view on the stack, at a fraction of that. Memory and the current stream come from it too.
+// PyTorch's tensors from a tuple of Python objects, by its address. TVM-FFI exports each tensor of
+// a call as an owning DLPack tensor, at 0.2 to 0.4 us of host time; here the same exchange API
+// fills a view on the stack, at a fraction of that. Memory and the current stream come from it too.
 #pragma once
 
 #include <cstddef>

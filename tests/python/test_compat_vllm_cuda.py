@@ -6,7 +6,7 @@ import torch
 
 from lora_cases import make_map
 from mortar.compat.vllm import lora_expand, lora_shrink
-from test_lora_cuda import capture, host_limit_us, host_us
+from test_lora_cuda import capture, host_cost_and_limit
 from vllm_cases import make_inputs, prepare
 
 
@@ -53,6 +53,6 @@ def test_host_cost(op, kind):
         ),
     }
     with torch.inference_mode():
-        cost, limit = host_us(calls[op]), host_limit_us()
+        cost, limit = host_cost_and_limit(calls[op])
     print(f"host cost of {op} ({kind}): {cost:.1f} us, at most {limit:.1f}")
     assert cost <= limit

@@ -27,9 +27,9 @@ struct TileRun {
     return found;
   }
 
-  /// With a plan a run's first tile is the first of the launch or one whose ordinal is a multiple of
-  /// kTiles. Every CTA counts such leaders before its own, so that live CTAs are neighbours in the
-  /// grid and spread evenly over the SMs.
+  /// With a plan a run's first tile is the first of the launch or one whose ordinal is a multiple
+  /// of kTiles. Every CTA counts such leaders before its own, so that live CTAs are neighbours in
+  /// the grid and spread evenly over the SMs.
   __device__ __forceinline__ bool find_in_plan(const GroupsView& g, const TileRange& range,
                                                std::int64_t num_adapters) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
