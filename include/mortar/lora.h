@@ -17,8 +17,8 @@
 // kernels before the call still run, if these let it start early (programmatic dependent launch).
 // What writes them must lie before lora_plan in the stream, or before another kernel that is
 // launched without programmatic dependent launch, as all of PyTorch's are: one kernel in between
-// suffices. To lora_shrink with segments this does not apply, and one such call will do for what
-// follows it.
+// suffices. With segments this holds only inside a captured graph, for what the graph itself
+// writes.
 #pragma once
 
 #include <array>

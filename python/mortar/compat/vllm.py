@@ -13,9 +13,9 @@ Both work straight on vLLM's own metadata (``LoRAKernelMeta``), as its layers pa
 
 G is max_loras + 1. Nothing is sorted again and nothing is read back from the device, so that
 captured CUDA graphs replay with other contents of these buffers: entries of the sorted indices
-that no group owns may be stale. Weights are [L, r, K] and [L, N_s, r], or [L, 1, ., .]. On CUDA
-``lora_expand`` may read weights and metadata while the kernel before it still runs: what writes
-them must be queued before ``lora_shrink``, or before another kernel, as it is in vLLM.
+that no group owns may be stale. Weights are [L, r, K] and [L, N_s, r], or [L, 1, ., .]. Inside a
+CUDA graph both may read weights and metadata while the kernel before them still runs: no graph may
+write these just before the op (vLLM's are written before the replay).
 
 Beyond vLLM's: float32 weights, activations of another dtype than the weights, slices of different
 ranks, strided rows, CPU tensors; one rounding of y where vLLM's expand has two; results that do not

@@ -28,16 +28,16 @@ using lora::cpu::kMaxShrinkRanks;
 using lora::cpu::kMaxShrinkTokens;
 using lora::cpu::ShrinkBlock;
 
-/// One tile's rows of A in place. Steps are numbered from the start of the chunk.
-template <class Unit>
+/// One tile's rows of A in place. Steps are numbered from the start of the chunk. kFetches: 1 KB
+/// ahead is fetched too, for few tokens wait for A, and hardware stops where a page ends.
+template <class Unit, bool kFetches>
 struct RowsInPlace {
   using A = typename Unit::A;
   const A* row[Unit::kTileRanks];
 
-  /// Fetches 1 KB ahead too, for few tokens wait for A: hardware stops where a page ends.
   auto load(std::int64_t step, int r) const {
     const A* at = row[r] + step * Unit::kStep;
-    __builtin_prefetch(reinterpret_cast<const char*>(at) + 1024);
+    if (kFetches) __builtin_prefetch(reinterpret_cast<const char*>(at) + 1024);
     return Unit::load_a(at);
   }
   /// A last step of `count` elements, padded with zeros.
@@ -66,7 +66,7 @@ struct CopiedRows {
 /// beside products it is almost free.
 template <class Unit>
 struct CopyingRows {
-  RowsInPlace<Unit> rows;
+  RowsInPlace<Unit, true> rows;
   typename Unit::Copy* data;
 
   auto load(std::int64_t step, int r) const { return copy(rows.load(step, r), step, r); }
@@ -202,6 +202,7 @@ class Shrink {
   static constexpr int kRanks = Unit::kTileRanks;
   static constexpr std::int64_t kTokens = 3;
   static constexpr std::int64_t kBlock = 96;  ///< tokens whose chunk of x stays in the second level
+  static constexpr std::int64_t kLongRow = 1024;  ///< elements
 
  public:
   explicit Shrink(const ShrinkBlock& block)
@@ -217,7 +218,12 @@ class Shrink {
     if (num_tiles_ == 0) return;
     if (in_place_) {
       for (std::int64_t tile = 0; tile < num_tiles_; ++tile) {
-        for_chunks([&] { run_tokens(tile, 0, num_tokens_, rows(tile)); });
+        // Short rows are often in a cache (K = 256: 38.7 us against 35.5 where they are fetched).
+        if (block_.hidden < kLongRow) {
+          for_chunks([&] { run_tokens(tile, 0, num_tokens_, rows<false>(tile)); });
+        } else {
+          for_chunks([&] { run_tokens(tile, 0, num_tokens_, rows<true>(tile)); });
+        }
       }
     } else {
       for_chunks([&] { run_chunk(); });
@@ -254,15 +260,16 @@ class Shrink {
 
   void run_block(std::int64_t tile, std::int64_t t, std::int64_t end) {
     if (t == 0) {
-      run_tile<kTokens>(tile, 0, CopyingRows<Unit>{rows(tile), copies_[tile]});
+      run_tile<kTokens>(tile, 0, CopyingRows<Unit>{rows<true>(tile), copies_[tile]});
       t = kTokens;
     }
     run_tokens(tile, t, end, CopiedRows<Unit>{copies_[tile]});
   }
 
   /// Rows past the last repeat it; their sums are dropped.
-  RowsInPlace<Unit> rows(std::int64_t tile) const {
-    RowsInPlace<Unit> rows;
+  template <bool kFetches>
+  RowsInPlace<Unit, kFetches> rows(std::int64_t tile) const {
+    RowsInPlace<Unit, kFetches> rows;
     for (int r = 0; r < kRanks; ++r) {
       const std::int64_t row = std::min<std::int64_t>(tile * kRanks + r, block_.num_ranks - 1);
       rows.row[r] = a_ + row * block_.a_row_stride + begin_;

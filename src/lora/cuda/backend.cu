@@ -119,6 +119,18 @@ void run_expand(ExpandParams p, const LoraShape& s, const ExpandConfig& c, Strea
   }
 }
 
+/// Whether weights and groups may be read while the predecessor still runs: by contract (lora.h)
+/// with a plan, and with segments inside a graph, whose replay starts when all before it has ended.
+bool reads_early(const GroupsView& groups, Stream stream) {
+  if (groups.plan != nullptr) return true;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream.handle), &status) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  return status == cudaStreamCaptureStatusActive;
+}
+
 void shrink(const ShrinkProblem& problem, Stream stream) {
   const bool tensor_cores =
       problem.x.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
@@ -133,9 +145,7 @@ void shrink(const ShrinkProblem& problem, Stream stream) {
   p.pad = true;
   p.zero_rows = problem.zero_rows;
   p.h = caller_h(problem.h);
-  // The contract of lora.h: no kernel that may still run writes weights or a plan. Segments may be
-  // written right before, but by the time that shrink_finish starts they are there.
-  p.early = problem.groups.plan != nullptr;
+  p.early = reads_early(problem.groups, stream);
   if (!c.split) return run_shrink(p, s, c, stream);
 
   ShrinkParams partial = p;
@@ -145,7 +155,7 @@ void shrink(const ShrinkProblem& problem, Stream stream) {
   partial.pad = false;
   partial.zero_rows = nullptr;
   run_shrink(partial, s, c, stream);
-  p.early = true;
+  p.early = true;  // a shrink that does not read early waits before it lets this kernel start
   shrink_finish(p, partial.h, stream);
 }
 
@@ -165,7 +175,7 @@ void expand(const ExpandProblem& problem, Stream stream) {
   p.tiles = tiles_of(s, tile_tokens(s));
   p.offset = problem.offset;
   p.add_inputs = problem.add_inputs;
-  p.early = true;  // by contract, as above
+  p.early = reads_early(problem.groups, stream);
   run_expand(p, s, c, stream);
 }
 
@@ -189,8 +199,7 @@ void apply(const ApplyProblem& problem, Stream stream) {
   expand.offset = problem.offset;
   expand.scale = problem.scale;
   expand.add_inputs = problem.add_inputs;
-  // By contract, as above.
-  shrink.early = expand.early = true;
+  shrink.early = expand.early = reads_early(problem.groups, stream);
   const ExpandConfig e = choose_expand(s);
   expand.tiles = shrink.tiles;
 
