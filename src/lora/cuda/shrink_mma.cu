@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // h = x A^T on tensor cores, x and A of one 16-bit type: what shrink_decode and shrink_wgmma leave,
-// unaligned rows, and many tokens in segments or on other architectures than sm_90a.
+// unaligned rows, and many tokens on other architectures than sm_90a.
 //
 // h[s, t, r] = sum_k x[t, k] A_{a(t), s}[r, k]      K hidden, R = sum over slices of ranks
 // bytes  = 2 M K (x, once for all slices) + 2 K sum_a R_a (A of the adapters in use) + h

@@ -7,7 +7,8 @@
 // FLOP   = 2 M K R, all on FMA units: 60 TFLOP/s at most, so prefill is bound by arithmetic from
 //          R = 28 (bf16 x); decode by DRAM
 // 32 tokens of 32 adapters, qkv, r16, float32 A: 25 MB -> 5.9 us
-// limit  : decode DRAM; prefill FMA units, with one 16-byte read of shared memory per 16 FMAs
+// limit  : decode latency and DRAM; prefill FMA units and shared memory alike (one 16-byte read per
+//          16 FMAs of a lane), of which it reaches a tenth
 //
 // A CTA takes a tile of 16 tokens, 32 rank rows, and all of K or (split) one leaf of it. A warp
 // owns four rank rows and streams them together, four elements per lane and row, the next ones in
