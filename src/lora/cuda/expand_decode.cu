@@ -17,6 +17,7 @@
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/pdl.cuh"
+#include "device/vector.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_tile.cuh"
 #include "lora/cuda/slabs.cuh"
@@ -68,7 +69,7 @@ struct HSum {
   __device__ __forceinline__ static int column(int i) { return (i & ((1 << kLogQuads) - 1)) * 4; }
   /// Finds the slabs of piece i.
   __device__ __forceinline__ void seek(int i) {
-    slabs.slab = nullptr;
+    slabs.num = 0;
     if (place(i) >= tile.count || column(i) >= rank) return;
     const int row = h_row(p.h, tile, first_row, place(i), tokens[place(i)]);
     if (row < 0) return;
@@ -102,20 +103,19 @@ struct YPart {
   using T = typename Tr::T;
   uint4 v[Tr::kGroups][2];
 
-  /// rows: row of y from the CTA's first column on; first: the lane's column; end: the CTA's end.
-  /// Whole packs are loaded whether they exist or not, the last one instead of those past the end:
-  /// loads in branches would wait for each other.
-  __device__ __forceinline__ void load(T* const (&rows)[2], int first, int end, bool both) {
+  /// at: its columns of the first group, of both rows; there: which rows exist; left: columns of
+  /// the CTA from its own on.
+  __device__ __forceinline__ void load(T* const (&at)[2], const bool (&there)[2], int left) {
 #pragma unroll
     for (int g = 0; g < Tr::kGroups; ++g) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (half == 1 && !both) break;
-        const int col = first + g * kThreads;
+        const T* from = at[half] + g * kThreads;
+        const int count = there[half] ? left - g * kThreads : 0;
         if constexpr (Tr::kVectorY) {
-          v[g][half] = *reinterpret_cast<const uint4*>(rows[half] + min(col, end - 8));
+          device::load_if(count > 0, v[g][half], from);
         } else {
-          const auto pack = device::load_pack<T, 8>(rows[half] + min(col, end), end - col);
+          const auto pack = device::load_pack<T, 8>(from, count);
           v[g][half] = *reinterpret_cast<const uint4*>(&pack);
         }
       }
@@ -174,19 +174,19 @@ __global__ void __launch_bounds__(kThreads, 3)
   for (int i = 0; i < kStages - 1; ++i) copy_next();
   const int token = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, lane % kTokens, early);
   if (threadIdx.x < kTokens) tokens[threadIdx.x] = token;
-  T* rows[2];
+  // All addresses before the wait: after it a warp has its scheduler to itself, and every
+  // instruction is a delay.
+  const int lane_col = warp * 32 + lane % 4 * 8;
+  T* y_at[2];  // this lane's columns of the first block
   bool there[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int t = __shfl_sync(0xffffffffu, token, lane / 4 + 8 * half);
-    const int some = __shfl_sync(0xffffffffu, token, 0);  // read in place of rows without a token
     there[half] = t >= 0;
-    rows[half] =
-        static_cast<T*>(p.y.data) + max(t >= 0 ? t : some, 0) * p.y.row_stride + block.y_col;
+    y_at[half] = static_cast<T*>(p.y.data) + t * p.y.row_stride + block.y_col + lane_col;
   }
   __syncthreads();
   HSum<Tr> sum(p, tile, tokens, block.slice, w);
-  const int lane_col = warp * 32 + lane % 4 * 8;
   const std::uint32_t h_at = a_fragment_row<Ranks>(h_tile, 0);
   const std::uint32_t b_at = b_fragment_row<Ranks>(ring, warp * 32);
   const int num_steps = ceil_div(w.rank, 16);
@@ -199,10 +199,9 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
   }
   device::pdl_wait();
-  const bool both = tile.count > 8;  // rows of the MMA's second half
   if (p.h.raw) sum.slabs.load();
   YPart<Tr> even = {}, odd = {};
-  if (p.add_inputs) even.load(rows, lane_col, block.cols, both);
+  if (p.add_inputs) even.load(y_at, there, block.cols - lane_col);
   if (p.h.raw) {
     sum.store(h_tile);
   } else {
@@ -213,32 +212,34 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 
   // Compute and store
+  const bool both = tile.count > 8;  // rows of the MMA's second half
   int stage = 0;
   const auto step = [&](int i, const YPart<Tr>& y, YPart<Tr>& next) {
     device::cp_async_wait<kStages - 2>();
     __syncthreads();
     copy_next();
-    const int first = i * p.block_cols, cols = min(p.block_cols, block.cols - first);
-    if (p.add_inputs) {
-      next.load(rows, min(first + p.block_cols, block.cols) + lane_col, block.cols, both);
-    }
+    const int left = block.cols - i * p.block_cols - lane_col;  // columns from this lane's on
+    T* const at[2] = {y_at[0], y_at[1]};
+    y_at[0] += p.block_cols;
+    y_at[1] += p.block_cols;
+    if (p.add_inputs && i + 1 < blocks) next.load(y_at, there, left - p.block_cols);
 #pragma unroll
     for (int g = 0; g < Tr::kGroups; ++g) {
-      const int c = g * kThreads, left = cols - c - lane_col;
-      if (c + warp * 32 >= cols) break;
+      const int c = g * kThreads;
+      if (c + warp * 32 >= p.block_cols) break;
       float acc[1][4][4] = {};
       multiply<T, Ranks, 1>(acc, h_at, b_at + (stage * stage_elts + c * Ranks::kPitch) * 2,
                             num_steps);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (half == 1 && !both) break;
-        if (!there[half] || left <= 0) continue;
+        if (!there[half] || left <= c) continue;
         const uint4 out = add_products<T>(y.v[g][half], acc[0], half, p.add_inputs);
-        T* at = rows[half] + first + c + lane_col;
         if constexpr (Tr::kVectorY) {
-          *reinterpret_cast<uint4*>(at) = out;
+          *reinterpret_cast<uint4*>(at[half] + c) = out;
         } else {
-          device::store_pack<T, 8>(at, *reinterpret_cast<const device::Pack<T, 8>*>(&out), left);
+          device::store_pack<T, 8>(at[half] + c, *reinterpret_cast<const device::Pack<T, 8>*>(&out),
+                                   min(left, p.block_cols - lane_col) - c);
         }
       }
     }

@@ -12,6 +12,7 @@
 // cp.async stages that is filled before the predecessor has ended. A warp owns one leaf and 8 rank
 // rows of a stage: no sum crosses warps, and a leaf is one MMA chain as in the other kernels.
 #include <algorithm>
+#include <type_traits>
 
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -87,26 +88,20 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll 1
   for (int stage = 0; stage < min(kStages, num_stages); ++stage) copy_rows(stage);
   const int token = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, lane % kTokens, early);
-  const T* x = static_cast<const T*>(p.x.data);
-  const auto each_x_row = [&](auto visit) {
-#pragma unroll
-    for (int i = 0; i < kTokens; i += kRowStep) {
-      const int t = __shfl_sync(0xffffffffu, token, i + row0);
-      if (t >= 0) visit(i + row0, x + t * p.x.row_stride + (bytes > 0 ? k : 0));
-    }
-  };
-  if (p.early) {
-    each_x_row([&](int, const T* src) {
-      if (bytes > 0 && piece % 8 == 0) device::prefetch_l2(src);
-    });
-  }
-  device::pdl_wait();
-  each_x_row([&](int i, const T* src) {
-    device::cp_async_16(device::smem_address(x_tile + i * kPitch + piece * 8), src, bytes);
-  });
-  device::cp_async_commit();
 
-  // Compute
+  // All addresses before the wait: after it a warp has its scheduler to itself, and every
+  // instruction is a delay.
+  constexpr int kOwnTokens = kTokens / kRowStep;
+  int x_tokens[kOwnTokens];
+  const T* x_rows[kOwnTokens];
+#pragma unroll
+  for (int i = 0; i < kOwnTokens; ++i) {
+    const int t = __shfl_sync(0xffffffffu, token, i * kRowStep + row0);
+    x_tokens[i] = t;
+    x_rows[i] = static_cast<const T*>(p.x.data) + t * p.x.row_stride + (bytes > 0 ? k : 0);
+    if (p.early && t >= 0 && bytes > 0 && piece % 8 == 0) device::prefetch_l2(x_rows[i]);
+  }
+  const std::uint32_t x_dst = device::smem_address(x_tile + row0 * kPitch + piece * 8);
   const int leaf = warp % Tr::kLeaves, rows8 = warp / Tr::kLeaves * 8;
   const int slab = static_cast<int>(blockIdx.y) * Tr::kLeaves + leaf;
   const std::uint32_t x_at =
@@ -114,31 +109,30 @@ __global__ void __launch_bounds__(kThreads, 4)
   const std::uint32_t a_at = device::smem_address(ring + (rows8 + lane % 8) * kPitch +
                                                   lane / 8 * 8 + leaf * Tr::kSteps * 16);
   const int first_row = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
-  std::int64_t out[2];
+  float* out[2];  // rows of h; null: none
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int place = lane / 4 + 8 * half;
     const int row = h_row(p.h, tile, first_row, place, __shfl_sync(0xffffffffu, token, place));
-    out[half] =
-        row < 0 || slab >= p.h.num_slabs ? -1 : slab * p.h.slab_stride + row * p.h.row_stride;
+    out[half] = row < 0 || slab >= p.h.num_slabs ? nullptr
+                                                 : static_cast<float*>(p.h.data) +
+                                                       slab * p.h.slab_stride +
+                                                       row * p.h.row_stride;
   }
-  std::uint32_t x_frags[Tr::kKeepX ? Tr::kSteps : 1][4];
-  for (int stage = 0; stage < num_stages; ++stage) {
-    if (stage == 0) {
-      device::cp_async_wait<0>();
-    } else {
-      device::cp_async_wait<kStages - 2>();
-    }
-    __syncthreads();
-    if (stage > 0) {
-      if (stage + kStages - 1 < num_stages) copy_rows(stage + kStages - 1);
-      device::cp_async_commit();
-    } else if (Tr::kKeepX) {
+  device::pdl_wait();
 #pragma unroll
-      for (int i = 0; i < Tr::kSteps; ++i) device::ldmatrix_x4(x_frags[i], x_at + i * 32);
+  for (int i = 0; i < kOwnTokens; ++i) {
+    if (x_tokens[i] >= 0) {
+      device::cp_async_16(x_dst + i * kRowStep * kPitch * 2, x_rows[i], bytes);
     }
+  }
+  device::cp_async_commit();
+
+  // Compute
+  std::uint32_t x_frags[Tr::kKeepX ? Tr::kSteps : 1][4];
+  const auto multiply = [&](int stage, auto load_x) {
     const int row = stage * Tr::kStageRows + rows8;
-    if (row >= num_rows) continue;
+    if (row >= num_rows) return;
     const std::uint32_t at = a_at + stage % kStages * Tr::kStageElts * 2;
     float sum[4] = {};
 #pragma unroll
@@ -148,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         auto& frag = x_frags[Tr::kKeepX ? i + j : 0];
-        if (!Tr::kKeepX) device::ldmatrix_x4(frag, x_at + (i + j) * 32);
+        if (!Tr::kKeepX || load_x) device::ldmatrix_x4(frag, x_at + (i + j) * 32);
         device::mma_16816<T>(sum, frag, a[2 * j], a[2 * j + 1]);
       }
     }
@@ -158,11 +152,20 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int r = row + lane % 4 * 2 + c;
-        if (r < num_rows && out[half] >= 0) {
-          static_cast<float*>(p.h.data)[out[half] + rows.place[r]] = sum[half * 2 + c];
-        }
+        if (r < num_rows && out[half] != nullptr) out[half][rows.place[r]] = sum[half * 2 + c];
       }
     }
+  };
+  device::cp_async_wait<0>();
+  __syncthreads();
+  multiply(0, std::true_type{});
+#pragma unroll 1
+  for (int stage = 1; stage < num_stages; ++stage) {
+    device::cp_async_wait<kStages - 2>();
+    __syncthreads();
+    if (stage + kStages - 1 < num_stages) copy_rows(stage + kStages - 1);
+    device::cp_async_commit();
+    multiply(stage, std::false_type{});
   }
 }
 

@@ -4,39 +4,40 @@
 
 #include <cstdint>
 
+#include "device/vector.cuh"
 #include "lora/cuda/params.cuh"
 
 namespace mortar::lora::cuda {
 
 /// Four neighbouring columns of one half of the slabs: lanes 2i and 2i + 1 share a place and take a
 /// half each. All loads of up to 16 slabs are in flight together: a loop that loads and adds would
-/// wait for L2 once per slab. load() may come long before sum().
+/// wait for L2 once per slab. seek() may come long before load(), and load() before sum().
 struct SlabSum {
   static constexpr int kLoads = 8;  ///< per batch; two batches are loaded ahead
-  const float* slab = nullptr;      ///< of the half's first slab, 16-byte aligned
   std::int64_t stride;
-  int num;  ///< slabs of the half
-  float4 v[2][kLoads];
+  int num = 0;               ///< slabs of the half; 0: nothing to add
+  const float* at[kLoads];   ///< of the first batch, 16-byte aligned
+  uint4 v[2][kLoads];
 
-  __device__ __forceinline__ SlabSum(std::int64_t slab_stride) : stride(slab_stride), num(0) {}
+  __device__ __forceinline__ SlabSum(std::int64_t slab_stride) : stride(slab_stride) {}
 
   /// Chooses this lane's half of the slabs from `first` on.
   __device__ __forceinline__ void seek(const float* first, int num_slabs) {
     const int middle = static_cast<int>(first_leaves(num_slabs));
     const bool second = threadIdx.x % 2 == 1;
-    slab = first + (second ? middle * stride : 0);
     num = second ? num_slabs - middle : middle;
-    if (num == 0) slab = nullptr;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) at[i] = first + (i + (second ? middle : 0)) * stride;
   }
-  __device__ __forceinline__ void load_batch(float4 (&to)[kLoads], int base) {
+  /// Zeros past the last slab: adding them changes nothing.
+  __device__ __forceinline__ void load_batch(uint4 (&to)[kLoads], int base) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      // Past the last slab the last one is read again and not used, so that no load is in a branch.
-      to[i] = __ldcg(reinterpret_cast<const float4*>(slab + min(base + i, num - 1) * stride));
+      to[i] = make_uint4(0, 0, 0, 0);
+      device::load_if(base + i < num, to[i], at[i] + base * stride);
     }
   }
   __device__ __forceinline__ void load() {
-    if (slab == nullptr) return;
     load_batch(v[0], 0);
     if (num > kLoads) load_batch(v[1], kLoads);
   }
@@ -44,21 +45,19 @@ struct SlabSum {
   /// After load(). Called by whole warps; both lanes get the sum of both halves.
   __device__ __forceinline__ float4 sum() {
     float4 sum = make_float4(0, 0, 0, 0);
-    const auto add = [&](const float4(&from)[kLoads], int base) {
+    const auto add = [&](const uint4(&from)[kLoads]) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        if (base + i >= num) break;
-        sum =
-            make_float4(sum.x + from[i].x, sum.y + from[i].y, sum.z + from[i].z, sum.w + from[i].w);
+        sum = make_float4(sum.x + __uint_as_float(from[i].x), sum.y + __uint_as_float(from[i].y),
+                          sum.z + __uint_as_float(from[i].z), sum.w + __uint_as_float(from[i].w));
       }
     };
-    if (slab != nullptr) {
-      add(v[0], 0);
-      if (num > kLoads) add(v[1], kLoads);
-      for (int base = 2 * kLoads; base < num; base += kLoads) {
-        load_batch(v[0], base);
-        add(v[0], base);
-      }
+    add(v[0]);
+    if (num > kLoads) add(v[1]);
+#pragma unroll 1
+    for (int base = 2 * kLoads; base < num; base += kLoads) {
+      load_batch(v[0], base);
+      add(v[0]);
     }
     // The sum of two values does not depend on their order.
     const auto both = [](float own) { return own + __shfl_xor_sync(0xffffffffu, own, 1); };
