@@ -59,7 +59,8 @@ struct Traits {
   static constexpr int kSlots = kScout + 1;
 };
 
-/// What all warps need of a step. The scout, the last warp, fills it in time.
+/// What all warps need of a step. The scout, the last warp, fills it in time, that of the first
+/// steps the workers.
 struct StepSlot {
   int4 entry;  ///< of the tile: {adapter, start, count, -}
   int tokens[kTokens];
@@ -127,8 +128,8 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-/// The last warp's walk over the CTA's steps: runs of 2^log_run tiles of a block, blocks first; the
-/// CTA takes every gridDim.x-th run.
+/// Fills the slots of the CTA's steps. They walk over runs of 2^log_run tiles of a block, blocks
+/// first; the CTA takes every gridDim.x-th run.
 template <class Tr>
 struct Scout {
   const ExpandParams& p;
@@ -136,44 +137,44 @@ struct Scout {
   StepSlot* slots;
   int num_blocks, num_tiles;
 
-  // The step whose tile is looked up next, and what the last prepared step had.
-  int step = 0, in_run = 0, run = 0, block = 0;
+  // What the last assigned step had.
   int last_block = -1, last_adapter = -1, b_slot = 0;
   int b_end[Tr::kBSlots];  ///< first step that no longer uses the slot
-  Block at;
 
   __device__ __forceinline__ Scout(const ExpandParams& params, const GroupsView& g, StepSlot* s,
                                    int tiles)
       : p(params), groups(g), slots(s), num_tiles(tiles) {
     num_blocks = p.block_start[p.weights.num_slices];
     for (int& end : b_end) end = -(1 << 20);
-    next_run(static_cast<int>(blockIdx.x));
   }
   __device__ __forceinline__ int num_steps() const {
     const int items = ((num_tiles + (1 << p.log_run) - 1) >> p.log_run) * num_blocks;
     const int cta = static_cast<int>(blockIdx.x), ctas = static_cast<int>(gridDim.x);
     return cta < items ? ((items - 1 - cta) / ctas + 1) << p.log_run : 0;
   }
-  __device__ __forceinline__ void next_run(int ahead) {
-    for (block += ahead; block >= num_blocks; block -= num_blocks) ++run;
-  }
 
-  /// Tile and tokens of the next step. With a plan the copy is in flight on return.
-  __device__ __forceinline__ void look_up() {
+  /// Tile and tokens of step s. With a plan the copy is in flight on return. Called by a warp.
+  __device__ __forceinline__ void look_up(int s) {
     const int lane = threadIdx.x % 32;
-    StepSlot& slot = slots[step % Tr::kSlots];
-    const int tile = (run << p.log_run) + in_run, index = p.tiles.first + tile;
-    bool live = tile < num_tiles;
+    StepSlot& slot = slots[s % Tr::kSlots];
+    const unsigned item = blockIdx.x + static_cast<unsigned>(s >> p.log_run) * gridDim.x;
+    const unsigned run = item / static_cast<unsigned>(num_blocks);
+    const int tile = static_cast<int>(run << p.log_run) + (s & ((1 << p.log_run) - 1));
+    const int index = p.tiles.first + tile;
+    bool live;
     if constexpr (Tr::kPlan) {
-      if (live && lane < kTokens / 4) {
+      // The list has room for all tiles that the host expects, whether they exist or not.
+      if (tile < p.tiles.num && lane < kTokens / 4) {
         device::cp_async_16(&slot.tokens[lane * 4],
                             groups.plan + p.tiles.tokens + index * kTokens + lane * 4);
-      } else if (live && lane == kTokens / 4) {
+      } else if (tile < p.tiles.num && lane == kTokens / 4) {
         device::cp_async_16(&slot.entry, groups.plan + p.tiles.list + kPlanEntryWords * index);
       }
+      live = tile < num_tiles;
     } else {
       Tile t;
-      live = live && find_segment_tile(groups, p.weights.num_adapters, kTokens, index, &t);
+      live = tile < num_tiles &&
+             find_segment_tile(groups, p.weights.num_adapters, kTokens, index, &t);
       if (live) {
         for (int i = lane; i < kTokens; i += 32) {
           slot.tokens[i] = tile_token<false>(groups, p.tiles, t, i, -1);
@@ -183,26 +184,39 @@ struct Scout {
     }
     if (lane == 0) {
       slot.live = live;
-      slot.block = block;
-    }
-    ++step;
-    if (++in_run == 1 << p.log_run) {
-      in_run = 0;
-      next_run(static_cast<int>(gridDim.x));
+      slot.block = static_cast<int>(item - run * static_cast<unsigned>(num_blocks));
     }
   }
 
-  /// The rest of step s, whose tile has arrived. Called by the whole warp.
+  /// What follows from the tile of step s, which has arrived. Called by a warp.
   __device__ __forceinline__ void prepare(int s) {
+    const int lane = threadIdx.x % 32;
     StepSlot& slot = slots[s % Tr::kSlots];
     if (!slot.live) return;
-    const int adapter = slot.entry.x;
     __syncwarp();  // slot.live is written below
-    const bool fresh = slot.block != last_block || adapter != last_adapter;
-    if (slot.block != last_block) at = find_block(p, slot.block);
-    last_block = slot.block;
+    const Block at = find_block(p, slot.block);
+    const SliceWeights w = p.weights.get(slot.entry.x, at.slice);
+    for (int i = lane; i < kTokens; i += 32) {
+      const std::int64_t token = slot.tokens[i];
+      slot.y[i] = token < 0 ? -1 : 2 * (token * p.y.row_stride + at.y_col);
+    }
+    if (lane != 0) return;
+    slot.b = static_cast<const typename Tr::T*>(w.b) + at.first * w.b_row_stride;
+    slot.b_stride = w.b_row_stride;
+    slot.h_at = at.slice * p.h.slice_stride;
+    slot.cols = at.cols;
+    slot.rank = min(w.rank, p.h.width);
+    slot.live = slot.rank > 0;
+  }
+
+  /// Where B of step s goes, and when. Called by one warp for one step after the other.
+  __device__ __forceinline__ void assign(int s) {
+    StepSlot& slot = slots[s % Tr::kSlots];
+    if (!slot.live) return;
+    const int block = slot.block, adapter = slot.entry.x;
+    const bool fresh = block != last_block || adapter != last_adapter;
+    last_block = block;
     last_adapter = adapter;
-    const SliceWeights w = p.weights.get(adapter, at.slice);
     if (fresh) b_slot = b_slot + 1 == Tr::kBSlots ? 0 : b_slot + 1;
     // Step s is issued once step s - kAhead - 1 is through.
     bool late = false;
@@ -212,20 +226,10 @@ struct Scout {
       late = fresh && b_end[i] > s - Tr::kAhead;
       b_end[i] = s + 1;
     }
-    for (int i = threadIdx.x % 32; i < kTokens; i += 32) {
-      const std::int64_t token = slot.tokens[i];
-      slot.y[i] = token < 0 ? -1 : 2 * (token * p.y.row_stride + at.y_col);
-    }
-    if (threadIdx.x != kWorkers) return;
-    slot.b = static_cast<const typename Tr::T*>(w.b) + at.first * w.b_row_stride;
-    slot.b_stride = w.b_row_stride;
-    slot.h_at = at.slice * p.h.slice_stride;
-    slot.cols = at.cols;
-    slot.rank = min(w.rank, p.h.width);
+    if (threadIdx.x % 32 != 0) return;
     slot.b_slot = b_slot;
     slot.fresh = fresh && !late;
     slot.late = late;
-    slot.live = slot.rank > 0;
   }
 };
 
@@ -391,15 +395,22 @@ __global__ void __launch_bounds__(kThreads, 2)
     num_tiles = min(count_segment_tiles(groups, p.weights.num_adapters), p.tiles.num);
   }
 
-  const bool is_scout = warp_index() == kWorkers / 32;
+  // The first steps are looked up by a warp each: by the scout, one after the other, they took 4 us.
+  const int warp = warp_index();
+  const bool is_scout = warp == kWorkers / 32;
+  static_assert(Tr::kScout <= kWorkers / 32 && Tr::kAhead < Tr::kScout);
   Scout<Tr> scout(p, groups, slots, max(num_tiles, 0));
-  const int num_steps = scout.num_steps();
-  if (is_scout) {
-    for (int s = 0; s < Tr::kScout; ++s) scout.look_up();
+  if (warp < Tr::kScout) {
+    scout.look_up(warp);
     device::cp_async_commit();
     device::cp_async_wait<0>();
     __syncwarp();
-    for (int s = 0; s <= Tr::kAhead; ++s) scout.prepare(s);
+    if (warp <= Tr::kAhead) scout.prepare(warp);
+  }
+  const int num_steps = scout.num_steps();
+  __syncthreads();
+  if (is_scout) {
+    for (int s = 0; s <= Tr::kAhead; ++s) scout.assign(s);
   }
   __syncthreads();
   const Worker<Tr> worker(p, smem, p.h.by_position ? first_position(groups, p.tiles) : 0);
@@ -422,9 +433,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     const StepSlot& t = slots[now.slot];
     const bool late = t.live && t.late;
     if (is_scout) {
-      scout.look_up();
+      scout.look_up(s + Tr::kScout);
       device::cp_async_commit();
       scout.prepare(s + Tr::kAhead + 1);
+      __syncwarp();
+      scout.assign(s + Tr::kAhead + 1);
     } else {
       worker.issue_b(slots[ahead.slot]);
       worker.issue_rows(slots[ahead.slot], ahead.stage);

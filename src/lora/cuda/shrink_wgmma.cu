@@ -74,7 +74,7 @@ struct Traits {
 /// What lies in shared memory behind the ring and the sums, parked or of the cluster's other CTA.
 template <class Tr>
 struct Shared {
-  Column columns[Tr::kRows];
+  Columns<Tr::kRows> columns;
   RankRows<Tr::kRows> rows;
   const void* tokens[Tr::kTokens];  ///< row of x; null: no token
   device::Mbarrier full[Tr::kStages], empty[Tr::kStages];
@@ -231,6 +231,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     shared.tokens[place] = token < 0 ? nullptr : x + token * p.x.row_stride;
   }
   shared.rows.fill(p, shared.run.tile.adapter, blockIdx.x * Tr::kRows);
+  if (threadIdx.x == 0) shared.columns.begin();
   if (threadIdx.x < Tr::kStages) {
     shared.full[threadIdx.x].init(kProducers);
     shared.empty[threadIdx.x].init(Tr::kConsumers / 32);
@@ -254,33 +255,38 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
 
   // Compute
   device::more_registers<Tr::kConsumerRegisters>();
-  if (threadIdx.x < Tr::kRows) {
-    shared.columns[threadIdx.x] = Column::of(shared.rows, static_cast<int>(threadIdx.x), p.h.raw);
-  }
-  device::pdl_wait();
-  float total[Tr::kSums];
-  consume<Tr>(p, shared, ring, parked, total);
-
+  if (threadIdx.x < Tr::kRows) shared.columns.fill(shared.rows, threadIdx.x, p.h.raw);
   // Rows of h of a thread's two tokens
   const int part = static_cast<int>(blockIdx.y);
   const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
   const Tile tile = shared.run.tile;
-  std::int64_t base[2];
+  int rows[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int place = static_cast<int>(threadIdx.x) / 32 * 16 + i * 8 + threadIdx.x % 32 / 4;
     const bool there = place < tile.count;
     const int token = there && !p.h.by_position ? shared.run.token(p.groups, p.tiles, place) : 0;
-    const int row = there ? h_row(p.h, tile, first, place, token) : -1;
-    base[i] = row < 0 ? -1 : row * p.h.row_stride;
-    if (row >= 0 && Tr::kShare == Share::kLeaf) base[i] += part * p.h.slab_stride;
+    rows[i] = there ? h_row(p.h, tile, first, place, token) : -1;
+  }
+  device::pdl_wait();
+  float total[Tr::kSums];
+  consume<Tr>(p, shared, ring, parked, total);
+  std::int64_t base[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    base[i] = rows[i] < 0 ? -1 : rows[i] * p.h.row_stride;
+    if (rows[i] >= 0 && Tr::kShare == Share::kLeaf) base[i] += part * p.h.slab_stride;
   }
 
   // Reduce and store: the sum of both halves of K
   if constexpr (Tr::kShare != Share::kHalf) {
     device::named_barrier<1, Tr::kConsumers>();  // columns are written
     if constexpr (Tr::kShare == Share::kAll) add_sums<Tr::kConsumers>(total, parked);
-    store_sums(p.h, base, shared.columns, total);
+    if constexpr (Tr::kShare == Share::kLeaf) {
+      store_sums<float>(p.h, base, shared.columns, 0, total);  // slabs
+    } else {
+      store_sums_any(p.h, base, shared.columns, 0, total);
+    }
   } else {
     // Each CTA of the cluster takes half of the columns.
     constexpr int kHalf = Tr::kSums / 2;
@@ -294,7 +300,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     put_sums<Tr::kConsumers>(group.map_shared_rank(parked, 1 - part), other);
     group.sync();
     add_sums<Tr::kConsumers>(own, parked);
-    store_sums(p.h, base, shared.columns + part * Tr::kRows / 2, own);
+    store_sums_any(p.h, base, shared.columns, part * Tr::kRows / 2, own);
   }
 #endif
 }
@@ -378,7 +384,7 @@ void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
     return l.template run<192, 2, 4, 1, Share::kHalf>();
   }
   if (p.h.num_slabs > 1) {
-    if (num_rows <= 48) return l.template run<48, 2, 5, 2, Share::kLeaf>();
+    if (num_rows <= 48) return l.template run<48, 2, 4, 2, Share::kLeaf>();
     if (num_rows <= 96) return l.template run<96, 2, 7, 1, Share::kLeaf>();
     if (num_rows <= 144) return l.template run<144, 2, 6, 1, Share::kLeaf>();
     return l.template run<192, 2, 5, 1, Share::kLeaf>();

@@ -47,55 +47,90 @@ struct alignas(16) Column {
   }
 };
 
+/// The rank rows of a CTA as the store sees them, in shared memory.
+template <int kRows>
+struct Columns {
+  /// Two neighbours of one word of h. Their scales are none of a zero row's.
+  struct alignas(16) Pair {
+    std::int64_t place;  ///< of the first, even; negative: nothing to store
+    float scale[2];
+  };
+  Column one[kRows];
+  Pair pair[kRows / 2];
+  int irregular;  ///< some rows make no such pairs
+
+  /// By one thread, a barrier before fill().
+  __device__ __forceinline__ void begin() { irregular = 0; }
+  /// Row i, by a thread each. A barrier must follow before use.
+  __device__ __forceinline__ void fill(const RankRows<kRows>& rows, int i, bool raw) {
+    one[i] = Column::of(rows, i, raw);
+    if (i % 2 != 0) return;
+    const Column c0 = one[i], c1 = Column::of(rows, i + 1, raw);
+    constexpr int kPlain = Column::kStored | Column::kNotZero;
+    const bool word = (c0.kind & Column::kBeforeNext) != 0 && (c0.kind & c1.kind & kPlain) == kPlain &&
+                      c0.place % 2 == 0;
+    pair[i / 2] = {word ? c0.place : -1, {c0.scale, c1.scale}};
+    if (!word && ((c0.kind | c1.kind) & Column::kStored) != 0) irregular = 1;
+  }
+};
+
 /// Stores one or two values; two as one word where they are neighbours in h and lie in one.
 template <class H>
 __device__ __forceinline__ void store_two(H* h, const Column& c0, const Column& c1, float v0,
                                           float v1) {
   v0 = (c0.kind & Column::kNotZero) != 0 ? v0 * c0.scale : 0.0f;
   v1 = (c1.kind & Column::kNotZero) != 0 ? v1 * c1.scale : 0.0f;
-  H* at = h + c0.place;
-  if ((c0.kind & Column::kBeforeNext) != 0 &&
-      reinterpret_cast<std::uintptr_t>(at) % (2 * sizeof(H)) == 0) {
-    *reinterpret_cast<device::Pack<H, 2>*>(at) = {device::from_float<H>(v0),
-                                                  device::from_float<H>(v1)};
-  } else {
-    if ((c0.kind & Column::kStored) != 0) at[0] = device::from_float<H>(v0);
-    if ((c1.kind & Column::kStored) != 0) h[c1.place] = device::from_float<H>(v1);
-  }
+  if ((c0.kind & Column::kStored) != 0) h[c0.place] = device::from_float<H>(v0);
+  if ((c1.kind & Column::kStored) != 0) h[c1.place] = device::from_float<H>(v1);
 }
 
 /// Stores a thread's sums: rows of h at `base` (negative: none) of its two tokens, columns 8 j +
-/// lane % 4 * 2 and the next of `columns`.
-template <class H, int kCount>
-__device__ __forceinline__ void store_sums(void* data, const std::int64_t (&base)[2],
-                                           const Column* columns, const float (&sum)[kCount]) {
-  constexpr int kBatch = 3;  // columns read together, or every one would wait for shared memory
-  static_assert(kCount % (4 * kBatch) == 0, "sums come as whole batches");
-  columns += threadIdx.x % 4 * 2;
+/// lane % 4 * 2 and the next, counted from `first`, a multiple of 8.
+template <class H, int kCount, int kRows>
+__device__ __forceinline__ void store_sums(const HView& h, const std::int64_t (&base)[2],
+                                           const Columns<kRows>& columns, int first,
+                                           const float (&sum)[kCount]) {
+  H* const data = static_cast<H*>(h.data);
+  first += static_cast<int>(threadIdx.x) % 4 * 2;
+  const bool words = reinterpret_cast<std::uintptr_t>(data) % (2 * sizeof(H)) == 0 &&
+                     h.row_stride % 2 == 0 && h.slab_stride % 2 == 0;
+  if (words && columns.irregular == 0) {
 #pragma unroll
-  for (int j = 0; j < kCount / 4; j += kBatch) {
-    Column c[kBatch][2];
+    for (int j = 0; j < kCount / 4; ++j) {
+      const auto pair = columns.pair[first / 2 + 4 * j];
 #pragma unroll
-    for (int i = 0; i < 2 * kBatch; ++i) c[i / 2][i % 2] = columns[(j + i / 2) * 8 + i % 2];
+      for (int i = 0; i < 2; ++i) {
+        if (base[i] < 0 || pair.place < 0) continue;
+        const float v0 = sum[4 * j + 2 * i] * pair.scale[0];
+        const float v1 = sum[4 * j + 2 * i + 1] * pair.scale[1];
+        *reinterpret_cast<device::Pack<H, 2>*>(data + base[i] + pair.place) = {
+            device::from_float<H>(v0), device::from_float<H>(v1)};
+      }
+    }
+    return;
+  }
 #pragma unroll
-    for (int i = 0; i < 2 * kBatch; ++i) {
-      if (base[i % 2] < 0) continue;
-      const int at = 4 * (j + i / 2) + 2 * (i % 2);
-      store_two(static_cast<H*>(data) + base[i % 2], c[i / 2][0], c[i / 2][1], sum[at],
-                sum[at + 1]);
+  for (int j = 0; j < kCount / 4; ++j) {
+    const Column c0 = columns.one[first + 8 * j], c1 = columns.one[first + 8 * j + 1];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (base[i] < 0) continue;
+      store_two(data + base[i], c0, c1, sum[4 * j + 2 * i], sum[4 * j + 2 * i + 1]);
     }
   }
 }
 
-template <int kCount>
-__device__ __forceinline__ void store_sums(const HView& h, const std::int64_t (&base)[2],
-                                           const Column* columns, const float (&sum)[kCount]) {
+/// The same for the dtype that h has.
+template <int kCount, int kRows>
+__device__ __forceinline__ void store_sums_any(const HView& h, const std::int64_t (&base)[2],
+                                               const Columns<kRows>& columns, int first,
+                                               const float (&sum)[kCount]) {
   if (h.dtype == DType::kFloat32) {
-    store_sums<float>(h.data, base, columns, sum);
+    store_sums<float>(h, base, columns, first, sum);
   } else if (h.dtype == DType::kBFloat16) {
-    store_sums<__nv_bfloat16>(h.data, base, columns, sum);
+    store_sums<__nv_bfloat16>(h, base, columns, first, sum);
   } else {
-    store_sums<__half>(h.data, base, columns, sum);
+    store_sums<__half>(h, base, columns, first, sum);
   }
 }
 
