@@ -123,7 +123,7 @@ inline ShrinkConfig choose_shrink(const LoraShape& s) {
     const std::int64_t ctas = tiles * ceil_div<std::int64_t>(s.hidden, 512);
     const std::int64_t shares = std::clamp<std::int64_t>(
         2 * kNumSms / std::max<std::int64_t>(ctas, 1), 1, ceil_div(rows, 16));
-    c.decode_rows = static_cast<int>(ceil_div<std::int64_t>(rows, shares));
+    c.decode_rows = round_up(static_cast<int>(ceil_div<std::int64_t>(rows, shares)), 16);
     c.finish = !s.tensor_cores || s.max_rank > kExpandPrefillMaxRank;
     return c;
   }

@@ -51,7 +51,7 @@ struct HSum {
   const int* tokens;
   int first_row, slice, rank;
   float scale;
-  SlabSum slabs;
+  SlabSum<2> slabs;
 
   __device__ __forceinline__ HSum(const ExpandParams& params, const Tile& t, const int* own_tokens,
                                   int own_slice, const SliceWeights& w)

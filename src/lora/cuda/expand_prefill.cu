@@ -173,8 +173,8 @@ struct Scout {
       live = tile < num_tiles;
     } else {
       Tile t;
-      live = tile < num_tiles &&
-             find_segment_tile(groups, p.weights.num_adapters, kTokens, index, &t);
+      live =
+          tile < num_tiles && find_segment_tile(groups, p.weights.num_adapters, kTokens, index, &t);
       if (live) {
         for (int i = lane; i < kTokens; i += 32) {
           slot.tokens[i] = tile_token<false>(groups, p.tiles, t, i, -1);
@@ -395,7 +395,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     num_tiles = min(count_segment_tiles(groups, p.weights.num_adapters), p.tiles.num);
   }
 
-  // The first steps are looked up by a warp each: by the scout, one after the other, they took 4 us.
+  // The first steps are looked up by a warp each: by the scout, one after the other, they took 4
+  // us.
   const int warp = warp_index();
   const bool is_scout = warp == kWorkers / 32;
   static_assert(Tr::kScout <= kWorkers / 32 && Tr::kAhead < Tr::kScout);

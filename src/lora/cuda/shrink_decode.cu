@@ -114,10 +114,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (int half = 0; half < 2; ++half) {
     const int place = lane / 4 + 8 * half;
     const int row = h_row(p.h, tile, first_row, place, __shfl_sync(0xffffffffu, token, place));
-    out[half] = row < 0 || slab >= p.h.num_slabs ? nullptr
-                                                 : static_cast<float*>(p.h.data) +
-                                                       slab * p.h.slab_stride +
-                                                       row * p.h.row_stride;
+    out[half] = row < 0 || slab >= p.h.num_slabs
+                    ? nullptr
+                    : static_cast<float*>(p.h.data) + slab * p.h.slab_stride + row * p.h.row_stride;
   }
   device::pdl_wait();
 #pragma unroll
@@ -174,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 template <class Tr>
 void launch_traits(ShrinkParams p, const ShrinkConfig& c, Stream stream) {
   const int rows = p.weights.num_slices * p.weights.max_rank;
-  p.rows_per_cta = std::min(round_up(c.decode_rows, Tr::kStageRows), kMaxRows);
+  p.rows_per_cta = std::min(c.decode_rows, kMaxRows);
   const int most = std::min(p.rows_per_cta, rows);
   // Fewer rows than a stage holds take no more memory than they need.
   const int ring_rows = std::min(kStages * Tr::kStageRows, round_up(most, 8));

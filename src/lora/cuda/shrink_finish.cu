@@ -23,7 +23,7 @@ struct FinishParams {
   HView from;
 };
 
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 4)
     finish_kernel(const __grid_constant__ FinishParams p) {
   device::pdl_begin(p.to.early);
   const int tile_index = p.to.tiles.first + static_cast<int>(blockIdx.z);
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int place = piece / row_pieces, slice = piece % row_pieces / pieces, r = piece % pieces * 4;
   SliceWeights w;
   int row_from = -1, row_to = -1;
-  SlabSum slabs(from.slab_stride);
+  SlabSum<1> slabs(from.slab_stride);
   if (place < tile.count) {
     w = p.to.weights.get(tile.adapter, slice);
     const int token = h.by_position ? 0 : any_token(p.to.groups, p.to.tiles, tile, place);

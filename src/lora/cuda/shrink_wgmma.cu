@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
 
   // Compute
   device::more_registers<Tr::kConsumerRegisters>();
-  if (threadIdx.x < Tr::kRows) shared.columns.fill(shared.rows, threadIdx.x, p.h.raw);
+  shared.columns.template fill<Tr::kConsumers>(shared.rows, p.h.raw);
   // Rows of h of a thread's two tokens
   const int part = static_cast<int>(blockIdx.y);
   const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;

@@ -10,36 +10,41 @@
 namespace mortar::lora::cuda {
 
 /// Four neighbouring columns of one half of the slabs: lanes 2i and 2i + 1 share a place and take a
-/// half each. All loads of up to 16 slabs are in flight together: a loop that loads and adds would
-/// wait for L2 once per slab. seek() may come long before load(), and load() before sum().
+/// half each. All loads of 16 slabs (kBatches = 1) or 32 (2) are in flight together: a loop that
+/// loads and adds would wait for L2 once per slab. seek() may come long before load(), and load()
+/// before sum().
+template <int kBatches>
 struct SlabSum {
-  static constexpr int kLoads = 8;  ///< per batch; two batches are loaded ahead
-  std::int64_t stride;
-  int num = 0;               ///< slabs of the half; 0: nothing to add
-  const float* at[kLoads];   ///< of the first batch, 16-byte aligned
-  uint4 v[2][kLoads];
+  static constexpr int kLoads = 8;  ///< per batch
+  unsigned stride;                  ///< bytes; all slabs together are fewer than 2^32
+  int num = 0;                      ///< slabs of the half; 0: nothing to add
+  const char* slab = nullptr;       ///< of the half's first slab, 16-byte aligned
+  uint4 v[kBatches][kLoads];
 
-  __device__ __forceinline__ SlabSum(std::int64_t slab_stride) : stride(slab_stride) {}
+  __device__ __forceinline__ SlabSum(std::int64_t slab_stride)
+      : stride(static_cast<unsigned>(slab_stride * sizeof(float))) {}
 
   /// Chooses this lane's half of the slabs from `first` on.
   __device__ __forceinline__ void seek(const float* first, int num_slabs) {
     const int middle = static_cast<int>(first_leaves(num_slabs));
     const bool second = threadIdx.x % 2 == 1;
     num = second ? num_slabs - middle : middle;
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) at[i] = first + (i + (second ? middle : 0)) * stride;
+    slab = reinterpret_cast<const char*>(first) + std::uint64_t{stride} * (second ? middle : 0);
   }
   /// Zeros past the last slab: adding them changes nothing.
-  __device__ __forceinline__ void load_batch(uint4 (&to)[kLoads], int base) {
+  __device__ __forceinline__ void load_batch(uint4 (&to)[kLoads], unsigned base) {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
+    for (unsigned i = 0; i < kLoads; ++i) {
       to[i] = make_uint4(0, 0, 0, 0);
-      device::load_if(base + i < num, to[i], at[i] + base * stride);
+      device::load_if(static_cast<int>(base + i) < num, to[i],
+                      slab + std::uint64_t{stride} * (base + i));
     }
   }
   __device__ __forceinline__ void load() {
     load_batch(v[0], 0);
-    if (num > kLoads) load_batch(v[1], kLoads);
+    if constexpr (kBatches == 2) {
+      if (num > kLoads) load_batch(v[1], kLoads);
+    }
   }
 
   /// After load(). Called by whole warps; both lanes get the sum of both halves.
@@ -53,9 +58,11 @@ struct SlabSum {
       }
     };
     add(v[0]);
-    if (num > kLoads) add(v[1]);
+    if constexpr (kBatches == 2) {
+      if (num > kLoads) add(v[1]);
+    }
 #pragma unroll 1
-    for (int base = 2 * kLoads; base < num; base += kLoads) {
+    for (int base = kBatches * kLoads; base < num; base += kLoads) {
       load_batch(v[0], base);
       add(v[0]);
     }

@@ -35,14 +35,13 @@ struct alignas(16) Column {
   std::int64_t place;  ///< element offset in a row of h
   float scale;
   int kind;
-  static constexpr int kStored = 1, kNotZero = 2, kBeforeNext = 4;  ///< next in h, too
+  static constexpr int kStored = 1, kNotZero = 2;
 
   template <int kRows>
   static __device__ __forceinline__ Column of(const RankRows<kRows>& rows, int i, bool raw) {
     Column c{rows.place[i], raw ? 1.0f : rows.scale[i], 0};
     if (i < rows.count) c.kind |= kStored;
     if (rows.weights[i] != nullptr) c.kind |= kNotZero;
-    if (i + 1 < rows.count && rows.place[i + 1] == c.place + 1) c.kind |= kBeforeNext;
     return c;
   }
 };
@@ -50,72 +49,107 @@ struct alignas(16) Column {
 /// The rank rows of a CTA as the store sees them, in shared memory.
 template <int kRows>
 struct Columns {
-  /// Two neighbours of one word of h. Their scales are none of a zero row's.
-  struct alignas(16) Pair {
-    std::int64_t place;  ///< of the first, even; negative: nothing to store
-    float scale[2];
-  };
   Column one[kRows];
-  Pair pair[kRows / 2];
-  int irregular;  ///< some rows make no such pairs
+  /// Eight neighbours that are neighbours in h too, at a multiple of 8; negative: nothing to store.
+  std::int64_t octet[kRows / 8];
+  alignas(16) float scale[kRows];
+  int irregular;  ///< some rows make no such octets
 
   /// By one thread, a barrier before fill().
   __device__ __forceinline__ void begin() { irregular = 0; }
-  /// Row i, by a thread each. A barrier must follow before use.
-  __device__ __forceinline__ void fill(const RankRows<kRows>& rows, int i, bool raw) {
-    one[i] = Column::of(rows, i, raw);
-    if (i % 2 != 0) return;
-    const Column c0 = one[i], c1 = Column::of(rows, i + 1, raw);
-    constexpr int kPlain = Column::kStored | Column::kNotZero;
-    const bool word = (c0.kind & Column::kBeforeNext) != 0 && (c0.kind & c1.kind & kPlain) == kPlain &&
-                      c0.place % 2 == 0;
-    pair[i / 2] = {word ? c0.place : -1, {c0.scale, c1.scale}};
-    if (!word && ((c0.kind | c1.kind) & Column::kStored) != 0) irregular = 1;
+  /// By threads 0 to kThreads - 1. A barrier must follow before use.
+  template <int kThreads>
+  __device__ __forceinline__ void fill(const RankRows<kRows>& rows, bool raw) {
+    for (int i = threadIdx.x; i < kRows; i += kThreads) {
+      one[i] = Column::of(rows, i, raw);
+      scale[i] = one[i].scale;
+      if (i % 8 != 0) continue;
+      bool whole = rows.place[i] % 8 == 0;
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        whole = whole && i + c < rows.count && rows.weights[i + c] != nullptr &&
+                rows.place[i + c] == rows.place[i] + c;
+      }
+      octet[i / 8] = whole ? rows.place[i] : -1;
+      if (!whole && i < rows.count) irregular = 1;
+    }
   }
 };
 
-/// Stores one or two values; two as one word where they are neighbours in h and lie in one.
-template <class H>
-__device__ __forceinline__ void store_two(H* h, const Column& c0, const Column& c1, float v0,
-                                          float v1) {
-  v0 = (c0.kind & Column::kNotZero) != 0 ? v0 * c0.scale : 0.0f;
-  v1 = (c1.kind & Column::kNotZero) != 0 ? v1 * c1.scale : 0.0f;
-  if ((c0.kind & Column::kStored) != 0) h[c0.place] = device::from_float<H>(v0);
-  if ((c1.kind & Column::kStored) != 0) h[c1.place] = device::from_float<H>(v1);
+/// Lane q of a quad gets word q of each lane's, in their order: w[c] of lane q was w[q] of lane c.
+__device__ __forceinline__ void transpose_quad(std::uint32_t (&w)[4]) {
+#pragma unroll
+  for (int d = 1; d < 4; d *= 2) {
+    const bool upper = (threadIdx.x & d) != 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if ((k & d) != 0) continue;
+      const std::uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? w[k] : w[k + d], d);
+      (upper ? w[k] : w[k + d]) = other;
+    }
+  }
 }
 
 /// Stores a thread's sums: rows of h at `base` (negative: none) of its two tokens, columns 8 j +
-/// lane % 4 * 2 and the next, counted from `first`, a multiple of 8.
+/// lane % 4 * 2 and the next, counted from `first`, a multiple of 8. Called by whole warps.
 template <class H, int kCount, int kRows>
 __device__ __forceinline__ void store_sums(const HView& h, const std::int64_t (&base)[2],
                                            const Columns<kRows>& columns, int first,
                                            const float (&sum)[kCount]) {
+  constexpr int kOctets = kCount / 4;
   H* const data = static_cast<H*>(h.data);
-  first += static_cast<int>(threadIdx.x) % 4 * 2;
-  const bool words = reinterpret_cast<std::uintptr_t>(data) % (2 * sizeof(H)) == 0 &&
-                     h.row_stride % 2 == 0 && h.slab_stride % 2 == 0;
-  if (words && columns.irregular == 0) {
+  const int quad_lane = static_cast<int>(threadIdx.x) % 4, own = first + quad_lane * 2;
+  const bool aligned = reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && h.row_stride % 8 == 0 &&
+                       h.slab_stride % 8 == 0;
+  if (!aligned || columns.irregular != 0) {
 #pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-      const auto pair = columns.pair[first / 2 + 4 * j];
+    for (int j = 0; j < kOctets; ++j) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (base[i] < 0 || pair.place < 0) continue;
-        const float v0 = sum[4 * j + 2 * i] * pair.scale[0];
-        const float v1 = sum[4 * j + 2 * i + 1] * pair.scale[1];
-        *reinterpret_cast<device::Pack<H, 2>*>(data + base[i] + pair.place) = {
-            device::from_float<H>(v0), device::from_float<H>(v1)};
+      for (int c = 0; c < 2; ++c) {
+        const Column column = columns.one[own + 8 * j + c];
+        const bool zero = (column.kind & Column::kNotZero) == 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (base[i] < 0 || (column.kind & Column::kStored) == 0) continue;
+          const float v = zero ? 0.0f : sum[4 * j + 2 * i + c] * column.scale;
+          data[base[i] + column.place] = device::from_float<H>(v);
+        }
       }
     }
-    return;
-  }
+  } else if constexpr (sizeof(H) == 4) {  // a quad writes a sector
 #pragma unroll
-  for (int j = 0; j < kCount / 4; ++j) {
-    const Column c0 = columns.one[first + 8 * j], c1 = columns.one[first + 8 * j + 1];
+    for (int j = 0; j < kOctets; ++j) {
+      const float2 scale = *reinterpret_cast<const float2*>(columns.scale + own + 8 * j);
+      const std::int64_t place = columns.octet[first / 8 + j];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (base[i] < 0) continue;
-      store_two(data + base[i], c0, c1, sum[4 * j + 2 * i], sum[4 * j + 2 * i + 1]);
+      for (int i = 0; i < 2; ++i) {
+        if (base[i] < 0 || place < 0) continue;
+        *reinterpret_cast<float2*>(data + base[i] + place + quad_lane * 2) =
+            make_float2(sum[4 * j + 2 * i] * scale.x, sum[4 * j + 2 * i + 1] * scale.y);
+      }
+    }
+  } else {  // a lane writes an octet
+#pragma unroll
+    for (int j = 0; j < kOctets; j += 4) {
+      std::uint32_t words[2][4] = {};
+#pragma unroll
+      for (int k = 0; k < 4 && j + k < kOctets; ++k) {
+        const float2 scale = *reinterpret_cast<const float2*>(columns.scale + own + 8 * (j + k));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int at = 4 * (j + k) + 2 * i;
+          words[i][k] = device::pack2<H>(sum[at] * scale.x, sum[at + 1] * scale.y);
+        }
+      }
+      const std::int64_t place =
+          j + quad_lane < kOctets ? columns.octet[first / 8 + j + quad_lane] : -1;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        transpose_quad(words[i]);
+        if (base[i] < 0 || place < 0) continue;
+        *reinterpret_cast<uint4*>(data + base[i] + place) =
+            make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
+      }
     }
   }
 }
