@@ -71,7 +71,7 @@ struct Columns {
                 rows.place[i + c] == rows.place[i] + c;
       }
       octet[i / 8] = whole ? rows.place[i] : -1;
-      if (!whole && i < rows.count) irregular = 1;
+      if (!whole && i < rows.count) atomicOr(&irregular, 1);  // by any number of threads
     }
   }
 };
