@@ -8,6 +8,7 @@
 // M=8192, L=16: 0.25 MB, so the floor (0.06 us) is nothing beside a grid barrier (1 us, none when
 //          one CTA suffices) and three dependent trips to L2 (0.7 us each)
 // limit  : latency; with many adapters a second barrier, between prefixes over CTAs and the scan
+// wrong  : up to 256 tokens (plan_small.cu has no histograms)
 // Each warp owns a run of tokens and a histogram in shared memory, so that ranks inside a warp
 // come from match.any and the order of tokens never depends on timing.
 #include <cooperative_groups.h>
@@ -19,57 +20,16 @@
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "lora/cuda/backend.cuh"
+#include "lora/cuda/plan_parts.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
 
-constexpr int kMaxThreads = 256;
+constexpr int kMaxThreads = kPlanThreads;
 constexpr int kStaticSmem = 256;  ///< bytes kept free for the kernel's static shared memory
 /// Up to so many words of histograms every CTA adds all of them up for itself: reading them takes
 /// less than the grid barrier that sharing the work would need.
 constexpr std::int64_t kReadAll = 16 * 1024;
-
-struct PlanParams {
-  const std::int32_t* token_adapter;
-  std::int32_t* plan;
-  PlanLayout layout;
-  std::int64_t num_tokens;
-  int num_adapters;
-  int warp_tokens;  ///< tokens per warp, a multiple of 32
-};
-
-__device__ __forceinline__ int4 operator+(int4 a, int4 b) {
-  return make_int4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-__device__ __forceinline__ int4 operator-(int4 a, int4 b) {
-  return make_int4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
-}
-
-/// Exclusive prefix sums of four values per thread; *total gets the sums. Uses two barriers.
-__device__ int4 exclusive_scan(int4 value, int4* warp_sums, int4* total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int4 inclusive = value;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int4 other = make_int4(
-        __shfl_up_sync(0xffffffffu, inclusive.x, d), __shfl_up_sync(0xffffffffu, inclusive.y, d),
-        __shfl_up_sync(0xffffffffu, inclusive.z, d), __shfl_up_sync(0xffffffffu, inclusive.w, d));
-    if (lane >= d) inclusive = inclusive + other;
-  }
-  if (lane == 31) warp_sums[warp] = inclusive;
-  __syncthreads();
-  int4 before = make_int4(0, 0, 0, 0), all = before;
-#pragma unroll
-  for (int w = 0; w < kMaxThreads / 32; ++w) {
-    if (w * 32 >= blockDim.x) break;
-    const int4 sum = warp_sums[w];
-    if (w < warp) before = before + sum;
-    all = all + sum;
-  }
-  __syncthreads();
-  *total = all;
-  return before + inclusive - value;
-}
 
 /// Index of the last entry of ascending `start[0 .. n)` that is <= value.
 __device__ int last_not_above(const int* start, int n, int value) {
@@ -301,16 +261,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     }
     bad = __reduce_add_sync(0xffffffffu, bad);
     first = __reduce_min_sync(0xffffffffu, first);
-    if (lane == 0) {
-      p.plan[kPlanNumTokens] = static_cast<int>(p.num_tokens);
-      p.plan[kPlanNumAdapters] = p.num_adapters;
-      p.plan[kPlanNumTiles16] = tiles16;
-      p.plan[kPlanNumTiles64] = tiles64;
-      p.plan[kPlanNumGroups] = groups;
-      p.plan[kPlanNumActive] = first_token[p.num_adapters];
-      p.plan[kPlanNumOutOfRange] = bad;
-      p.plan[kPlanFirstOutOfRange] = bad > 0 ? first : -1;
-    }
+    const int4 totals = make_int4(first_token[p.num_adapters], tiles16, tiles64, groups);
+    if (lane == 0) write_header(p, totals, bad, first);
   }
   // The next kernel may start as soon as all CTAs have left and read the plan from L2 at once.
   __threadfence();
@@ -328,6 +280,7 @@ void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64
   p.layout = PlanLayout::make(num_tokens, num_adapters);
   p.num_tokens = num_tokens;
   p.num_adapters = static_cast<int>(num_adapters);
+  if (num_tokens <= kSmallPlanTokens) return plan_small(p, stream);
   // All CTAs meet at barriers, so there are never more than fit: one per SM always does.
   const device::DeviceInfo& device = device::current_device();
   const std::int64_t ctas = std::min<std::int64_t>(p.layout.num_chunks, device.num_sms);
