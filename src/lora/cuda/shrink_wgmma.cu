@@ -231,10 +231,12 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     shared.tokens[place] = token < 0 ? nullptr : x + token * p.x.row_stride;
   }
   shared.rows.fill(p, shared.run.tile.adapter, blockIdx.x * Tr::kRows);
-  if (threadIdx.x == 0) shared.columns.begin();
-  if (threadIdx.x < Tr::kStages) {
-    shared.full[threadIdx.x].init(kProducers);
-    shared.empty[threadIdx.x].init(Tr::kConsumers / 32);
+  if (threadIdx.x == 0) {
+    shared.columns.begin();
+    for (int i = 0; i < Tr::kStages; ++i) {
+      shared.full[i].init(kProducers);
+      shared.empty[i].init(Tr::kConsumers / 32);
+    }
   }
   if constexpr (Tr::kShare == Share::kHalf) {
     cg::this_cluster().sync();  // the other CTA runs, so its shared memory is there
