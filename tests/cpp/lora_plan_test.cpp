@@ -152,6 +152,9 @@ TEST_P(LoraPlan, SortedAndReversedMaps) {
 TEST_P(LoraPlan, LargestSizes) {
   expect_right(make(random_map(kLoraMaxTokens, -1, kLoraMaxAdapters - 1, 8), kLoraMaxAdapters));
   expect_right(make(random_map(8192, -1, kLoraMaxAdapters - 1, 9), kLoraMaxAdapters));
+  for (std::int64_t tokens : {1, 255, 256, 257}) {
+    expect_right(make(random_map(tokens, -1, kLoraMaxAdapters - 1, 9), kLoraMaxAdapters));
+  }
   expect_right(make(random_map(100000, -1, 2, 10), 3));
 }
 
