@@ -395,8 +395,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     num_tiles = min(count_segment_tiles(groups, p.weights.num_adapters), p.tiles.num);
   }
 
-  // The first steps are looked up by a warp each: by the scout, one after the other, they took 4
-  // us.
+  // The first steps are looked up by a warp each: one after the other, by the scout, took 4 us.
   const int warp = warp_index();
   const bool is_scout = warp == kWorkers / 32;
   static_assert(Tr::kScout <= kWorkers / 32 && Tr::kAhead < Tr::kScout);

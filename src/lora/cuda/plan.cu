@@ -108,12 +108,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   __syncthreads();
   device::pdl_wait();
 
-  // No place of a tile holds a token until the scatter puts one there.
   const int thread = cta * num_cta_threads + threadIdx.x, num_threads = num_ctas * num_cta_threads;
-  for (std::int64_t i = p.layout.tokens16 + 4 * thread; i < p.layout.scratch;
-       i += 4 * num_threads) {
-    *reinterpret_cast<int4*>(p.plan + i) = make_int4(-1, -1, -1, -1);
-  }
+  clear_tile_tokens(p, thread, num_threads);
 
   // Count: every warp walks its tokens in order.
   const std::int64_t warp_first =

@@ -56,6 +56,15 @@ __device__ __forceinline__ int4 exclusive_scan(int4 value, int4* warp_sums, int4
   return before + inclusive - value;
 }
 
+/// No place of a tile holds a token until the scatter puts one there. By all threads of the launch.
+__device__ __forceinline__ void clear_tile_tokens(const PlanParams& p, int thread,
+                                                  int num_threads) {
+  for (std::int64_t i = p.layout.tokens16 + 4 * thread; i < p.layout.scratch;
+       i += 4 * num_threads) {
+    *reinterpret_cast<int4*>(p.plan + i) = make_int4(-1, -1, -1, -1);
+  }
+}
+
 /// By one thread. totals: tokens of adapters, tiles of 16 and of 64, groups; bad: ids outside
 /// [-1, L), first: the first token that has one.
 __device__ __forceinline__ void write_header(const PlanParams& p, const int4& totals, int bad,

@@ -47,11 +47,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   device::pdl_wait();
 
-  // No place of a tile holds a token until the scatter puts one there.
   const int id = own < num ? p.token_adapter[own] : -1;
-  for (std::int64_t i = p.layout.tokens16 + 4 * own; i < p.layout.scratch; i += 4 * kThreads) {
-    *reinterpret_cast<int4*>(p.plan + i) = make_int4(-1, -1, -1, -1);
-  }
+  clear_tile_tokens(p, own, kThreads);
   const bool bad = id < -1 || id >= p.num_adapters;
   if (bad) {
     atomicAdd(&bad_count, 1);

@@ -3,7 +3,7 @@
 //
 // h[s, t, r] = scale * sum_leaf slab[leaf, t, s, r]
 // bytes  = 4 Z M R (slabs, from L2) + M R (h), Z leaves
-// 1024 tokens, qkv r16, K=4096: 1.6 MB -> 0.3 us at L2 speed
+// 1024 tokens, qkv r16, K=4096: 3.1 MB -> 0.6 us at L2 speed
 // limit  : latency, so a thread has one 16-byte column of all slabs in flight at once
 #include "device/convert.cuh"
 #include "device/launch.cuh"
