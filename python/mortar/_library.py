@@ -11,9 +11,10 @@ import torch
 from torch._C import _is_tracing as _is_jit_tracing
 from torch._C import _len_torch_dispatch_stack as _num_dispatch_modes
 from torch._C._functorch import maybe_current_level as _functorch_level
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 _library = torch.library.Library("mortar", "FRAGMENT")
+_Tensor = torch.Tensor
 
 
 def _writes_in_place(*args, **kwargs) -> None:
@@ -53,10 +54,13 @@ def define(
 
 def is_eager(first) -> bool:
     """True where nothing traces or intercepts a call with this first argument. A torch_function
-    (_ffi.py) that may be called then still returns 0 for arguments without plain memory."""
+    (_ffi.py) that may be called then still returns 0 for arguments without plain memory.
+
+    Of tracers only Dynamo, which reads this code instead of running it, needs asking: the others
+    (torch.export, make_fx) run it in a dispatch mode."""
     return (
-        not is_compiling()
-        and type(first) is torch.Tensor
+        not is_dynamo_compiling()
+        and type(first) is _Tensor
         and not _num_dispatch_modes()
         and _functorch_level() is None
         and not _is_jit_tracing()

@@ -40,10 +40,11 @@ _step = lib.dynamic_conv_step
 _forward_now = torch_function("torch_dynamic_conv_forward")
 _backward_now = torch_function("torch_dynamic_conv_backward")
 _step_now = torch_function("torch_dynamic_conv_step")
+_empty_like, _is_grad_enabled = torch.empty_like, torch.is_grad_enabled
 
 
 def _wants_gradient(x: Tensor, kernels: Tensor, state: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and (
+    return _is_grad_enabled() and (
         x.requires_grad or kernels.requires_grad or (state is not None and state.requires_grad)
     )
 
@@ -92,10 +93,8 @@ def _gradients(
 def _note_writes(*tensors: Tensor | None) -> None:
     """Tells autograd, as PyTorch's own in-place ops do: a backward that needs what they held before
     then says so."""
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None:
-                increment_version(t)
+    if _is_grad_enabled():
+        increment_version([t for t in tensors if t is not None])
 
 
 def _dynamic_conv_out(x, kernels, cu_seqlens, initial_state, y, final_state, silu):
@@ -240,11 +239,14 @@ _make_differentiable = super(torch.autograd.Function, _Derivative).apply
 
 def _convolve_now(x, kernels, cu_seqlens, initial_state, state_len, silu):
     """What an eager call returns; None if only `_convolve` can take or refuse the arguments."""
-    y, final_state = _outputs(x, cu_seqlens, state_len)
-    tensors = (x, kernels, cu_seqlens, initial_state, y, final_state)
+    if state_len < 0:  # the usual case, in as few steps as there can be
+        outputs = _empty_like(x)
+        tensors = (x, kernels, cu_seqlens, initial_state, outputs, None)
+    else:
+        outputs = _outputs(x, cu_seqlens, state_len)
+        tensors = (x, kernels, cu_seqlens, initial_state, *outputs)
     if not _forward_now(id(tensors), silu):
         return None
-    outputs = y if final_state is None else (y, final_state)
     if _wants_gradient(x, kernels, initial_state):
         return _make_differentiable(x, kernels, initial_state, (cu_seqlens, silu, outputs))
     return outputs
@@ -368,11 +370,14 @@ def dynamic_conv_step(
     """
     silu = activation is not None and _is_silu("dynamic_conv_step", activation)
     # Here as well as in the op: a compiled op gets tensors that no longer say.
-    _refuse_gradient("dynamic_conv_step", x, kernels, state)
-    y = torch.empty_like(x)
+    grad = _is_grad_enabled()
+    if grad and (x.requires_grad or kernels.requires_grad or state.requires_grad):
+        _refuse_gradient("dynamic_conv_step", x, kernels, state)
+    y = _empty_like(x)
     tensors = (x, kernels, state, slots, y)
     if is_eager(x) and _step_now(id(tensors), silu):
-        _note_writes(state)
+        if grad:
+            increment_version(state)
     else:
         _decode_into(x, kernels, state, slots, y, silu)
     return y

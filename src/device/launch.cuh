@@ -10,18 +10,13 @@
 #include <cstddef>
 
 #include "core/check.h"
+#include "device/driver.h"
+#include "device/launch_chain.h"
 #include "mortar/stream.h"
 
 namespace mortar::device {
 
 inline constexpr int kMaxDevices = 64;
-
-inline void cuda_check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) [[unlikely]] {
-    cudaGetLastError();  // clears it, so that the next call does not report it again
-    fail(ErrorKind::kRuntime, concat(what, ": CUDA failed with ", cudaGetErrorString(status)));
-  }
-}
 
 /// What launch choices depend on; read once per device.
 struct DeviceInfo {
@@ -68,21 +63,6 @@ struct Launch {
   bool pdl = false;          ///< may start before the predecessor ends (sm_90 and newer)
   bool cooperative = false;  ///< all CTAs resident at once
 };
-
-/// The driver's launch function, which the library does not link: looked up once. A launch through
-/// the runtime takes the host 0.1 us longer, with 1,000 bytes of parameters 0.5 us.
-inline auto* driver_launch() {
-  static const auto function = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    cuda_check(cudaGetDriverEntryPointByVersion("cuLaunchKernelEx", &entry, 12000,
-                                                cudaEnableDefault, &found),
-               "device");
-    check(found == cudaDriverEntryPointSuccess, "device: the driver has no cuLaunchKernelEx");
-    return reinterpret_cast<decltype(&cuLaunchKernelEx)>(entry);
-  }();
-  return function;
-}
 
 /// The driver's handle of kKernel on a device.
 template <auto kKernel>
@@ -139,15 +119,17 @@ void launch(const char* op, const Launch& l, const Params& params) {
     attributes[config.numAttrs].value.clusterDim.y = l.cluster_y;
     attributes[config.numAttrs++].value.clusterDim.z = 1;
   }
-  void* arguments[] = {const_cast<Params*>(&params)};
   const CUfunction function = function_of<kKernel>(op, device);
-  CUresult result = driver_launch()(&config, function, arguments, nullptr);
+  LaunchChain* chain = l.cooperative ? nullptr : LaunchChain::active();
+  if (chain != nullptr && chain->add(config, function, &params, sizeof(Params), op)) return;
+  void* arguments[] = {const_cast<Params*>(&params)};
+  CUresult result = Driver::get().launch(&config, function, arguments, nullptr);
   if (result == CUDA_ERROR_INVALID_CONTEXT) [[unlikely]] {
     // A thread that has used no device yet has no context; this gives it one.
     cuda_check(cudaSetDevice(device.index), op);
-    result = driver_launch()(&config, function, arguments, nullptr);
+    result = Driver::get().launch(&config, function, arguments, nullptr);
   }
-  cuda_check(static_cast<cudaError_t>(result), op);  // the runtime's numbers are the driver's
+  cuda_check(result, op);
 }
 
 }  // namespace mortar::device

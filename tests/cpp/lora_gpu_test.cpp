@@ -11,6 +11,7 @@
 #include "lora_expect.h"
 
 #if MORTAR_HAS_CUDA
+#include "device/launch_chain.h"
 
 namespace mortar::testing {
 namespace {
@@ -134,6 +135,66 @@ TEST_P(LoraGpu, SmallTwoStreamsAtOnce) {
     lane.stream.wait();
     EXPECT_TRUE(bytes_of(lane.op->y) == lane.expected);
   }
+}
+
+/// Batches of several sizes, dtypes and ranks, so of more combinations of kernels than are kept, go
+/// through one chain without waiting in between; every output is that of single launches.
+TEST_P(LoraGpu, SmallChainedLaunches) {
+  struct Lane {
+    LoraCase c;
+    std::unique_ptr<LoraOperands> op;
+    GuardedTensor workspace;
+    std::vector<std::uint8_t> expected;
+  };
+  std::vector<Lane> lanes;
+  for (DType dtype : {kBF16, kF16, kF32}) {
+    for (std::int64_t tokens : {3, 40, 300}) {
+      for (int rank : {16, 200}) {
+        Lane lane{case_of(dtype, tokens), nullptr, {}, {}};
+        lane.c.add = false;
+        lane.c.ranks = {rank, 8, 0, 64, 24, 5};
+        const auto seed = static_cast<unsigned>(lanes.size());
+        lane.op = std::make_unique<LoraOperands>(lane.c, GetParam(), seed);
+        lane.workspace = lane.op->apply_workspace();
+        lane.expected = plain_bytes(lane.c, GetParam(), lane.op->map, seed);
+        lanes.push_back(std::move(lane));
+      }
+    }
+  }
+  CudaStream stream;
+  cuda_ok(cudaDeviceSynchronize());
+  device::LaunchChain chain;
+  for (int run = 0; run < 5; ++run) {
+    for (Lane& lane : lanes) {
+      const LoraWeights weights = lane.op->weights();
+      lora_plan(lane.op->token_adapter.view(), lane.c.adapters, lane.op->plan.view(),
+                stream.mortar());
+      device::ChainedLaunches launches(chain);
+      lora_apply(lane.op->x.view(), weights, lane.op->groups(), lane.op->y.view(), 0, lane.c.scale,
+                 false, lane.workspace.view(), stream.mortar());
+      launches.submit("lora_apply");
+    }
+  }
+  stream.wait();
+  for (Lane& lane : lanes) {
+    EXPECT_TRUE(bytes_of(lane.op->y) == lane.expected)
+        << dtype_name(lane.c.x) << ", " << lane.c.tokens << " tokens, rank " << lane.c.ranks[0];
+  }
+}
+
+/// Launches that are not submitted, as after an error, never happen.
+TEST_P(LoraGpu, SmallForgottenLaunches) {
+  LoraOperands op(case_of(kBF16, 30), GetParam());
+  GuardedTensor workspace = op.apply_workspace();
+  device::LaunchChain chain;
+  {
+    const device::ChainedLaunches launches(chain);
+    lora_apply(op.x.view(), op.weights(), op.groups(), op.y.view(), 0, 1, true, workspace.view(),
+               Stream{});
+  }
+  cuda_ok(cudaDeviceSynchronize());
+  op.y.download();
+  EXPECT_TRUE(op.y.all_unchanged());
 }
 
 /// The host cannot see what a plan was made for; the kernels must refuse it, not read past it.

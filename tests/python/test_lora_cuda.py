@@ -2,6 +2,7 @@
 """What only a GPU can show: CUDA graphs, streams, devices, sizes past 2^31, host cost. Collected
 only where there is one."""
 
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -283,19 +284,28 @@ def host_cost_and_limit(function) -> tuple[float, float]:
     return cost, 10 * max(1, unit / 6.7)
 
 
+def in_turn(functions):
+    """Calls one after the other, as a model does with its layers: a call must not profit from the
+    one before it."""
+    turns = itertools.cycle(functions)
+    return lambda: next(turns)()
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("op", ["plan", "shrink", "expand", "apply"])
 def test_host_cost(op, form):
-    t = make(Problem(tokens=8, hidden=1024, widths=(1024, 256, 256), ranks=(16, 16)), "cuda")
-    weights, plan = t.weights(form), t.plan()
-    h = torch.zeros(3, 8, 16, device="cuda")
-    calls = {
-        "plan": lambda: lora.plan(t.token_adapter, 2, out=plan),
-        "shrink": lambda: lora.shrink(t.x, weights, plan, h),
-        "expand": lambda: lora.expand(t.y, h, weights, plan),
-        "apply": lambda: lora.apply(t.y, t.x, weights, plan),
-    }
+    def call():
+        t = make(Problem(tokens=8, hidden=1024, widths=(1024, 256, 256), ranks=(16, 16)), "cuda")
+        weights, plan = t.weights(form), t.plan()
+        h = torch.zeros(3, 8, 16, device="cuda")
+        return {
+            "plan": lambda: lora.plan(t.token_adapter, 2, out=plan),
+            "shrink": lambda: lora.shrink(t.x, weights, plan, h),
+            "expand": lambda: lora.expand(t.y, h, weights, plan),
+            "apply": lambda: lora.apply(t.y, t.x, weights, plan),
+        }[op]
+
     with torch.no_grad():
-        cost, limit = host_cost_and_limit(calls[op])
+        cost, limit = host_cost_and_limit(in_turn([call() for _ in range(4)]))
     print(f"host cost of {op} ({form}): {cost:.1f} us, at most {limit:.1f}")
     assert cost <= limit
