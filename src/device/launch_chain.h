@@ -35,8 +35,8 @@ class LaunchChain {
   }
 
   /// Keeps a launch. False if it must be made by itself; those before it have been made then.
-  bool add(const CUlaunchConfig& config, CUfunction function, const void* params,
-           std::size_t bytes, const char* op) {
+  bool add(const CUlaunchConfig& config, CUfunction function, const void* params, std::size_t bytes,
+           const char* op) {
     if (bytes > kMaxParams || size_ == kMaxKernels) {
       submit(op);
       return false;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a store refuses, with which sentence: files that are missing, cut or lying, and adapters
 // that Mortar cannot serve.
+#include <filesystem>
+
 #include "adapter_store_fixture.h"
 
 #include <sys/stat.h>

@@ -3,8 +3,11 @@
 // reference.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <memory>
 #include <ostream>
+#include <random>
 
 #include "dynamic_conv/reference.h"
 #include "dynamic_conv_operands.h"

@@ -3,6 +3,8 @@
 #if MORTAR_HAS_CUDA
 #include <cuda_runtime_api.h>
 
+#include <random>
+
 #include "dynamic_conv/checks.h"
 #include "dynamic_conv/cuda/backend.cuh"
 #include "dynamic_conv_case.h"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward and backward against the float64 reference, on every device of the machine.
 #include <algorithm>
+#include <cmath>
 
 #include "dynamic_conv_case.h"
 

@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The decode step: a run of steps equals one forward over the same inputs.
+#include <algorithm>
+#include <cmath>
+#include <random>
+
 #include "dynamic_conv_case.h"
 
 namespace mortar::test {

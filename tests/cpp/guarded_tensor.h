@@ -3,6 +3,7 @@
 // it on the host.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>

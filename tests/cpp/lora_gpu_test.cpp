@@ -3,6 +3,8 @@
 // plans of another batch, and tensors of more than 2^31 elements. No test is generated elsewhere.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <random>
 #include <string>

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bad plans, segments and maps.
+#include <tuple>
+
 #include "lora_bad_call.h"
 
 namespace mortar::testing {

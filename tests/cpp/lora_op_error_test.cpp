@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bad arguments of lora_shrink, lora_expand and lora_apply.
+#include <limits>
+#include <tuple>
+
 #include "lora_bad_call.h"
 
 namespace mortar::testing {

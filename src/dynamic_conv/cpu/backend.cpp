@@ -3,6 +3,7 @@
 // inside a piece, time goes forward and every step is a few row kernels.
 #include <omp.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "dynamic_conv/cpu/history.h"

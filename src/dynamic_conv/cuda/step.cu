@@ -9,6 +9,8 @@
 //          ends. The state is moved in place: a ring index would write 2 of every 8 bytes and dirty
 //          every sector all the same
 // wrong  : rows that are not aligned, mixed dtypes, a state that is not dense in (D, L) -> scalar
+#include <limits>
+
 #include "device/async_copy.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ops of the CPU backend, made of the two passes.
+#include <algorithm>
+
 #include "core/int_math.h"
 #include "lora/cpu/config.h"
 #include "lora/cpu/passes.h"

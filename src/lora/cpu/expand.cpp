@@ -3,6 +3,8 @@
 //
 // An item is a block of columns of one slice and up to 512 tokens of one adapter: its part of B is
 // packed once into a buffer on the stack, then every row of y is read and written once.
+#include <algorithm>
+
 #include "lora/cpu/config.h"
 #include "lora/cpu/passes.h"
 

@@ -3,6 +3,8 @@
 //
 // An item is a block of tokens of one adapter with all its ranks, so that the rows of x come from
 // memory once; when there are too few blocks for the threads, it is 8 ranks of one slice.
+#include <algorithm>
+
 #include "core/float16.h"
 #include "lora/cpu/config.h"
 #include "lora/cpu/passes.h"

@@ -3,6 +3,8 @@
 
 #include <omp.h>
 
+#include <algorithm>
+
 #include "lora/cpu/config.h"
 
 namespace mortar::lora::cpu {

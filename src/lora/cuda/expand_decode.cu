@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 3)
           *reinterpret_cast<uint4*>(at[half] + c) = out;
         } else {
           device::store_pack<T, 8>(at[half] + c, *reinterpret_cast<const device::Pack<T, 8>*>(&out),
-                                   min(left, p.block_cols - lane_col) - c);
+                                   left - c);
         }
       }
     }

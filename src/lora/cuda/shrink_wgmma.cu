@@ -74,8 +74,8 @@ struct Traits {
 /// What lies in shared memory behind the ring and the sums, parked or of the cluster's other CTA.
 template <class Tr>
 struct Shared {
-  Columns<Tr::kRows> columns;
   RankRows<Tr::kRows> rows;
+  Octets<Tr::kRows> octets;
   const void* tokens[Tr::kTokens];  ///< row of x; null: no token
   device::Mbarrier full[Tr::kStages], empty[Tr::kStages];
   TileRun<Tr::kTiles, Tr::kThreads> run;
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   }
   shared.rows.fill(p, shared.run.tile.adapter, blockIdx.x * Tr::kRows);
   if (threadIdx.x == 0) {
-    shared.columns.begin();
+    shared.octets.begin();
     for (int i = 0; i < Tr::kStages; ++i) {
       shared.full[i].init(kProducers);
       shared.empty[i].init(Tr::kConsumers / 32);
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
 
   // Compute
   device::more_registers<Tr::kConsumerRegisters>();
-  shared.columns.template fill<Tr::kConsumers>(shared.rows, p.h.raw);
+  shared.octets.template fill<Tr::kConsumers>(shared.rows);
   // Rows of h of a thread's two tokens
   const int part = static_cast<int>(blockIdx.y);
   const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
@@ -282,12 +282,12 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
 
   // Reduce and store: the sum of both halves of K
   if constexpr (Tr::kShare != Share::kHalf) {
-    device::named_barrier<1, Tr::kConsumers>();  // columns are written
+    device::named_barrier<1, Tr::kConsumers>();  // octets are written
     if constexpr (Tr::kShare == Share::kAll) add_sums<Tr::kConsumers>(total, parked);
     if constexpr (Tr::kShare == Share::kLeaf) {
-      store_sums<float>(p.h, base, shared.columns, 0, total);  // slabs
+      store_sums<float>(p.h, base, shared.rows, shared.octets, 0, total);  // slabs
     } else {
-      store_sums_any(p.h, base, shared.columns, 0, total);
+      store_sums_any(p.h, base, shared.rows, shared.octets, 0, total);
     }
   } else {
     // Each CTA of the cluster takes half of the columns.
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     put_sums<Tr::kConsumers>(group.map_shared_rank(parked, 1 - part), other);
     group.sync();
     add_sums<Tr::kConsumers>(own, parked);
-    store_sums_any(p.h, base, shared.columns, part * Tr::kRows / 2, own);
+    store_sums_any(p.h, base, shared.rows, shared.octets, part * Tr::kRows / 2, own);
   }
 #endif
 }

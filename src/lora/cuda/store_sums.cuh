@@ -30,47 +30,26 @@ __device__ __forceinline__ void add_sums(float (&sum)[kCount], const float4* fro
   }
 }
 
-/// A rank row as the store sees it.
-struct alignas(16) Column {
-  std::int64_t place;  ///< element offset in a row of h
-  float scale;
-  int kind;
-  static constexpr int kStored = 1, kNotZero = 2;
-
-  template <int kRows>
-  static __device__ __forceinline__ Column of(const RankRows<kRows>& rows, int i, bool raw) {
-    Column c{rows.place[i], raw ? 1.0f : rows.scale[i], 0};
-    if (i < rows.count) c.kind |= kStored;
-    if (rows.weights[i] != nullptr) c.kind |= kNotZero;
-    return c;
-  }
-};
-
-/// The rank rows of a CTA as the store sees them, in shared memory.
+/// The rank rows of a CTA by eights, in shared memory.
 template <int kRows>
-struct Columns {
-  Column one[kRows];
-  /// Eight neighbours that are neighbours in h too, at a multiple of 8; negative: nothing to store.
-  std::int64_t octet[kRows / 8];
-  alignas(16) float scale[kRows];
+struct Octets {
+  /// Place of eight rows that are neighbours in h too, at a multiple of 8; negative: they are not.
+  std::int64_t place[kRows / 8];
   int irregular;  ///< some rows make no such octets
 
   /// By one thread, a barrier before fill().
   __device__ __forceinline__ void begin() { irregular = 0; }
   /// By threads 0 to kThreads - 1. A barrier must follow before use.
   template <int kThreads>
-  __device__ __forceinline__ void fill(const RankRows<kRows>& rows, bool raw) {
-    for (int i = threadIdx.x; i < kRows; i += kThreads) {
-      one[i] = Column::of(rows, i, raw);
-      scale[i] = one[i].scale;
-      if (i % 8 != 0) continue;
+  __device__ __forceinline__ void fill(const RankRows<kRows>& rows) {
+    for (int i = threadIdx.x * 8; i < kRows; i += kThreads * 8) {
       bool whole = rows.place[i] % 8 == 0;
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
         whole = whole && i + c < rows.count && rows.weights[i + c] != nullptr &&
                 rows.place[i + c] == rows.place[i] + c;
       }
-      octet[i / 8] = whole ? rows.place[i] : -1;
+      place[i / 8] = whole ? rows.place[i] : -1;
       if (!whole && i < rows.count) atomicOr(&irregular, 1);  // by any number of threads
     }
   }
@@ -94,33 +73,38 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&w)[4]) {
 /// lane % 4 * 2 and the next, counted from `first`, a multiple of 8. Called by whole warps.
 template <class H, int kCount, int kRows>
 __device__ __forceinline__ void store_sums(const HView& h, const std::int64_t (&base)[2],
-                                           const Columns<kRows>& columns, int first,
-                                           const float (&sum)[kCount]) {
+                                           const RankRows<kRows>& rows, const Octets<kRows>& octets,
+                                           int first, const float (&sum)[kCount]) {
   constexpr int kOctets = kCount / 4;
   H* const data = static_cast<H*>(h.data);
   const int quad_lane = static_cast<int>(threadIdx.x) % 4, own = first + quad_lane * 2;
+  const auto scales = [&](int j) {
+    if (h.raw) return make_float2(1, 1);
+    return *reinterpret_cast<const float2*>(rows.scale + own + 8 * j);
+  };
   const bool aligned = reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && h.row_stride % 8 == 0 &&
                        h.slab_stride % 8 == 0;
-  if (!aligned || columns.irregular != 0) {
+  if (!aligned || octets.irregular != 0) {
 #pragma unroll
     for (int j = 0; j < kOctets; ++j) {
+      const float2 scale = scales(j);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const Column column = columns.one[own + 8 * j + c];
-        const bool zero = (column.kind & Column::kNotZero) == 0;
+        const int row = own + 8 * j + c;
+        const bool zero = rows.weights[row] == nullptr;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (base[i] < 0 || (column.kind & Column::kStored) == 0) continue;
-          const float v = zero ? 0.0f : sum[4 * j + 2 * i + c] * column.scale;
-          data[base[i] + column.place] = device::from_float<H>(v);
+          if (base[i] < 0 || row >= rows.count) continue;
+          const float v = sum[4 * j + 2 * i + c] * (c == 0 ? scale.x : scale.y);
+          data[base[i] + rows.place[row]] = device::from_float<H>(zero ? 0.0f : v);
         }
       }
     }
   } else if constexpr (sizeof(H) == 4) {  // a quad writes a sector
 #pragma unroll
     for (int j = 0; j < kOctets; ++j) {
-      const float2 scale = *reinterpret_cast<const float2*>(columns.scale + own + 8 * j);
-      const std::int64_t place = columns.octet[first / 8 + j];
+      const float2 scale = scales(j);
+      const std::int64_t place = octets.place[first / 8 + j];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (base[i] < 0 || place < 0) continue;
@@ -134,7 +118,7 @@ __device__ __forceinline__ void store_sums(const HView& h, const std::int64_t (&
       std::uint32_t words[2][4] = {};
 #pragma unroll
       for (int k = 0; k < 4 && j + k < kOctets; ++k) {
-        const float2 scale = *reinterpret_cast<const float2*>(columns.scale + own + 8 * (j + k));
+        const float2 scale = scales(j + k);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int at = 4 * (j + k) + 2 * i;
@@ -142,7 +126,7 @@ __device__ __forceinline__ void store_sums(const HView& h, const std::int64_t (&
         }
       }
       const std::int64_t place =
-          j + quad_lane < kOctets ? columns.octet[first / 8 + j + quad_lane] : -1;
+          j + quad_lane < kOctets ? octets.place[first / 8 + j + quad_lane] : -1;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         transpose_quad(words[i]);
@@ -157,14 +141,15 @@ __device__ __forceinline__ void store_sums(const HView& h, const std::int64_t (&
 /// The same for the dtype that h has.
 template <int kCount, int kRows>
 __device__ __forceinline__ void store_sums_any(const HView& h, const std::int64_t (&base)[2],
-                                               const Columns<kRows>& columns, int first,
+                                               const RankRows<kRows>& rows,
+                                               const Octets<kRows>& octets, int first,
                                                const float (&sum)[kCount]) {
   if (h.dtype == DType::kFloat32) {
-    store_sums<float>(h, base, columns, first, sum);
+    store_sums<float>(h, base, rows, octets, first, sum);
   } else if (h.dtype == DType::kBFloat16) {
-    store_sums<__nv_bfloat16>(h, base, columns, first, sum);
+    store_sums<__nv_bfloat16>(h, base, rows, octets, first, sum);
   } else {
-    store_sums<__half>(h, base, columns, first, sum);
+    store_sums<__half>(h, base, rows, octets, first, sum);
   }
 }
 
