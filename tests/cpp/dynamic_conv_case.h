@@ -12,7 +12,7 @@
 #include "dynamic_conv/reference.h"
 #include "dynamic_conv_operands.h"
 
-namespace mortar::test {
+namespace mortar::testing {
 
 using dynamic_conv::reference::Sizes;
 
@@ -200,4 +200,4 @@ inline std::vector<std::int64_t> random_starts(std::int64_t count, std::int64_t 
 
 inline constexpr DType kFloats[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
 
-}  // namespace mortar::test
+}  // namespace mortar::testing

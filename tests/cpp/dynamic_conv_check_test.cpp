@@ -5,7 +5,7 @@
 #include "dynamic_conv_case.h"
 #include "mortar/error.h"
 
-namespace mortar::test {
+namespace mortar::testing {
 namespace {
 
 std::string message_of(const std::function<void()>& call, ErrorKind kind = ErrorKind::kValue) {
@@ -19,7 +19,7 @@ std::string message_of(const std::function<void()>& call, ErrorKind kind = Error
   return {};
 }
 
-class DynamicConvCheck : public testing::TestWithParam<Device> {
+class DynamicConvCheck : public ::testing::TestWithParam<Device> {
  protected:
   const Device device = GetParam();
   Operand x{device, DType::kBFloat16, {1, 6, 8}};
@@ -54,7 +54,7 @@ class DynamicConvCheck : public testing::TestWithParam<Device> {
     return o;
   }
 };
-INSTANTIATE_TEST_SUITE_P(Devices, DynamicConvCheck, testing::ValuesIn(devices()), device_label);
+INSTANTIATE_TEST_SUITE_P(Devices, DynamicConvCheck, ::testing::ValuesIn(devices()), device_name);
 
 TEST_P(DynamicConvCheck, SmallShapes) {
   EXPECT_EQ(forward_error(x, make(DType::kBFloat16, {1, 6, 8, 9}), {}, {}, y, {}),
@@ -198,7 +198,7 @@ TEST_P(DynamicConvCheck, SmallBadStartsAreHarmless) {
                                                       {39, 40, 41, 42}};
   for (const auto& starts : bad) {
     for (int length : {3, 4}) {
-      SCOPED_TRACE(testing::PrintToString(starts));
+      SCOPED_TRACE(::testing::PrintToString(starts));
       Trial trial(
           {.time = 40, .channels = 16, .silu = true, .cu_seqlens = starts, .state_length = length},
           device, 31);
@@ -222,4 +222,4 @@ TEST_P(DynamicConvCheck, SmallTraffic) {
 }
 
 }  // namespace
-}  // namespace mortar::test
+}  // namespace mortar::testing

@@ -9,14 +9,14 @@
 #include "dynamic_conv/cuda/backend.cuh"
 #include "dynamic_conv_case.h"
 
-namespace mortar::test {
+namespace mortar::testing {
 namespace {
 
 std::vector<Device> gpus() {
   return has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}} : std::vector<Device>{};
 }
 
-class DynamicConvCuda : public testing::TestWithParam<Device> {
+class DynamicConvCuda : public ::testing::TestWithParam<Device> {
  protected:
   void SetUp() override { ASSERT_EQ(cudaStreamCreate(&stream_), cudaSuccess); }
   void TearDown() override { ASSERT_EQ(cudaStreamDestroy(stream_), cudaSuccess); }
@@ -25,7 +25,7 @@ class DynamicConvCuda : public testing::TestWithParam<Device> {
   cudaStream_t stream_ = nullptr;
 };
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(DynamicConvCuda);  // on a machine without a GPU
-INSTANTIATE_TEST_SUITE_P(Devices, DynamicConvCuda, testing::ValuesIn(gpus()), device_label);
+INSTANTIATE_TEST_SUITE_P(Devices, DynamicConvCuda, ::testing::ValuesIn(gpus()), device_name);
 
 // One captured step, replayed after the slots and the inputs have changed, does what a fresh call
 // with the new content does.
@@ -209,5 +209,5 @@ TEST_P(DynamicConvCuda, MoreThanTwoToThe31Elements) {
 }
 
 }  // namespace
-}  // namespace mortar::test
+}  // namespace mortar::testing
 #endif

@@ -5,10 +5,10 @@
 
 #include "dynamic_conv_case.h"
 
-namespace mortar::test {
+namespace mortar::testing {
 namespace {
 
-class DynamicConv : public testing::TestWithParam<Device> {
+class DynamicConv : public ::testing::TestWithParam<Device> {
  protected:
   static void expect_right(const Case& c, unsigned seed = 1) {
     SCOPED_TRACE(concat(c));
@@ -19,7 +19,7 @@ class DynamicConv : public testing::TestWithParam<Device> {
     run.expect_backward_right();
   }
 };
-INSTANTIATE_TEST_SUITE_P(Devices, DynamicConv, testing::ValuesIn(devices()), device_label);
+INSTANTIATE_TEST_SUITE_P(Devices, DynamicConv, ::testing::ValuesIn(devices()), device_name);
 
 TEST_P(DynamicConv, SmallEveryWidthAndDtype) {
   for (int width = 1; width <= kDynamicConvMaxWidth; ++width) {
@@ -330,4 +330,4 @@ TEST_P(DynamicConv, SmallSiluOfLargeValues) {
 }
 
 }  // namespace
-}  // namespace mortar::test
+}  // namespace mortar::testing

@@ -14,34 +14,15 @@
 
 #include "core/check.h"
 #include "core/float16.h"
+#include "devices.h"
 #include "mortar/dynamic_conv.h"
 
-#if MORTAR_HAS_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
-namespace mortar::test {
+namespace mortar::testing {
 
 using Array = std::vector<double>;
 
-inline bool has_gpu() {
-#if MORTAR_HAS_CUDA
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-#else
-  return false;
-#endif
-}
-
-/// cpu, and cuda on a machine that has one.
-inline std::vector<Device> devices() {
-  std::vector<Device> list = {{DeviceType::kCPU, 0}};
-  if (has_gpu()) list.push_back({DeviceType::kCUDA, 0});
-  return list;
-}
-
-inline std::string device_label(const testing::TestParamInfo<Device>& info) {
-  return info.param.type == DeviceType::kCPU ? "cpu" : "cuda";
+inline std::string device_name(const ::testing::TestParamInfo<Device>& info) {
+  return device_label(info.param);
 }
 
 /// Bytes on a device; every transfer waits.
@@ -249,4 +230,4 @@ inline void finish(Device device) {
   (void)device;
 }
 
-}  // namespace mortar::test
+}  // namespace mortar::testing

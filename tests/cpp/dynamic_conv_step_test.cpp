@@ -6,7 +6,7 @@
 
 #include "dynamic_conv_case.h"
 
-namespace mortar::test {
+namespace mortar::testing {
 namespace {
 
 struct StepCase {
@@ -32,7 +32,7 @@ bool is_live(const StepCase& c, std::int64_t row) {
   return slot >= 0 && slot < (c.num_slots == 0 ? c.rows : c.num_slots);
 }
 
-class DynamicConvStep : public testing::TestWithParam<Device> {
+class DynamicConvStep : public ::testing::TestWithParam<Device> {
  protected:
   /// Runs `steps` tokens of every row and compares each y, and the state after each, with the
   /// reference's forward from the state before.
@@ -99,7 +99,7 @@ class DynamicConvStep : public testing::TestWithParam<Device> {
     }
   }
 };
-INSTANTIATE_TEST_SUITE_P(Devices, DynamicConvStep, testing::ValuesIn(devices()), device_label);
+INSTANTIATE_TEST_SUITE_P(Devices, DynamicConvStep, ::testing::ValuesIn(devices()), device_name);
 
 TEST_P(DynamicConvStep, SmallEveryWidthLengthAndDtype) {
   for (int width = 1; width <= kDynamicConvMaxWidth; ++width) {
@@ -206,4 +206,4 @@ TEST_P(DynamicConvStep, ContinuesAForwardBitwise) {
 }
 
 }  // namespace
-}  // namespace mortar::test
+}  // namespace mortar::testing

@@ -7,7 +7,7 @@
 #include "dynamic_conv_case.h"
 #include "hwy/targets.h"
 
-namespace mortar::test {
+namespace mortar::testing {
 namespace {
 
 constexpr std::int64_t kPlain = 0;  ///< no instruction set: Highway falls back to its last target
@@ -20,7 +20,7 @@ std::vector<std::int64_t> targets() {
   return list;
 }
 
-class DynamicConvTarget : public testing::TestWithParam<std::int64_t> {
+class DynamicConvTarget : public ::testing::TestWithParam<std::int64_t> {
  protected:
   void SetUp() override { hwy::GetChosenTarget().Update(GetParam()); }
   void TearDown() override { hwy::GetChosenTarget().DeInit(); }
@@ -35,13 +35,13 @@ class DynamicConvTarget : public testing::TestWithParam<std::int64_t> {
     run.expect_backward_right();
   }
 };
-std::string target_name(const testing::TestParamInfo<std::int64_t>& target) {
+std::string target_name(const ::testing::TestParamInfo<std::int64_t>& target) {
   if (target.param == kPlain) return "Plain";
   std::string name = hwy::TargetName(target.param);
   std::erase_if(name, [](unsigned char c) { return !std::isalnum(c); });
   return name + "_" + std::to_string(target.index);
 }
-INSTANTIATE_TEST_SUITE_P(Cpu, DynamicConvTarget, testing::ValuesIn(targets()), target_name);
+INSTANTIATE_TEST_SUITE_P(Cpu, DynamicConvTarget, ::testing::ValuesIn(targets()), target_name);
 
 TEST_P(DynamicConvTarget, EveryWidthAndDtype) {
   for (int width = 1; width <= kDynamicConvMaxWidth; ++width) {
@@ -80,4 +80,4 @@ TEST_P(DynamicConvTarget, LargerThanTheCaches) {
 }
 
 }  // namespace
-}  // namespace mortar::test
+}  // namespace mortar::testing

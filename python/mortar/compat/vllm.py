@@ -152,6 +152,17 @@ _call_expand, _call_expand_tensor = _define_both(
 )
 
 
+def _run_now(run, tensors, numbers, inputs, weights, output) -> bool:
+    """Whether an eager call is done: it has run, or the flag says that there is nothing to do."""
+    grad = _is_grad_enabled()
+    if grad and wants_gradient((inputs, output, *weights)):
+        return False
+    done = run(id(tensors), *numbers)
+    if grad and done == WRITTEN:
+        increment_version(output)
+    return bool(done)
+
+
 def lora_shrink(
     inputs: torch.Tensor,
     lora_a_weights: list[torch.Tensor],
@@ -190,13 +201,8 @@ def lora_shrink(
             None if is_number else num_active_loras,
             *lora_a_weights,
         )
-        grad = _is_grad_enabled()
-        done = not (grad and wants_gradient((inputs, output_tensor, *lora_a_weights))) and (
-            _shrink_now(id(tensors), scaling, num_active_loras if is_number else 0)
-        )
-        if done:
-            if grad and done == WRITTEN:
-                increment_version(output_tensor)
+        numbers = (scaling, num_active_loras if is_number else 0)
+        if _run_now(_shrink_now, tensors, numbers, inputs, lora_a_weights, output_tensor):
             return
     is_tensor = isinstance(num_active_loras, torch.Tensor)
     (_call_shrink_tensor if is_tensor else _call_shrink)(
@@ -253,13 +259,8 @@ def lora_expand(
             None if is_number else num_active_loras,
             *lora_b_weights,
         )
-        grad = _is_grad_enabled()
-        done = not (grad and wants_gradient((inputs, output_tensor, *lora_b_weights))) and (
-            _expand_now(id(tensors), offset_start, add_inputs, num_active_loras if is_number else 0)
-        )
-        if done:
-            if grad and done == WRITTEN:
-                increment_version(output_tensor)
+        numbers = (offset_start, add_inputs, num_active_loras if is_number else 0)
+        if _run_now(_expand_now, tensors, numbers, inputs, lora_b_weights, output_tensor):
             return
     is_tensor = isinstance(num_active_loras, torch.Tensor)
     (_call_expand_tensor if is_tensor else _call_expand)(

@@ -144,13 +144,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   tile.count = min(tile.count - first_place, kTokens);
   live = live && tile.count > 0;
   const Block block = find_block(p, static_cast<int>(blockIdx.x));
-  SliceWeights w;
-  if (live) w = p.weights.get(tile.adapter, block.slice);
-  w.rank = min(w.rank, p.h.width);
-  if (!live || w.rank == 0) {
-    device::pdl_wait();
-    return;
-  }
+  const SliceWeights w = weights_of(p, tile, block, live);
+  if (w.rank == 0) return device::pdl_wait();
 
   // Load: B does not depend on the predecessor.
   using Ranks = typename Tr::Ranks;

@@ -38,13 +38,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   Tile tile;
   const bool live = local < p.tiles.num && find_any_tile(p.groups, p.tiles, p.weights.num_adapters,
                                                          p.tiles.first + local, &tile);
-  SliceWeights w;
-  if (live) w = p.weights.get(tile.adapter, block.slice);
-  w.rank = min(w.rank, p.h.width);
-  if (!live || w.rank == 0) {
-    device::pdl_wait();
-    return;
-  }
+  const SliceWeights w = weights_of(p, tile, block, live);
+  if (w.rank == 0) return device::pdl_wait();
 
   // Load: B does not depend on the predecessor.
   const int own_col = min(static_cast<int>(threadIdx.x), block.cols - 1);

@@ -66,6 +66,15 @@ __device__ __forceinline__ Block find_block(const ExpandParams& p, int index) {
   return b;
 }
 
+/// B of a tile's adapter and a block's slice; of rank 0 where there is nothing to do.
+__device__ __forceinline__ SliceWeights weights_of(const ExpandParams& p, const Tile& tile,
+                                                   const Block& block, bool live) {
+  SliceWeights w;
+  if (live) w = p.weights.get(tile.adapter, block.slice);
+  w.rank = min(w.rank, p.h.width);
+  return w;
+}
+
 /// Bytes of a 16-byte piece of which `left` elements exist.
 __device__ __forceinline__ int piece_bytes(int left) { return 2 * max(0, min(left, 8)); }
 
