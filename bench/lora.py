@@ -35,7 +35,7 @@ VIEWS = [
     View("compat.vllm: lora_shrink + lora_expand against the native shrink + expand", "apply",
          "compat", ("two calls", "vllm")),
     View("Planner", "plan", "mortar", ("torch.sort", "vllm")),
-    View("Host cost of an eager call", "host", "mortar", ("vllm",), floors=False),
+    View("Host cost of an eager call", "host", "mortar", ("vllm", "torch.mul"), floors=False),
     View("Multi-LoRA on the CPU: y += delta", "cpu", "mortar", ("peft", "torch")),
 ]  # fmt: skip
 

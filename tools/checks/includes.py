@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dependencies point one way: python -> bindings -> include <- src/<family> -> src/core, device."""
+"""Dependencies point one way: python -> bindings -> include <- src/<family> -> src/core, device.
+Bindings may use core and device as well."""
 
 import ast
 import re
@@ -21,7 +22,7 @@ def _rooms(file: Path) -> tuple[str, ...] | None:
         case "include":
             return ("mortar",)
         case "bindings":
-            return ("mortar", "core")
+            return ("mortar", "core", "device")
         case "src" if parts[1] == "core":
             return ("mortar", "core")
         case "src" if parts[1] == "device":

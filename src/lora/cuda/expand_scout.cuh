@@ -17,9 +17,9 @@ constexpr int kStepTokens = 64;  ///< of a tile
 struct StepSlot {
   int4 entry;  ///< of the tile: {adapter, start, count, -}
   int tokens[kStepTokens];
-  const void* b;            ///< B of the block's first column
-  std::int64_t b_stride;    ///< elements between columns
-  std::int64_t h_at;        ///< elements before the slice in a row of h
+  const void* b;                ///< B of the block's first column
+  std::int64_t b_stride;        ///< elements between columns
+  std::int64_t h_at;            ///< elements before the slice in a row of h
   std::int64_t y[kStepTokens];  ///< byte offset of each token's part of the block; -1: no token
   int block;
   int cols, rank;
@@ -74,8 +74,8 @@ struct Scout {
       live = tile < num_tiles;
     } else {
       Tile t;
-      live =
-          tile < num_tiles && find_segment_tile(groups, p.weights.num_adapters, kStepTokens, index, &t);
+      live = tile < num_tiles &&
+             find_segment_tile(groups, p.weights.num_adapters, kStepTokens, index, &t);
       if (live) {
         for (int i = lane; i < kStepTokens; i += 32) {
           slot.tokens[i] = tile_token<false>(groups, p.tiles, t, i, -1);
