@@ -281,6 +281,7 @@ class HostCase(Case):
     def __init__(self, op: str):
         self.op = op
         self.is_step = "step" in op
+        self.grad = not self.is_step  # decoding has none
         self.key = {"op": op}
         self.traffic = Traffic(0)
         self.targets = {"mortar": "host"}

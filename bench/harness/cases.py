@@ -74,7 +74,8 @@ class Options:
 
 class Case(ABC):
     """One row. `key` names it (table columns in this order); `targets` maps the providers that are
-    judged to names in targets.TARGETS; `host` rows are timed by their host cost."""
+    judged to names in targets.TARGETS; `host` rows are timed by their host cost, those of
+    inference (not `grad`) under `torch.no_grad()`."""
 
     table: str
     key: Mapping[str, object]
@@ -82,6 +83,7 @@ class Case(ABC):
     targets: Mapping[str, str]
     tolerance: float
     host: bool = False
+    grad: bool = True
 
     @abstractmethod
     def make_buffers(self, device: torch.device, seed: int) -> Any:
@@ -225,7 +227,8 @@ def run_case(case: Case, options: Options, ceiling: Ceiling) -> dict[str, Any]:
     if case.host:
         providers.append(_torch_mul(options))
     checked = _check(case, providers, sets, options)
-    timings = _time(case, providers, checked, options) if checked.calls else {}
+    with torch.set_grad_enabled(case.grad and torch.is_grad_enabled()):
+        timings = _time(case, providers, checked, options) if checked.calls else {}
     by_name = {p.name: p for p in providers}
     return {
         "table": case.table,

@@ -187,7 +187,11 @@ class LoraArgs : public ArgReader<Source> {
   std::size_t matrices(std::array<Tensor, N>& out, int count, const char* name) {
     for (int s = 0; s < count; ++s) {
       Tensor t = tensor(name);
-      drop_second(t, 4);
+      if (t.ndim == 4 && t.shape[1] == 1) {
+        t.shape = {t.shape[0], t.shape[2], t.shape[3]};
+        t.strides = {t.strides[0], t.strides[2], t.strides[3]};
+        t.ndim = 3;
+      }
       if (static_cast<std::size_t>(s) < N) out[s] = t;
     }
     return std::min(static_cast<std::size_t>(count), N);

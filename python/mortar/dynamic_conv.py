@@ -350,7 +350,7 @@ def dynamic_conv_step(
     """Decodes one token of each of N sequences and updates their states in place.
 
     Args:
-        x: [N, D] or [N, 1, D], float32, float16 or bfloat16, dense in D.
+        x: [N, D], float32, float16 or bfloat16, dense in D.
         kernels: [N, D, W], any of these dtypes, dense in (D, W).
         state: [S, D, L] in the dtype of x, any strides that do not overlap, L = W or W - 1, newest
             input last: shifted by one, with x as the new last entry.
@@ -361,7 +361,7 @@ def dynamic_conv_step(
         activation: None or "silu", applied to the sum before it is rounded.
 
     Returns:
-        y in the shape and dtype of x.
+        y [N, D] in the dtype of x.
 
     Raises:
         ValueError, TypeError: as `dynamic_conv`.

@@ -76,9 +76,10 @@ def causal_conv_step_triton(x: Tensor, cache: Tensor, kernels: Tensor) -> Tensor
 
     x: [B, 1, D]; cache: [B, D, W], any strides; kernels: [B, D, W]. No activation, no gradient.
     """
+    x = x.squeeze(1)
     if not (x.is_contiguous() and kernels.is_contiguous()):
         x, kernels = _dense(x, 1), _dense(kernels, 2)
-    return dynamic_conv_step(x, kernels, cache).squeeze_(1)
+    return dynamic_conv_step(x, kernels, cache)
 
 
 # ---- install -------------------------------------------------------------------------------------
