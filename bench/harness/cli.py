@@ -125,6 +125,8 @@ def main(
         print("\n".join(case.label for case in todo) or f"bench: no row matches {args.rows!r}")
         return 0 if todo else 2
 
+    if not cuda:
+        machine.keep_freed_memory()
     console = Console(width=None if sys.stdout.isatty() else 320)
     info = machine.describe(device) | {"command": _command(family, args)}
     if info.get("load_average", 0) > 1:
