@@ -97,6 +97,16 @@ inline Tensor to_tensor(AnyView arg, const char* op = "mortar", const char* name
   return to_tensor(**t, op, name);
 }
 
+/// Leaves out the second dimension of a tensor of `ndim` dimensions if its size is 1.
+inline void drop_second(Tensor& t, int ndim) {
+  if (t.ndim != ndim || t.shape[1] != 1) return;
+  for (int d = 1; d + 1 < ndim; ++d) {
+    t.shape[d] = t.shape[d + 1];
+    t.strides[d] = t.strides[d + 1];
+  }
+  t.ndim = ndim - 1;
+}
+
 /// The caller's current stream of a device: TVM-FFI takes it from the framework that owns the
 /// tensors of the call (torch.cuda.current_stream()).
 inline Stream current_stream(Device device) {

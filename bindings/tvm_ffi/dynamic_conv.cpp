@@ -5,7 +5,7 @@
 //   dynamic_conv_forward   x, k, cu_seqlens, initial_state, y, final_state, silu
 //   dynamic_conv_backward  x, k, cu_seqlens, initial_state, dy, dfinal_state, dx, dk,
 //                          dinitial_state, silu
-//   dynamic_conv_step      x, k, state, slots, y, silu
+//   dynamic_conv_step      x, k, state, slots, y, silu        x and y [N, D] or [N, 1, D]
 //   dynamic_conv_check     cu_seqlens, num_tokens, slots, num_slots
 //
 // and torch_dynamic_conv_* (packed_call.h).
@@ -51,9 +51,12 @@ void backward(PackedArgs packed, Any*) {
 template <class Source>
 void step(PackedArgs packed, Any*) {
   ArgReader<Source> args(packed, "dynamic_conv_step");
-  const Tensor x = args.tensor("x"), k = args.tensor("k"), state = args.tensor("state");
-  const Tensor slots = args.tensor("slots"), y = args.tensor("y");
+  Tensor x = args.tensor("x");
+  const Tensor k = args.tensor("k"), state = args.tensor("state"), slots = args.tensor("slots");
+  Tensor y = args.tensor("y");
   const bool silu = args.template value<bool>("silu");
+  drop_second(x, 3);
+  drop_second(y, 3);
   const typename Source::Call call(x.device);
   dynamic_conv_step(x, k, state, slots, y, silu, call.stream);
 }

@@ -350,7 +350,7 @@ def dynamic_conv_step(
     """Decodes one token of each of N sequences and updates their states in place.
 
     Args:
-        x: [N, D], float32, float16 or bfloat16, dense in D.
+        x: [N, D] or [N, 1, D], float32, float16 or bfloat16, dense in D.
         kernels: [N, D, W], any of these dtypes, dense in (D, W).
         state: [S, D, L] in the dtype of x, any strides that do not overlap, L = W or W - 1, newest
             input last: shifted by one, with x as the new last entry.
@@ -361,7 +361,7 @@ def dynamic_conv_step(
         activation: None or "silu", applied to the sum before it is rounded.
 
     Returns:
-        y [N, D] in the dtype of x.
+        y in the shape and dtype of x.
 
     Raises:
         ValueError, TypeError: as `dynamic_conv`.
@@ -369,11 +369,17 @@ def dynamic_conv_step(
             `dynamic_conv` with initial_state and T = 1.
     """
     silu = activation is not None and _is_silu("dynamic_conv_step", activation)
+    return step_into(x, kernels, state, slots, _empty_like(x), silu)
+
+
+def step_into(
+    x: Tensor, kernels: Tensor, state: Tensor, slots: Tensor | None, y: Tensor, silu: bool
+) -> Tensor:
+    """`dynamic_conv_step` into y, which may be [N, D] where x is [N, 1, D]. Returns y."""
     # Here as well as in the op: a compiled op gets tensors that no longer say.
     grad = _is_grad_enabled()
     if grad and (x.requires_grad or kernels.requires_grad or state.requires_grad):
         _refuse_gradient("dynamic_conv_step", x, kernels, state)
-    y = _empty_like(x)
     tensors = (x, kernels, state, slots, y)
     if is_eager(x) and _step_now(id(tensors), silu):
         if grad:

@@ -63,15 +63,17 @@ struct CudaConfig {
   static constexpr std::int64_t kThreadsPerSm = 320;
   static constexpr int kLeastSteps = 8;
 
-  /// `groups`: channel groups of one step; `most_steps`: 16 forward, 128 backward (whose halo,
-  /// W - 1 steps of every chunk, costs more).
+  /// `groups`: channel groups of one step; `most_steps`: 8 to 48 forward, 96 or 128 backward
+  /// (whose halo, W - 1 steps of every chunk, costs more).
   static CudaConfig make(std::int64_t batch, std::int64_t time, std::int64_t groups, int num_sms,
                          int most_steps) {
     CudaConfig c;
     while (c.threads > 32 && c.threads / 2 >= groups) c.threads /= 2;
     c.steps = most_steps;
     const auto in_flight = [&] { return batch * groups * ceil_div<std::int64_t>(time, c.steps); };
-    while (c.steps > kLeastSteps && in_flight() < kThreadsPerSm * num_sms) c.steps /= 2;
+    while (c.steps > kLeastSteps && in_flight() < kThreadsPerSm * num_sms) {
+      c.steps = round_up(c.steps / 2, kLeastSteps);
+    }
     return c;
   }
 };

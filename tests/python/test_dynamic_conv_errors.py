@@ -92,7 +92,7 @@ FORWARD = {
 }  # fmt: skip
 
 STEP = {
-    "x 3-D": ({"x": empty(3, 1, 5)}, "x", ValueError),
+    "x of two tokens": ({"x": empty(3, 2, 5)}, "x", ValueError),
     "x not dense": ({"x": strided((3, 5), (10, 2))}, "x", ValueError),
     "kernels other N": ({"kernels": empty(2, 5, 4)}, "k", ValueError),
     "W 9": ({"kernels": empty(3, 5, 9)}, "k", ValueError),

@@ -51,6 +51,16 @@ def test_sizes(device, rows, channels):
     assert_step(*inputs(device, rows, channels, 4, 4, dtype=torch.bfloat16), activation="silu")
 
 
+def test_a_dimension_of_one_token(device):
+    """x as a slice of a sequence, [N, 1, D]: the same bits, in that shape."""
+    x, kernels, state = inputs(device, 5, 24, 4, 4)
+    sequence = torch.randn(5, 7, 24, device=device).to(x.dtype)
+    other = state.clone()
+    y = dynamic_conv_step(sequence[:, 3:4], kernels, state)
+    assert_bitwise(y, dynamic_conv_step(sequence[:, 3], kernels, other).unsqueeze(1), "y")
+    assert_bitwise(state, other, "state")
+
+
 @pytest.mark.parametrize("extra", [0, 1])
 def test_slots_and_padding(device, extra):
     """Any order, padding between, unused slots untouched; ids outside the state are padding."""

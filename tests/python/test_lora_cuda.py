@@ -254,7 +254,7 @@ def test_more_than_2_to_the_31_elements():
     assert_within(y[some], want, apply_bound(t, want))
 
 
-def host_costs(*functions, bursts: int = 60, calls: int = 100) -> list[float]:
+def host_costs(*functions, bursts: int = 200, calls: int = 100) -> list[float]:
     """Host time of a call of each, in us: bursts that a stream's queue can hold take turns, with a
     wait outside the clock; the best burst counts, as other work of the machine only ever adds to
     it."""

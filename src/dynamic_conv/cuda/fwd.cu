@@ -19,7 +19,13 @@ namespace mortar::dynamic_conv::cuda {
 namespace {
 
 constexpr int kLoadRegisters = 40;  ///< 8 steps at W = 4, 16-bit: 2 % faster than 4 steps
-constexpr int kMostSteps = 16;
+
+/// Steps of a chunk, found by trying 8 to 64 with every W (src/dynamic_conv/README.md). Wide
+/// kernels want long ones, as every chunk reads W - 1 inputs again before it can begin.
+constexpr int most_steps(const Shape& s) {
+  if (s.k_dtype == DType::kFloat32 && s.width != 2) return 8;
+  return s.width < 5 ? 24 : 48;
+}
 
 struct Params {
   ForwardProblem problem;
@@ -165,7 +171,7 @@ void forward(const ForwardProblem& p, const CudaConfig* config, Stream stream) {
     using Traits = decltype(traits);
     if (!fits<Traits>(p.shape, {p.x, p.y}, {p.k})) return false;
     launch_tiles<forward_kernel<Traits>, Traits, Params>("dynamic_conv_forward", p, config,
-                                                         kMostSteps, stream);
+                                                         most_steps(p.shape), stream);
     return true;
   });
 }

@@ -8,7 +8,7 @@
 // M=8192, L=16: 0.25 MB, so the floor (0.06 us) is nothing beside a grid barrier (1 us, none when
 //          one CTA suffices) and three dependent trips to L2 (0.7 us each)
 // limit  : latency; with many adapters a second barrier, between prefixes over CTAs and the scan
-// wrong  : up to 256 tokens (plan_small.cu has no histograms)
+// wrong  : up to 256 tokens (plan_small.cu), and up to 16,384 on sm_90 (plan_cluster.cu)
 // Each warp owns a run of tokens and a histogram in shared memory, so that ranks inside a warp
 // come from match.any and the order of tokens never depends on timing.
 #include <cooperative_groups.h>
@@ -25,7 +25,7 @@
 namespace mortar::lora::cuda {
 namespace {
 
-constexpr int kMaxThreads = kPlanThreads;
+constexpr int kMaxThreads = 256;
 constexpr int kStaticSmem = 256;  ///< bytes kept free for the kernel's static shared memory
 /// Up to so many words of histograms every CTA adds all of them up for itself: reading them takes
 /// less than the grid barrier that sharing the work would need.
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   device::pdl_wait();
 
   const int thread = cta * num_cta_threads + threadIdx.x, num_threads = num_ctas * num_cta_threads;
-  clear_tile_tokens(p, thread, num_threads);
+  clear_tile_tokens(p, 0, p.layout.scratch, thread, num_threads);
 
   // Count: every warp walks its tokens in order.
   const std::int64_t warp_first =
@@ -196,10 +196,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const int n = b < bins ? first_token[b] : 0;
     const bool active = b < p.num_adapters;
     int4 total;
-    const int4 first = exclusive_scan(make_int4(n, active ? ceil_div(n, 16) : 0,
-                                                active ? ceil_div(n, 64) : 0, active && n > 0),
-                                      warp_sums, &total) +
-                       before;
+    const int4 first =
+        exclusive_scan<kMaxThreads>(make_int4(n, active ? ceil_div(n, 16) : 0,
+                                              active ? ceil_div(n, 64) : 0, active && n > 0),
+                                    warp_sums, &total) +
+        before;
     before = before + total;
     if (b < bins) {
       first_token[b] = first.x;
@@ -245,8 +246,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   for (int a = thread; a < p.num_adapters; a += num_threads) {
     const int count = first_token[a + 1] - first_token[a];
     if (count > 0) {
-      *reinterpret_cast<int4*>(p.plan + p.layout.groups + kPlanEntryWords * first_group[a]) =
-          make_int4(a, first_token[a], count, 0);
+      put_entry(p.plan + p.layout.groups, first_group[a], a, first_token[a], count, 0);
     }
   }
   if (cta == 0 && warp == 0) {
@@ -277,8 +277,9 @@ void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64
   p.num_tokens = num_tokens;
   p.num_adapters = static_cast<int>(num_adapters);
   if (num_tokens <= kSmallPlanTokens) return plan_small(p, stream);
-  // All CTAs meet at barriers, so there are never more than fit: one per SM always does.
   const device::DeviceInfo& device = device::current_device();
+  if (num_tokens <= kClusterPlanTokens && device.arch == 90) return plan_cluster(p, stream);
+  // All CTAs meet at barriers, so there are never more than fit: one per SM always does.
   const std::int64_t ctas = std::min<std::int64_t>(p.layout.num_chunks, device.num_sms);
   // Fewer warps where their histograms would not fit (4,096 adapters below 200 KB of memory).
   const auto smem = [&](int threads) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the two planner kernels share.
+// What the planner kernels share.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace mortar::lora::cuda {
 
-/// Threads of a planner CTA, at most.
-inline constexpr int kPlanThreads = 256;
 /// Up to so many tokens one CTA compares them all with each other (plan_small.cu).
-inline constexpr int kSmallPlanTokens = kPlanThreads;
+inline constexpr int kSmallPlanTokens = 256;
+/// Up to so many tokens one cluster of CTAs counts them, on sm_90 (plan_cluster.cu).
+inline constexpr int kClusterPlanTokens = 16 * 1024;
 
 struct PlanParams {
   const std::int32_t* token_adapter;
@@ -21,6 +21,7 @@ struct PlanParams {
   std::int64_t num_tokens;
   int num_adapters;
   int warp_tokens = 0;  ///< tokens per warp, a multiple of 32
+  int cta_tokens = 0;   ///< tokens per CTA, cluster kernel
 };
 
 __device__ __forceinline__ int4 operator+(int4 a, int4 b) {
@@ -30,7 +31,9 @@ __device__ __forceinline__ int4 operator-(int4 a, int4 b) {
   return make_int4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
 }
 
-/// Exclusive prefix sums of four values per thread; *total gets the sums. Uses two barriers.
+/// Exclusive prefix sums of four values per thread of a CTA of at most kThreads; *total gets the
+/// sums. Uses two barriers.
+template <int kThreads>
 __device__ __forceinline__ int4 exclusive_scan(int4 value, int4* warp_sums, int4* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int4 inclusive = value;
@@ -45,7 +48,7 @@ __device__ __forceinline__ int4 exclusive_scan(int4 value, int4* warp_sums, int4
   __syncthreads();
   int4 before = make_int4(0, 0, 0, 0), all = before;
 #pragma unroll
-  for (int w = 0; w < kPlanThreads / 32; ++w) {
+  for (int w = 0; w < kThreads / 32; ++w) {
     if (w * 32 >= blockDim.x) break;
     const int4 sum = warp_sums[w];
     if (w < warp) before = before + sum;
@@ -56,12 +59,30 @@ __device__ __forceinline__ int4 exclusive_scan(int4 value, int4* warp_sums, int4
   return before + inclusive - value;
 }
 
-/// No place of a tile holds a token until the scatter puts one there. By all threads of the launch.
-__device__ __forceinline__ void clear_tile_tokens(const PlanParams& p, int thread,
-                                                  int num_threads) {
-  for (std::int64_t i = p.layout.tokens16 + 4 * thread; i < p.layout.scratch;
+/// No place of a tile holds a token until the scatter puts one there: of the words [begin, end) of
+/// the plan, those of the tiles' tokens. By `num_threads` threads.
+__device__ __forceinline__ void clear_tile_tokens(const PlanParams& p, std::int64_t begin,
+                                                  std::int64_t end, int thread, int num_threads) {
+  const std::int64_t last = min(end, p.layout.scratch);
+  for (std::int64_t i = max(begin, p.layout.tokens16) + 4 * thread; i < last;
        i += 4 * num_threads) {
     *reinterpret_cast<int4*>(p.plan + i) = make_int4(-1, -1, -1, -1);
+  }
+}
+
+/// Entry `index` of the list of groups or of tiles.
+__device__ __forceinline__ void put_entry(std::int32_t* list, int index, int adapter, int start,
+                                          int count, int ordinal) {
+  *reinterpret_cast<int4*>(list + kPlanEntryWords * index) =
+      make_int4(adapter, start, count, ordinal);
+}
+
+/// Entries [num, most) of a list: readers load an entry before they know whether it exists. By
+/// `num_threads` threads.
+__device__ __forceinline__ void clear_list(std::int32_t* list, int num, int most, int thread,
+                                           int num_threads) {
+  for (int t = num + thread; t < most; t += num_threads) {
+    put_entry(list, t, 0, 0, 0, 0);
   }
 }
 
@@ -81,5 +102,7 @@ __device__ __forceinline__ void write_header(const PlanParams& p, const int4& to
 
 /// For at most kSmallPlanTokens tokens.
 void plan_small(const PlanParams& p, Stream stream);
+/// For at most kClusterPlanTokens tokens, on sm_90.
+void plan_cluster(PlanParams p, Stream stream);
 
 }  // namespace mortar::lora::cuda

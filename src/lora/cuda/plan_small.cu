@@ -19,19 +19,12 @@
 namespace mortar::lora::cuda {
 namespace {
 
-constexpr int kThreads = kPlanThreads;
+constexpr int kThreads = kSmallPlanTokens;
 
 /// Place p of the sorted batch.
 struct alignas(16) Place {
   int token, adapter, within, count;  ///< its place within its group, and the group's tokens
 };
-
-/// Entries [num, most) of a list: readers load an entry before they know whether it exists.
-__device__ __forceinline__ void clear_list(std::int32_t* list, int num, std::int64_t most) {
-  for (std::int64_t t = num + static_cast<int>(threadIdx.x); t < most; t += kThreads) {
-    *reinterpret_cast<int4*>(list + kPlanEntryWords * t) = make_int4(0, 0, 0, 0);
-  }
-}
 
 __global__ void __launch_bounds__(kThreads, 1)
     plan_small_kernel(const __grid_constant__ PlanParams p) {
@@ -48,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   device::pdl_wait();
 
   const int id = own < num ? p.token_adapter[own] : -1;
-  clear_tile_tokens(p, own, kThreads);
+  clear_tile_tokens(p, 0, p.layout.scratch, own, kThreads);
   const bool bad = id < -1 || id >= p.num_adapters;
   if (bad) {
     atomicAdd(&bad_count, 1);
@@ -81,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool leads = active && at.within == 0;
   int4 totals;
   const int4 before =
-      exclusive_scan(make_int4(active, leads16, leads64, leads), warp_sums, &totals);
+      exclusive_scan<kThreads>(make_int4(active, leads16, leads64, leads), warp_sums, &totals);
   if (own < num) p.plan[p.layout.sorted + own] = at.token;
   if (active) {
     // Tiles up to this place's own, less one.
@@ -89,15 +82,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     p.plan[p.layout.tokens16 + 16 * tile16 + at.within % 16] = at.token;
     p.plan[p.layout.tokens64 + 64 * tile64 + at.within % 64] = at.token;
     const auto put = [&](std::int64_t list, int index, int most, int ordinal) {
-      *reinterpret_cast<int4*>(p.plan + list + kPlanEntryWords * index) =
-          make_int4(at.adapter, own, min(at.count - at.within, most), ordinal);
+      put_entry(p.plan + list, index, at.adapter, own, min(at.count - at.within, most), ordinal);
     };
     if (leads16) put(p.layout.tiles16, tile16, 16, at.within / 16);
     if (leads64) put(p.layout.tiles64, tile64, 64, at.within / 64);
     if (leads) put(p.layout.groups, before.w, kThreads, 0);
   }
-  clear_list(p.plan + p.layout.tiles16, totals.y, p.layout.max_tiles16);
-  clear_list(p.plan + p.layout.tiles64, totals.z, p.layout.max_tiles64);
+  clear_list(p.plan + p.layout.tiles16, totals.y, static_cast<int>(p.layout.max_tiles16), own,
+             kThreads);
+  clear_list(p.plan + p.layout.tiles64, totals.z, static_cast<int>(p.layout.max_tiles64), own,
+             kThreads);
   if (own == 0) write_header(p, totals, bad_count, bad_first);
   // The next kernel may start as soon as the CTA has left and read the plan from L2 at once.
   __threadfence();

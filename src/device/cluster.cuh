@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// A cluster of CTAs that run at the same time and read each other's shared memory. The functions do
+// nothing below sm_90: kernels that use them compile there, but are not launched.
+#pragma once
+
+namespace mortar::device {
+
+/// Half of a barrier: what this thread has written is seen by those that have waited.
+__device__ __forceinline__ void cluster_arrive() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+/// The other half: waits until all threads of the cluster have arrived.
+__device__ __forceinline__ void cluster_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+/// Where CTA `rank` of the cluster has what this one has at p, in shared memory.
+template <class T>
+__device__ __forceinline__ const T* in_cluster(const T* p, int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const T* other;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(other) : "l"(p), "r"(rank));
+  return other;
+#else
+  return p;
+#endif
+}
+
+}  // namespace mortar::device
