@@ -205,7 +205,7 @@ def _time(
     case: Case, providers: Sequence[Provider], checked: _Checked, options: Options
 ) -> dict[str, Timing]:
     if case.host:
-        return time_host(checked.calls, 5 if options.quick else 15)
+        return time_host(checked.calls, 5 if options.quick else 101)
     if options.device.type == "cpu":
         rounds, sample_us = (3, 200.0) if options.quick else (options.replays, 5_000.0)
         return time_cpu(checked.calls, rounds, sample_us)

@@ -146,7 +146,7 @@ def time_synchronised(calls: Mapping[str, Sequence[Call]], samples: int = 9) -> 
     return result
 
 
-def time_host(calls: Mapping[str, Sequence[Call]], samples: int = 15) -> dict[str, Timing]:
+def time_host(calls: Mapping[str, Sequence[Call]], samples: int) -> dict[str, Timing]:
     """Host cost of an eager call: a burst of calls that a stream's queue can hold, then a wait
     outside the clock. Use a size at which the device keeps up with the host."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
