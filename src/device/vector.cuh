@@ -60,6 +60,12 @@ __device__ __forceinline__ Bits<T, N> load(const T* p) {
   return to_bits<T, N>(__ldca(reinterpret_cast<const Word<Bits<T, N>::kBytes>*>(p)));
 }
 
+/// From shared memory.
+template <class T, int N>
+__device__ __forceinline__ Bits<T, N> load_shared(const void* p) {
+  return to_bits<T, N>(*static_cast<const Word<Bits<T, N>::kBytes>*>(p));
+}
+
 /// Reads 16 bytes through L2 into v if `there`, in one predicated instruction: loads in branches
 /// would wait for each other.
 __device__ __forceinline__ void load_if(bool there, uint4& v, const void* p) {
