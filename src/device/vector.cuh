@@ -76,6 +76,15 @@ __device__ __forceinline__ void load_if(bool there, uint4& v, const void* p) {
       : "l"(p), "r"(static_cast<int>(there)));
 }
 
+/// The same for 8 bytes.
+__device__ __forceinline__ void load_if(bool there, uint2& v, const void* p) {
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %3, 0;\n"
+      "@there ld.global.cg.v2.b32 {%0, %1}, [%2];\n}"
+      : "+r"(v.x), "+r"(v.y)
+      : "l"(p), "r"(static_cast<int>(there)));
+}
+
 /// Rounds to nearest even, two values per instruction for the 16-bit types.
 template <class T, int N>
 __device__ __forceinline__ void store_once(T* p, const float (&v)[N]) {

@@ -89,8 +89,8 @@ inline ExpandConfig choose_expand(const LoraShape& s) {
   ExpandConfig c;
   if (!s.one_type) {
     // As many CTAs of 16 or 32 tokens as run at once, three per SM.
-    const int tile = tile_tokens(s);
-    const std::int64_t ctas = max_tiles(s.num_tokens, s.num_adapters, tile) * (tile == 16 ? 1 : 2);
+    const std::int64_t ctas = tile_tokens(s) == 16 ? max_tiles(s.num_tokens, s.num_adapters, 16)
+                                                   : ceil_div<std::int64_t>(s.num_tokens, 32);
     c.cols = even_cols(
         s, std::max<std::int64_t>(128, ceil_div<std::int64_t>(s.sum_widths * ctas, 3 * kNumSms)),
         128);

@@ -11,9 +11,9 @@
 // A CTA takes a run of columns of one slice and 16 or 32 tokens of one adapter. h lies in shared
 // memory in planes of parts, made once, from the slabs of a split shrink or from finished rows; B
 // streams through a ring of cp.async stages, as it is, filled before the predecessor has ended. A
-// warp has 32 columns of a block of 128, in an order in which a lane's sums are 8 neighbouring
-// columns of y; y of the next block is asked for as soon as this one's is used up. Sums run over
-// ranks in order, in MMA steps of 16.
+// warp has 32 columns of a block of 128, in an order in which a lane's sums make whole 16-byte packs
+// of y beside those of its neighbours; y of the next block is asked for as soon as this one's is
+// used up. Sums run over ranks in order, in MMA steps of 16.
 #include <algorithm>
 #include <type_traits>
 
@@ -44,15 +44,19 @@ struct Traits {
   static constexpr int kTokens = 16 * kFrags;
   static constexpr int kPieceElts = 16 / sizeof(TW);       ///< of a cp.async of B
   static constexpr int kStepBytes = 16 * int{sizeof(TW)};  ///< of a row of B: an MMA step
+  /// Columns of y that a lane moves at a time, 16 bytes, beside those of its three neighbours.
+  static constexpr int kPack = 16 / int{sizeof(TY)};
+  static constexpr int kPacks = 8 / kPack;
+  static constexpr int kPackStep = 4 * kPack;  ///< columns between a lane's packs
 };
 
 /// Ranks of a stage, which has rows of one MMA step or two.
 MORTAR_HOST_DEVICE constexpr int stage_ranks(int width) { return width <= 16 ? 16 : kRanks; }
 /// Where the two steps of a row of B change places, so that rows read together lie in different
-/// banks: neighbours of float32, those 8 apart of 16 bits. Never in rows of one step.
+/// banks: neighbours of float32, those a pack apart of 16 bits. Never in rows of one step.
 template <class Tr>
 __device__ __forceinline__ int turn(int row, int ranks) {
-  const int bit = sizeof(typename Tr::TW) == 4 ? row & 1 : row >> 3 & 1;
+  const int bit = sizeof(typename Tr::TW) == 4 ? row & 1 : row / Tr::kPack & 1;
   return ranks == kRanks ? bit * Tr::kStepBytes : 0;
 }
 
@@ -123,54 +127,64 @@ struct BCopy {
   }
 };
 
-/// A lane's 8 columns of y in one row. Aligned ones are loaded long before they are used.
+/// A lane's 8 columns of y in one row: packs, kPackStep apart. Aligned ones are loaded long before
+/// they are used.
 template <class Tr>
 struct YPack {
   using TY = typename Tr::TY;
-  static constexpr int kWords = 8 * int{sizeof(TY)} / 16;  ///< of 16 bytes
-  uint4 v[kWords];
+  uint4 v[Tr::kPacks];
 
-  __device__ __forceinline__ void load(bool there, const TY* at) {
+  /// left: columns from the first on.
+  __device__ __forceinline__ void load(const TY* at, int left) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      device::load_if(there, v[i], reinterpret_cast<const uint4*>(at) + i);
+    for (int i = 0; i < Tr::kPacks; ++i) {
+      device::load_if(left > i * Tr::kPackStep, v[i], at + i * Tr::kPackStep);
     }
   }
   /// Adds the products in float32, rounds once and stores.
-  __device__ __forceinline__ void add(TY* at, bool add_inputs, const device::PartSums (&sums)[4],
-                                      int half) {
-    const auto sum = [&](float old, int c) {
-      const float product = sums[c / 2].total(2 * half + c % 2);
-      return add_inputs ? old + product : product;
-    };
+  __device__ __forceinline__ void add(TY* at, int left, bool add_inputs,
+                                      const device::PartSums (&sums)[4], int half) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
+    for (int i = 0; i < Tr::kPacks; ++i) {
+      const auto sum = [&](float old, int c) {
+        const float product = sums[(i * Tr::kPack + c) / 2].total(2 * half + c % 2);
+        return add_inputs ? old + product : product;
+      };
       std::uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         if constexpr (std::is_same_v<TY, float>) {
-          words[k] = __float_as_uint(sum(__uint_as_float(words[k]), 4 * i + k));
+          words[k] = __float_as_uint(sum(__uint_as_float(words[k]), k));
         } else {
           const float2 old = device::unpack2<TY>(words[k]);
           words[k] = device::pack2<TY>(sum(old.x, 2 * k), sum(old.y, 2 * k + 1));
         }
       }
-      reinterpret_cast<uint4*>(at)[i] = make_uint4(words[0], words[1], words[2], words[3]);
+      if (left > i * Tr::kPackStep) {
+        *reinterpret_cast<uint4*>(at + i * Tr::kPackStep) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      }
     }
   }
 };
 
-/// The same for columns anywhere in memory, of which `left` exist.
-template <class TY>
-__device__ __forceinline__ void add_elements(TY* at, int left, bool add_inputs,
+/// The same for columns anywhere in memory.
+template <class Tr>
+__device__ __forceinline__ void add_elements(typename Tr::TY* at, int left, bool add_inputs,
                                              const device::PartSums (&sums)[4], int half) {
+  using TY = typename Tr::TY;
   float old[8];
+  const auto column = [](int c) { return c / Tr::kPack * Tr::kPackStep + c % Tr::kPack; };
 #pragma unroll
-  for (int c = 0; c < 8; ++c) old[c] = add_inputs && c < left ? device::to_float(at[c]) : 0.0f;
+  for (int c = 0; c < 8; ++c) {
+    old[c] = add_inputs && column(c) < left ? device::to_float(at[column(c)]) : 0.0f;
+  }
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
     const float product = sums[c / 2].total(2 * half + c % 2);
-    if (c < left) at[c] = device::from_float<TY>(add_inputs ? old[c] + product : product);
+    if (column(c) < left) {
+      at[column(c)] = device::from_float<TY>(add_inputs ? old[c] + product : product);
+    }
   }
 }
 
@@ -192,7 +206,9 @@ __device__ __forceinline__ void multiply(device::PartSums (&sums)[Tr::kFrags][4]
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     std::uint32_t b[device::kParts<TW>][2];
-    device::split4<TW>(device::load_shared<TW, 4>(b_lane + j * 2 * row_bytes).word, b);
+    // Its pair of columns begins at 2 j of the lane's 8.
+    const int row = j * 2 / Tr::kPack * Tr::kPackStep + j * 2 % Tr::kPack;
+    device::split4<TW>(device::load_shared<TW, 4>(b_lane + row * row_bytes).word, b);
 #pragma unroll
     for (int m = 0; m < Tr::kFrags; ++m) sums[m][j].add(h[m], b);
   }
@@ -238,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 2 && sizeof(typename T
   __syncthreads();
 
   // Pointers
-  const int lane_col = warp * 32 + quad * 8;
+  const int lane_col = warp * 32 + quad * Tr::kPack;
   const int own_cols = block.cols - lane_col;  // the CTA's columns from there on
   TY* const y_lane = static_cast<TY*>(p.y.data) + block.y_col + lane_col;
   // Rows of y are found again for every block: their addresses would take eight registers.
@@ -246,8 +262,8 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 2 && sizeof(typename T
   const int row_bytes = copy.row_bytes(), stage_bytes = kCols * row_bytes;
   const std::uint32_t h_lane =
       device::smem_address(smem) + lane % 16 * h.pitch * 2 + lane / 16 * 16;
-  // Columns 8a + 2j + b of a warp's 32 are row 2a + b of MMA column j.
-  const int b_row = group / 2 * 8 + group % 2;
+  // Row 2a + b of an MMA column is a column of lane a: the pair's second one for b = 1.
+  const int b_row = group / 2 * Tr::kPack + group % 2;
   const int b_lane =
       (warp * 32 + b_row) * row_bytes + ((quad * Tr::kStepBytes / 4) ^ turn<Tr>(b_row, copy.ranks));
   const int num_chunks = copy.num_chunks, num_blocks = ceil_div(block.cols, kCols);
@@ -270,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 2 && sizeof(typename T
 #pragma unroll
   for (int i = 0; i < 2 * Tr::kFrags; ++i) {
     const int t = row_token(i / 2, i % 2);
-    y[i / 2][i % 2].load(load_y && t >= 0 && own_cols > 0, y_lane + t * p.y.row_stride);
+    y[i / 2][i % 2].load(y_lane + t * p.y.row_stride, load_y && t >= 0 ? own_cols : 0);
   }
   if (p.h.raw) {
     sum.make(p.scale * w.scale);
@@ -309,10 +325,10 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 2 && sizeof(typename T
         if (t < 0 || left <= 0) continue;
         TY* const at = y_lane + t * p.y.row_stride + i * kCols;
         if (p.vector_y) {
-          y[m][half].add(at, p.add_inputs, sums[m], half);
-          y[m][half].load(load_y && left > kCols, at + kCols);
+          y[m][half].add(at, left, p.add_inputs, sums[m], half);
+          y[m][half].load(at + kCols, load_y ? left - kCols : 0);
         } else {
-          add_elements(at, left, p.add_inputs, sums[m], half);
+          add_elements<Tr>(at, left, p.add_inputs, sums[m], half);
         }
       }
     }

@@ -15,6 +15,7 @@
 // so that every element is split once and no warp idles at low ranks; the quarters meet in shared
 // memory and are added in one order. Leaves are added as leaf_size in problem.h says.
 #include <algorithm>
+#include <cstring>
 
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -35,12 +36,16 @@ constexpr int kMaxRows = kPartsMaxRows;  ///< rank rows of a CTA
 constexpr int kPairK = 32;               ///< elements of two MMA steps
 static_assert(leaf_size(1) % (kWarps * kPairK) == 0 && leaf_size(1 << 20) % (kWarps * kPairK) == 0);
 
-template <class TX_, class TW_, int kFrags_>
+template <class TX_, class TW_, int kFrags_, int kKeptSteps_>
 struct Traits {
   using TX = TX_;
   using TW = TW_;
   static constexpr int kPartsX = device::kParts<TX>, kPartsW = device::kParts<TW>;
   static constexpr int kFrags = kFrags_;  ///< MMA tiles of 16 tokens
+  /// MMA steps of a warp's quarter of a leaf whose x stays in registers; 0: x lies in planes.
+  static constexpr int kKeptSteps = kKeptSteps_;
+  static constexpr bool kKeepX = kKeptSteps > 0;
+  static_assert(!kKeepX || kFrags == 1);
   static constexpr int kTokens = 16 * kFrags;
   static constexpr int kSumPairs = kFrags * kThreads;  ///< pairs of sums of a stage
   static constexpr int kPieceElts = 16 / sizeof(TW);   ///< of a cp.async of A
@@ -52,7 +57,7 @@ struct Traits {
     return (leaf + 16) * int{sizeof(TW)};
   }
   MORTAR_HOST_DEVICE static constexpr int x_bytes(int leaf) {
-    return kPartsX * kTokens * x_pitch(leaf);
+    return kKeepX ? 0 : kPartsX * kTokens * x_pitch(leaf);
   }
   static constexpr int kSumBytes = kWarps * kSumPairs * 8;
   /// Both halves' totals of all rank rows, where a CTA walks over leaves.
@@ -101,6 +106,55 @@ __device__ __forceinline__ void load_x(const ShrinkParams& p, const int* tokens,
     }
   }
 }
+
+/// A lane's x of a warp's quarter of a leaf, as the products take it: elements 4q to 4q + 3 of
+/// every step of 16 (parts.cuh), of two tokens.
+template <class Tr>
+struct KeptX {
+  using TX = typename Tr::TX;
+  static constexpr int kSteps = Tr::kKeepX ? Tr::kKeptSteps : 1;
+  std::uint32_t x[kSteps][Tr::kPartsX][4];
+
+  /// tokens: those of the lane's rows; k: its first element.
+  __device__ __forceinline__ void load(const ShrinkParams& p, const int (&tokens)[2],
+                                       std::int64_t k) {
+    using Raw = device::Word<4 * sizeof(TX)>;
+    Raw raw[kSteps][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const TX* row = static_cast<const TX*>(p.x.data) + tokens[half] * p.x.row_stride + k;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const std::int64_t left = tokens[half] < 0 ? 0 : p.weights.hidden - k - i * 16;
+        raw[i][half] = {};
+        if (p.vector) {
+          device::load_if(left > 0, raw[i][half], row + i * 16);
+        } else {
+          TX element[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            element[j] = j < left ? row[i * 16 + j] : device::from_float<TX>(0.0f);
+          }
+          memcpy(&raw[i][half], element, sizeof(element));
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        std::uint32_t words[sizeof(Raw) / 4], part[Tr::kPartsX][2];
+        memcpy(words, &raw[i][half], sizeof(Raw));
+        device::split4<TX>(words, part);
+#pragma unroll
+        for (int j = 0; j < Tr::kPartsX; ++j) {
+          x[i][j][half] = part[j][0];
+          x[i][j][half + 2] = part[j][1];
+        }
+      }
+    }
+  }
+};
 
 /// A thread's copies of rank rows into the ring, stage by stage and leaf by leaf.
 template <class Tr>
@@ -160,24 +214,43 @@ struct RowCopy {
   }
 };
 
-/// One warp's quarter of a leaf: its tokens by 16 rank rows. x_lane: the lane's row of ldmatrix;
-/// a_lane: its first elements of its first row.
+/// A lane's elements of a step of 16 of rank rows n * 8 + lane / 4, in parts.
+template <class Tr>
+__device__ __forceinline__ void load_rows(std::uint32_t (&w)[2][Tr::kPartsW][2],
+                                          const unsigned char* a_lane, int a_pitch) {
+  using TW = typename Tr::TW;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    device::split4<TW>(device::load_shared<TW, 4>(a_lane + n * 8 * a_pitch).word, w[n]);
+  }
+}
+
+/// One warp's quarter of a leaf: its tokens by 16 rank rows. a_lane: the lane's first elements of
+/// its first row.
+template <class Tr>
+__device__ __forceinline__ void multiply(device::PartSums (&sums)[1][2], const KeptX<Tr>& kept,
+                                         const unsigned char* a_lane, int a_pitch) {
+#pragma unroll
+  for (int i = 0; i < KeptX<Tr>::kSteps; ++i) {
+    std::uint32_t w[2][Tr::kPartsW][2];
+    load_rows<Tr>(w, a_lane + i * 16 * sizeof(typename Tr::TW), a_pitch);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) sums[0][n].add(kept.x[i], w[n]);
+  }
+}
+
+/// The same with x in planes. x_lane: the lane's row of ldmatrix.
 template <class Tr>
 __device__ __forceinline__ void multiply(device::PartSums (&sums)[Tr::kFrags][2],
                                          std::uint32_t x_lane, const unsigned char* a_lane,
                                          int leaf) {
-  using TW = typename Tr::TW;
   const int x_pitch = Tr::x_pitch(leaf), plane_bytes = Tr::kTokens * x_pitch;
-  const int a_pitch = Tr::a_pitch(leaf);
 #pragma unroll 1
   for (int pair = 0; pair < leaf / (kWarps * kPairK); ++pair) {
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       std::uint32_t w[2][Tr::kPartsW][2];
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        device::split4<TW>(device::load_shared<TW, 4>(a_lane + n * 8 * a_pitch).word, w[n]);
-      }
+      load_rows<Tr>(w, a_lane, Tr::a_pitch(leaf));
 #pragma unroll
       for (int m = 0; m < Tr::kFrags; ++m) {
         std::uint32_t x[Tr::kPartsX][4];
@@ -189,7 +262,7 @@ __device__ __forceinline__ void multiply(device::PartSums (&sums)[Tr::kFrags][2]
         for (int n = 0; n < 2; ++n) sums[m][n].add(x, w[n]);
       }
       x_lane += 32;
-      a_lane += 16 * sizeof(TW);
+      a_lane += 16 * sizeof(typename Tr::TW);
     }
   }
 }
@@ -280,14 +353,23 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1   ? 4
   for (int m = 0; m < Tr::kFrags; ++m) {
     h_rows[m] = h_row(p.h, tile, first_row, m * 16 + own_place, tokens[m * 16 + own_place]);
   }
+  int x_tokens[2];  // of the lane's rows of x
+#pragma unroll
+  for (int half = 0; half < 2; ++half) x_tokens[half] = tokens[lane / 4 + 8 * half];
   device::pdl_wait();
 
+  KeptX<Tr> kept;
   int stage = 0;
   bool refill = false;
 #pragma unroll 1
   for (int own_leaf = 0; own_leaf < num_own; ++own_leaf) {
     // The last reads of x before this lie in front of a barrier.
-    load_x<Tr>(p, tokens, k_begin + static_cast<std::int64_t>(own_leaf) * leaf, leaf, planes);
+    const std::int64_t k = k_begin + static_cast<std::int64_t>(own_leaf) * leaf;
+    if constexpr (Tr::kKeepX) {
+      kept.load(p, x_tokens, k + quarter + lane % 4 * 4);
+    } else {
+      load_x<Tr>(p, tokens, k, leaf, planes);
+    }
 #pragma unroll 1
     for (int row_stage = 0; row_stage < row_stages; ++row_stage) {
       refill ? device::cp_async_wait<kStages - 2>() : device::cp_async_wait<kStages - 1>();
@@ -297,7 +379,12 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1   ? 4
 
       // Compute
       device::PartSums acc[Tr::kFrags][2];
-      multiply<Tr>(acc, x_lane, a_lane + stage * kStageRows * Tr::a_pitch(leaf), leaf);
+      const unsigned char* a = a_lane + stage * kStageRows * Tr::a_pitch(leaf);
+      if constexpr (Tr::kKeepX) {
+        multiply<Tr>(acc, kept, a, Tr::a_pitch(leaf));
+      } else {
+        multiply<Tr>(acc, x_lane, a, leaf);
+      }
       stage = stage + 1 == kStages ? 0 : stage + 1;
 #pragma unroll
       for (int m = 0; m < Tr::kFrags; ++m) {
@@ -376,13 +463,18 @@ void launch_traits(ShrinkParams p, const ShrinkConfig& c, Stream stream) {
 
 template <class TX, class TW>
 void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
+  constexpr int kShort = leaf_size(1) / (16 * kWarps);  // MMA steps of a warp in a leaf
+  const bool is_short = leaf_size(p.weights.hidden) == leaf_size(1);
+  if (c.tile_tokens == 16) {
+    // x of long leaves fits the registers of one part alone.
+    constexpr int kLong = device::kParts<TX> == 1 ? 2 * kShort : 0;
+    if (is_short) return launch_traits<Traits<TX, TW, 1, kShort>>(p, c, stream);
+    return launch_traits<Traits<TX, TW, 1, kLong>>(p, c, stream);
+  }
   // As many tokens as let two CTAs fit an SM.
   constexpr int kMost = device::kParts<TX> == 1 ? 4 : 2;
-  if (c.tile_tokens == 16) return launch_traits<Traits<TX, TW, 1>>(p, c, stream);
-  if (leaf_size(p.weights.hidden) == leaf_size(1)) {
-    return launch_traits<Traits<TX, TW, kMost>>(p, c, stream);
-  }
-  launch_traits<Traits<TX, TW, kMost / 2>>(p, c, stream);
+  if (is_short) return launch_traits<Traits<TX, TW, kMost, 0>>(p, c, stream);
+  launch_traits<Traits<TX, TW, kMost / 2, 0>>(p, c, stream);
 }
 
 }  // namespace
