@@ -45,7 +45,12 @@ struct Traits {
   /// MMA steps of a warp's quarter of a leaf whose x stays in registers; 0: x lies in planes.
   static constexpr int kKeptSteps = kKeptSteps_;
   static constexpr bool kKeepX = kKeptSteps > 0;
-  static_assert(!kKeepX || kFrags == 1);
+  static_assert(kKeepX == (kFrags == 1),
+                "x of 16 tokens stays in registers, that of more in planes");
+  /// CTAs that an SM must hold, which caps the registers.
+  static constexpr int kMinCtas = kFrags == 4 || kKeptSteps * kPartsX > 16  ? 2
+                                  : kFrags == 2 || kKeptSteps* kPartsX > 12 ? 3
+                                                                            : 4;
   static constexpr int kTokens = 16 * kFrags;
   static constexpr int kSumPairs = kFrags * kThreads;  ///< pairs of sums of a stage
   static constexpr int kPieceElts = 16 / sizeof(TW);   ///< of a cp.async of A
@@ -268,9 +273,7 @@ __device__ __forceinline__ void multiply(device::PartSums (&sums)[Tr::kFrags][2]
 }
 
 template <class Tr>
-__global__ void __launch_bounds__(kThreads, Tr::kFrags == 1   ? 4
-                                            : Tr::kFrags == 2 ? 3
-                                                              : 2)
+__global__ void __launch_bounds__(kThreads, Tr::kMinCtas)
     shrink_parts_kernel(const __grid_constant__ ShrinkParams p) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RankRows<kMaxRows> rows;
@@ -439,23 +442,32 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1   ? 4
 // ---- host ---------------------------------------------------------------------------------------
 
 template <class Tr>
+std::size_t smem_bytes(const ShrinkParams& p, const ShrinkConfig& c) {
+  const int leaf = static_cast<int>(leaf_size(p.weights.hidden));
+  const int row_stages = c.tile_rows / kStageRows;
+  const bool whole = p.h.num_slabs == 1;
+  const int items = row_stages * static_cast<int>(whole ? num_leaves(p.weights.hidden) : 1);
+  return static_cast<std::size_t>(Tr::x_bytes(leaf) + Tr::kSumBytes +
+                                  (whole ? Tr::total_bytes(row_stages) : 0) +
+                                  std::min(kStages, items) * kStageRows * Tr::a_pitch(leaf));
+}
+/// Dynamic shared memory that a CTA of the current device may have beside the static kind.
+std::size_t most_smem() {
+  return static_cast<std::size_t>(device::current_device().max_smem) - 4096;
+}
+
+template <class Tr>
 void launch_traits(ShrinkParams p, const ShrinkConfig& c, Stream stream) {
   check(p.tiles.tile_tokens == c.tile_tokens && c.tile_rows <= kMaxRows &&
             c.tile_rows % kStageRows == 0,
         "lora_shrink: no kernel of parts for a tile of ", c.tile_tokens, " tokens and ",
         c.tile_rows, " rank rows");
   p.rows_per_cta = c.tile_rows;
-  const int leaf = static_cast<int>(leaf_size(p.weights.hidden));
-  const int row_stages = c.tile_rows / kStageRows;
-  const bool whole = p.h.num_slabs == 1;
-  const int items = row_stages * static_cast<int>(whole ? num_leaves(p.weights.hidden) : 1);
   device::Launch l;
   l.grid = shrink_grid(p, c);
   l.grid.x *= static_cast<unsigned>(c.tile_tokens / Tr::kTokens);
   l.threads = kThreads;
-  l.smem = static_cast<std::size_t>(Tr::x_bytes(leaf) + Tr::kSumBytes +
-                                    (whole ? Tr::total_bytes(row_stages) : 0) +
-                                    std::min(kStages, items) * kStageRows * Tr::a_pitch(leaf));
+  l.smem = smem_bytes<Tr>(p, c);
   l.stream = stream;
   l.pdl = true;
   device::launch<shrink_parts_kernel<Tr>>("lora_shrink", l, p);
@@ -464,17 +476,25 @@ void launch_traits(ShrinkParams p, const ShrinkConfig& c, Stream stream) {
 template <class TX, class TW>
 void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
   constexpr int kShort = leaf_size(1) / (16 * kWarps);  // MMA steps of a warp in a leaf
-  const bool is_short = leaf_size(p.weights.hidden) == leaf_size(1);
-  if (c.tile_tokens == 16) {
-    // x of long leaves fits the registers of one part alone.
-    constexpr int kLong = device::kParts<TX> == 1 ? 2 * kShort : 0;
-    if (is_short) return launch_traits<Traits<TX, TW, 1, kShort>>(p, c, stream);
-    return launch_traits<Traits<TX, TW, 1, kLong>>(p, c, stream);
+  constexpr bool kOnePart = device::kParts<TX> == 1;
+  const bool small = c.tile_tokens == 16, whole = p.h.num_slabs == 1;
+  if (leaf_size(p.weights.hidden) == leaf_size(1)) {
+    // 1,024 tokens, qkv, rank 16: 14.8 us with 64 tokens of one part, 19.9 with 16. With all of K:
+    // 130 and 102 (8,192 tokens, rank 16), but 264 and 392 (rank 64).
+    if constexpr (kOnePart) {
+      if (!small && !(whole && p.weights.num_slices * p.weights.max_rank <= kPartsMaxTotals)) {
+        return launch_traits<Traits<TX, TW, 4, 0>>(p, c, stream);
+      }
+    }
+    return launch_traits<Traits<TX, TW, 1, kShort>>(p, c, stream);
   }
-  // As many tokens as let two CTAs fit an SM.
-  constexpr int kMost = device::kParts<TX> == 1 ? 4 : 2;
-  if (is_short) return launch_traits<Traits<TX, TW, kMost, 0>>(p, c, stream);
-  launch_traits<Traits<TX, TW, kMost / 2, 0>>(p, c, stream);
+  // Long leaves of two or three parts, down, rank 16: 51 us with 16 tokens, 57 with 32, 1,024
+  // tokens; 441 and 326, 8,192 tokens, with all of K.
+  using Pair = Traits<TX, TW, 2, 0>;
+  if (!small && (kOnePart || (whole && smem_bytes<Pair>(p, c) <= most_smem()))) {
+    return launch_traits<Pair>(p, c, stream);
+  }
+  launch_traits<Traits<TX, TW, 1, 2 * kShort>>(p, c, stream);
 }
 
 }  // namespace
