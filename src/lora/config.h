@@ -85,7 +85,9 @@ inline int even_cols(const LoraShape& s, std::int64_t cols, int multiple) {
   return static_cast<int>(round_up<std::int64_t>(even, multiple));
 }
 
-inline ExpandConfig choose_expand(const LoraShape& s) {
+/// prefill: its kernel fits the device. The decode kernel, which fits any, takes tiles of 64 tokens
+/// in quarters.
+inline ExpandConfig choose_expand(const LoraShape& s, bool prefill = true) {
   ExpandConfig c;
   if (!s.one_type) {
     // As many CTAs of 16 or 32 tokens as run at once, three per SM.
@@ -96,7 +98,7 @@ inline ExpandConfig choose_expand(const LoraShape& s) {
         128);
     return c;
   }
-  if (tile_tokens(s) == 64 && h_width(s) <= kExpandPrefillMaxRank) {
+  if (prefill && tile_tokens(s) == 64 && h_width(s) <= kExpandPrefillMaxRank) {
     c.kernel = ExpandKernel::kPrefill;
     return c;
   }

@@ -101,8 +101,9 @@ void run_shrink(ShrinkParams p, const LoraShape& s, const ShrinkConfig& c, Strea
   (wgmma ? shrink_wgmma : shrink_mma)(p, c, stream);
 }
 
-void run_expand(ExpandParams p, const LoraShape& s, const ExpandConfig& c, Stream stream) {
+void run_expand(ExpandParams p, const LoraShape& s, ExpandConfig c, Stream stream) {
   p.vector_y = allows_vectors(p.y, p.weights, p.offset);
+  if (c.kernel == ExpandKernel::kPrefill && !expand_prefill_fits(p)) c = choose_expand(s, false);
   p.cols = c.cols;
   p.block_cols = c.block_cols;
   for (int i = 0; i < s.num_slices; ++i) {

@@ -28,6 +28,8 @@ void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream);
 void expand_decode(const ExpandParams& p, Stream stream);
 /// The same for tiles of 64 tokens, h not in slabs and ranks up to kExpandPrefillMaxRank.
 void expand_prefill(const ExpandParams& p, Stream stream);
+/// Whether the current device has the shared memory that it takes.
+bool expand_prefill_fits(const ExpandParams& p);
 /// The same for every pair of dtypes, on tensor cores that multiply parts of values.
 void expand_parts(const ExpandParams& p, Stream stream);
 

@@ -11,9 +11,9 @@
 // A CTA takes a run of columns of one slice and 16 or 32 tokens of one adapter. h lies in shared
 // memory in planes of parts, made once, from the slabs of a split shrink or from finished rows; B
 // streams through a ring of cp.async stages, as it is, filled before the predecessor has ended. A
-// warp has 32 columns of a block of 128, in an order in which a lane's sums make whole 16-byte packs
-// of y beside those of its neighbours; y of the next block is asked for as soon as this one's is
-// used up. Sums run over ranks in order, in MMA steps of 16.
+// warp has 32 columns of a block of 128, in an order in which a lane's sums make whole 16-byte
+// packs of y beside those of its neighbours; y of the next block is asked for as soon as this one's
+// is used up. Sums run over ranks in order, in MMA steps of 16.
 #include <algorithm>
 #include <type_traits>
 
@@ -50,8 +50,11 @@ struct Traits {
   static constexpr int kPackStep = 4 * kPack;  ///< columns between a lane's packs
 };
 
-/// Ranks of a stage, which has rows of one MMA step or two.
-MORTAR_HOST_DEVICE constexpr int stage_ranks(int width) { return width <= 16 ? 16 : kRanks; }
+/// Ranks of a stage, which has rows of one MMA step or two. (Two beside h of the largest ranks
+/// would take more shared memory than some devices have.)
+MORTAR_HOST_DEVICE constexpr int stage_ranks(int width) {
+  return width <= 16 || width > kPairMaxRank ? 16 : kRanks;
+}
 /// Where the two steps of a row of B change places, so that rows read together lie in different
 /// banks: neighbours of float32, those a pack apart of 16 bits. Never in rows of one step.
 template <class Tr>

@@ -451,9 +451,10 @@ std::size_t smem_bytes(const ShrinkParams& p, const ShrinkConfig& c) {
                                   (whole ? Tr::total_bytes(row_stages) : 0) +
                                   std::min(kStages, items) * kStageRows * Tr::a_pitch(leaf));
 }
-/// Dynamic shared memory that a CTA of the current device may have beside the static kind.
-std::size_t most_smem() {
-  return static_cast<std::size_t>(device::current_device().max_smem) - 4096;
+/// Whether a CTA of the current device may have as much, beside static shared memory.
+template <class Tr>
+bool fits(const ShrinkParams& p, const ShrinkConfig& c) {
+  return smem_bytes<Tr>(p, c) + 4096 <= static_cast<std::size_t>(device::current_device().max_smem);
 }
 
 template <class Tr>
@@ -477,23 +478,23 @@ template <class TX, class TW>
 void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
   constexpr int kShort = leaf_size(1) / (16 * kWarps);  // MMA steps of a warp in a leaf
   constexpr bool kOnePart = device::kParts<TX> == 1;
-  const bool small = c.tile_tokens == 16, whole = p.h.num_slabs == 1;
+  const bool large = c.tile_tokens == 64, whole = p.h.num_slabs == 1;
   if (leaf_size(p.weights.hidden) == leaf_size(1)) {
     // 1,024 tokens, qkv, rank 16: 14.8 us with 64 tokens of one part, 19.9 with 16. With all of K:
     // 130 and 102 (8,192 tokens, rank 16), but 264 and 392 (rank 64).
     if constexpr (kOnePart) {
-      if (!small && !(whole && p.weights.num_slices * p.weights.max_rank <= kPartsMaxTotals)) {
-        return launch_traits<Traits<TX, TW, 4, 0>>(p, c, stream);
+      using Large = Traits<TX, TW, 4, 0>;
+      const bool few = p.weights.num_slices * p.weights.max_rank <= kPartsMaxTotals;
+      if (large && !(whole && few) && fits<Large>(p, c)) {
+        return launch_traits<Large>(p, c, stream);
       }
     }
     return launch_traits<Traits<TX, TW, 1, kShort>>(p, c, stream);
   }
-  // Long leaves of two or three parts, down, rank 16: 51 us with 16 tokens, 57 with 32, 1,024
+  // Long leaves of two or three parts, down, rank 16: 49 us with 16 tokens, 57 with 32, 1,024
   // tokens; 441 and 326, 8,192 tokens, with all of K.
   using Pair = Traits<TX, TW, 2, 0>;
-  if (!small && (kOnePart || (whole && smem_bytes<Pair>(p, c) <= most_smem()))) {
-    return launch_traits<Pair>(p, c, stream);
-  }
+  if (large && (kOnePart || whole) && fits<Pair>(p, c)) return launch_traits<Pair>(p, c, stream);
   launch_traits<Traits<TX, TW, 1, 2 * kShort>>(p, c, stream);
 }
 
