@@ -93,6 +93,8 @@ template <auto kKernel, class Params>
 void launch(const char* op, const Launch& l, const Params& params) {
   if (l.grid.x == 0 || l.grid.y == 0 || l.grid.z == 0) return;
   const DeviceInfo& device = current_device();
+  check(l.smem <= static_cast<std::size_t>(device.max_smem), op, ": needs ", l.smem,
+        " bytes of shared memory a block for these sizes, the device has ", device.max_smem);
   // Past 48 KB a kernel must opt in; its static shared memory, a few KB, counts too.
   if (l.smem > 32 * 1024) opt_in<kKernel>(op, device);
   CUlaunchAttribute attributes[3];

@@ -60,6 +60,12 @@ __device__ __forceinline__ Bits<T, N> load(const T* p) {
   return to_bits<T, N>(__ldca(reinterpret_cast<const Word<Bits<T, N>::kBytes>*>(p)));
 }
 
+/// From shared memory.
+template <class T, int N>
+__device__ __forceinline__ Bits<T, N> load_shared(const void* p) {
+  return to_bits<T, N>(*static_cast<const Word<Bits<T, N>::kBytes>*>(p));
+}
+
 /// Reads 16 bytes through L2 into v if `there`, in one predicated instruction: loads in branches
 /// would wait for each other.
 __device__ __forceinline__ void load_if(bool there, uint4& v, const void* p) {
@@ -67,6 +73,15 @@ __device__ __forceinline__ void load_if(bool there, uint4& v, const void* p) {
       "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n"
       "@there ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
       : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(p), "r"(static_cast<int>(there)));
+}
+
+/// The same for 8 bytes.
+__device__ __forceinline__ void load_if(bool there, uint2& v, const void* p) {
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %3, 0;\n"
+      "@there ld.global.cg.v2.b32 {%0, %1}, [%2];\n}"
+      : "+r"(v.x), "+r"(v.y)
       : "l"(p), "r"(static_cast<int>(there)));
 }
 

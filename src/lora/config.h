@@ -10,11 +10,11 @@
 
 namespace mortar::lora {
 
-enum class ExpandKernel { kSimt, kDecode, kPrefill };
+enum class ExpandKernel { kParts, kDecode, kPrefill };
 
 struct ShrinkConfig {
   int tile_tokens = 16;  ///< tokens of one adapter per CTA
-  int tile_rows = 32;    ///< rank rows per CTA
+  int tile_rows = 32;    ///< rank rows per CTA, all kernels but that of decode
   bool split = false;    ///< slabs of partial sums, one per leaf of K
   bool finish = false;  ///< lora_apply: a kernel of its own adds the slabs, not every CTA of expand
   int decode_rows = 0;  ///< rank rows per CTA of the decode kernel
@@ -22,7 +22,7 @@ struct ShrinkConfig {
 };
 
 struct ExpandConfig {
-  ExpandKernel kernel = ExpandKernel::kSimt;
+  ExpandKernel kernel = ExpandKernel::kParts;
   int cols = 128;        ///< columns of a block: what a CTA takes at a time
   int block_cols = 128;  ///< columns whose B lies in a stage of the ring, decode kernel
 };
@@ -32,7 +32,7 @@ struct LoraShape {
   std::int64_t num_tokens, hidden, num_adapters;
   std::int64_t sum_widths, max_width;
   int num_slices, max_rank;
-  bool tensor_cores;  ///< x, weights and y of one 16-bit type
+  bool one_type;  ///< x, weights and y of one 16-bit type
 };
 
 inline constexpr std::int64_t kNumSms = 132;  ///< H200; fewer or more only shifts the balance
@@ -45,6 +45,9 @@ inline constexpr std::int64_t kWorkspaceFloor = 4 << 20;
 inline constexpr std::int64_t kLongStream = 16 * 1024;
 /// Two column blocks of B of a larger rank do not fit an SM beside y.
 inline constexpr int kExpandPrefillMaxRank = 128;
+/// Rank rows of a CTA of the shrink of parts: with slabs, and where it walks over the leaves of K
+/// and keeps totals of all its rows.
+inline constexpr int kPartsMaxRows = 128, kPartsMaxTotals = 48;
 
 /// Upper bound of the tiles that `num_tokens` tokens can make.
 inline std::int64_t max_tiles(std::int64_t num_tokens, std::int64_t num_adapters, int tile_tokens) {
@@ -62,7 +65,7 @@ inline std::int64_t slab_bytes(const LoraShape& s) {
 
 /// Bytes of h whole.
 inline std::int64_t finished_bytes(const LoraShape& s) {
-  return s.num_tokens * s.num_slices * h_width(s) * (s.tensor_cores ? 2 : 4);
+  return s.num_tokens * s.num_slices * h_width(s) * (s.one_type ? 2 : 4);
 }
 
 /// 1 % of x alone (16-bit), or the floor if that is larger: never more than 1 % of what the op
@@ -72,14 +75,30 @@ inline std::int64_t workspace_budget(const LoraShape& s) {
   return std::max(kWorkspaceFloor, bytes / 100);
 }
 
-inline int tile_tokens(const LoraShape& s) {
-  return s.tensor_cores && s.num_tokens > kSmallTileTokens ? 64 : 16;
+inline int tile_tokens(const LoraShape& s) { return s.num_tokens > kSmallTileTokens ? 64 : 16; }
+
+/// Columns of a CTA of which the widest slice makes equal blocks, to the nearest, rather more than
+/// fewer.
+inline int even_cols(const LoraShape& s, std::int64_t cols, int multiple) {
+  const std::int64_t blocks = std::max<std::int64_t>(1, (5 * s.max_width + 3 * cols) / (5 * cols));
+  const std::int64_t even = std::max<std::int64_t>(1, ceil_div(s.max_width, blocks));
+  return static_cast<int>(round_up<std::int64_t>(even, multiple));
 }
 
-inline ExpandConfig choose_expand(const LoraShape& s) {
+/// prefill: its kernel fits the device. The decode kernel, which fits any, takes tiles of 64 tokens
+/// in quarters.
+inline ExpandConfig choose_expand(const LoraShape& s, bool prefill = true) {
   ExpandConfig c;
-  if (!s.tensor_cores) return c;
-  if (tile_tokens(s) == 64 && h_width(s) <= kExpandPrefillMaxRank) {
+  if (!s.one_type) {
+    // As many CTAs of 16 or 32 tokens as run at once, three per SM.
+    const std::int64_t ctas = tile_tokens(s) == 16 ? max_tiles(s.num_tokens, s.num_adapters, 16)
+                                                   : ceil_div<std::int64_t>(s.num_tokens, 32);
+    c.cols = even_cols(
+        s, std::max<std::int64_t>(128, ceil_div<std::int64_t>(s.sum_widths * ctas, 3 * kNumSms)),
+        128);
+    return c;
+  }
+  if (prefill && tile_tokens(s) == 64 && h_width(s) <= kExpandPrefillMaxRank) {
     c.kernel = ExpandKernel::kPrefill;
     return c;
   }
@@ -104,9 +123,7 @@ inline ExpandConfig choose_expand(const LoraShape& s) {
   if (cols < c.block_cols && (s.max_rank <= 16 || 2 * cols <= c.block_cols)) {
     c.block_cols = std::max(32, c.block_cols / 2);
   }
-  // Blocks of the widest slice, to the nearest, rather more than fewer.
-  const std::int64_t blocks = std::max<std::int64_t>(1, (5 * s.max_width + 3 * cols) / (5 * cols));
-  c.cols = static_cast<int>(round_up<std::int64_t>(ceil_div(s.max_width, blocks), c.block_cols));
+  c.cols = even_cols(s, cols, c.block_cols);
   return c;
 }
 
@@ -117,14 +134,25 @@ inline ShrinkConfig choose_shrink(const LoraShape& s) {
   c.tile_tokens = tile_tokens(s);
   const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, c.tile_tokens);
   const bool slabs_fit = slab_bytes(s) + finished_bytes(s) <= workspace_budget(s);
+  if (!s.one_type) {
+    c.split = leaves > 1 && slabs_fit;
+    c.finish = c.tile_tokens > 16 || s.max_rank > kExpandPrefillMaxRank;
+    // Rank rows are shared out until there are two CTAs per SM.
+    const std::int64_t ctas = tiles * (c.split ? leaves : 1);
+    const std::int64_t shares = std::clamp<std::int64_t>(
+        2 * kNumSms / std::max<std::int64_t>(ctas, 1), 1, ceil_div(rows, 16));
+    const int own = round_up(static_cast<int>(ceil_div<std::int64_t>(rows, shares)), 16);
+    c.tile_rows = std::min(own, c.split ? kPartsMaxRows : kPartsMaxTotals);
+    return c;
+  }
   if (c.tile_tokens == 16) {
-    c.split = slabs_fit && (s.tensor_cores || leaves > 1);
+    c.split = slabs_fit;
     // Where there are few tiles and leaves, rank rows are shared out as well: two CTAs per SM.
     const std::int64_t ctas = tiles * ceil_div<std::int64_t>(s.hidden, 512);
     const std::int64_t shares = std::clamp<std::int64_t>(
         2 * kNumSms / std::max<std::int64_t>(ctas, 1), 1, ceil_div(rows, 16));
     c.decode_rows = round_up(static_cast<int>(ceil_div<std::int64_t>(rows, shares)), 16);
-    c.finish = !s.tensor_cores || s.max_rank > kExpandPrefillMaxRank;
+    c.finish = s.max_rank > kExpandPrefillMaxRank;
     return c;
   }
   c.tile_rows = rows <= 48 ? 48 : 96;

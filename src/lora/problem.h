@@ -14,8 +14,8 @@ namespace mortar::lora {
 /// The CUDA backend's summation tree, the same for every batch and every split, so that a token's
 /// bits do not depend on its neighbours: K is cut into leaves of this many elements, leaves are
 /// added in order in the first half and in the second half of K (the first has the odd one), and
-/// the two halves are added. On tensor cores a leaf is one chain of MMA steps of 16 elements from
-/// zero, with mma.sync and wgmma alike: both give the same bits.
+/// the two halves are added. A leaf is one chain of MMA steps of 16 elements from zero, with
+/// mma.sync and wgmma alike: both give the same bits. With parts it is the sum of four quarters.
 MORTAR_HOST_DEVICE constexpr std::int64_t leaf_size(std::int64_t hidden) {
   return hidden <= 4096 ? 256 : 512;
 }

@@ -17,8 +17,8 @@ namespace {
 
 bool is_half(DType d) { return d == DType::kFloat16 || d == DType::kBFloat16; }
 
-LoraShape shape_of(std::int64_t num_tokens, const WeightsView& w, bool tensor_cores) {
-  LoraShape s{num_tokens, w.hidden, w.num_adapters, 0, 0, w.num_slices, w.max_rank, tensor_cores};
+LoraShape shape_of(std::int64_t num_tokens, const WeightsView& w, bool one_type) {
+  LoraShape s{num_tokens, w.hidden, w.num_adapters, 0, 0, w.num_slices, w.max_rank, one_type};
   for (int i = 0; i < w.num_slices; ++i) {
     s.sum_widths += w.widths[i];
     s.max_width = std::max(s.max_width, w.widths[i]);
@@ -26,8 +26,8 @@ LoraShape shape_of(std::int64_t num_tokens, const WeightsView& w, bool tensor_co
   return s;
 }
 
-LoraShape shape_of(const WorkspaceQuery& q, bool tensor_cores) {
-  return {q.num_tokens, q.hidden, q.num_adapters, 0, 0, q.num_slices, q.max_rank, tensor_cores};
+LoraShape shape_of(const WorkspaceQuery& q, bool one_type) {
+  return {q.num_tokens, q.hidden, q.num_adapters, 0, 0, q.num_slices, q.max_rank, one_type};
 }
 
 TileRange tiles_of(const LoraShape& s, int tile_tokens) {
@@ -95,14 +95,15 @@ bool allows_vectors(const RowsView& y, const WeightsView& w, std::int64_t offset
 
 void run_shrink(ShrinkParams p, const LoraShape& s, const ShrinkConfig& c, Stream stream) {
   p.vector = allows_vectors(p.x, p.weights);
-  if (!s.tensor_cores) return shrink_simt(p, c, stream);
+  if (!s.one_type) return shrink_parts(p, c, stream);
   if (p.vector && c.tile_tokens == 16 && p.h.raw) return shrink_decode(p, c, stream);
   const bool wgmma = p.vector && c.tile_tokens == 64 && device::current_device().arch == 90;
   (wgmma ? shrink_wgmma : shrink_mma)(p, c, stream);
 }
 
-void run_expand(ExpandParams p, const LoraShape& s, const ExpandConfig& c, Stream stream) {
+void run_expand(ExpandParams p, const LoraShape& s, ExpandConfig c, Stream stream) {
   p.vector_y = allows_vectors(p.y, p.weights, p.offset);
+  if (c.kernel == ExpandKernel::kPrefill && !expand_prefill_fits(p)) c = choose_expand(s, false);
   p.cols = c.cols;
   p.block_cols = c.block_cols;
   for (int i = 0; i < s.num_slices; ++i) {
@@ -110,8 +111,8 @@ void run_expand(ExpandParams p, const LoraShape& s, const ExpandConfig& c, Strea
         p.block_start[i] + static_cast<int>(ceil_div<std::int64_t>(p.weights.widths[i], c.cols));
   }
   switch (c.kernel) {
-    case ExpandKernel::kSimt:
-      return expand_simt(p, stream);
+    case ExpandKernel::kParts:
+      return expand_parts(p, stream);
     case ExpandKernel::kDecode:
       return expand_decode(p, stream);
     case ExpandKernel::kPrefill:
@@ -132,9 +133,8 @@ bool reads_early(const GroupsView& groups, Stream stream) {
 }
 
 void shrink(const ShrinkProblem& problem, Stream stream) {
-  const bool tensor_cores =
-      problem.x.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
-  const LoraShape s = shape_of(problem.num_tokens, problem.weights, tensor_cores);
+  const bool one_type = problem.x.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
+  const LoraShape s = shape_of(problem.num_tokens, problem.weights, one_type);
   const ShrinkConfig c = choose_shrink(s);
   ShrinkParams p;
   p.x = problem.x;
@@ -160,9 +160,8 @@ void shrink(const ShrinkProblem& problem, Stream stream) {
 }
 
 void expand(const ExpandProblem& problem, Stream stream) {
-  const bool tensor_cores =
-      problem.y.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
-  const LoraShape s = shape_of(problem.num_tokens, problem.weights, tensor_cores);
+  const bool one_type = problem.y.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
+  const LoraShape s = shape_of(problem.num_tokens, problem.weights, one_type);
   const ExpandConfig c = choose_expand(s);
   ExpandParams p;
   p.y = problem.y;
@@ -180,12 +179,11 @@ void expand(const ExpandProblem& problem, Stream stream) {
 }
 
 void apply(const ApplyProblem& problem, Stream stream) {
-  const bool tensor_cores = problem.x.dtype == problem.weights.dtype &&
-                            problem.y.dtype == problem.weights.dtype &&
-                            is_half(problem.weights.dtype);
-  const LoraShape s = shape_of(problem.num_tokens, problem.weights, tensor_cores);
+  const bool one_type = problem.x.dtype == problem.weights.dtype &&
+                        problem.y.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
+  const LoraShape s = shape_of(problem.num_tokens, problem.weights, one_type);
   const ShrinkConfig c = choose_shrink(s);
-  const DType h_dtype = tensor_cores ? problem.weights.dtype : DType::kFloat32;
+  const DType h_dtype = one_type ? problem.weights.dtype : DType::kFloat32;
   ShrinkParams shrink;
   shrink.x = problem.x;
   shrink.weights = problem.weights;
@@ -246,9 +244,9 @@ std::int64_t apply_bytes(const LoraShape& s) {
 /// The query does not know y's dtype, on which the choice of kernels depends: room for both.
 template <class Bytes>
 std::int64_t either_path(const WorkspaceQuery& q, Bytes bytes) {
-  const std::int64_t simt = bytes(shape_of(q, false));
-  const bool tensor_cores = q.activation == q.weight && is_half(q.weight);
-  return tensor_cores ? std::max(simt, bytes(shape_of(q, true))) : simt;
+  const std::int64_t parts = bytes(shape_of(q, false));
+  const bool one_type = q.activation == q.weight && is_half(q.weight);
+  return one_type ? std::max(parts, bytes(shape_of(q, true))) : parts;
 }
 
 std::int64_t shrink_workspace(const WorkspaceQuery& q) { return either_path(q, shrink_bytes); }

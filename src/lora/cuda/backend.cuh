@@ -20,16 +20,18 @@ void shrink_decode(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
 void shrink_wgmma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
 /// h, whole or in slabs, on the tensor cores of any architecture: all that the other two leave.
 void shrink_mma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
-/// The same for every pair of dtypes, on ordinary float32 units.
-void shrink_simt(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
+/// The same for every pair of dtypes, on tensor cores that multiply parts of values.
+void shrink_parts(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
 /// Adds the slabs of `from`, scales, and writes to.h.
 void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream);
 /// y (+)= h B^T on tensor cores: B and y of one 16-bit type.
 void expand_decode(const ExpandParams& p, Stream stream);
 /// The same for tiles of 64 tokens, h not in slabs and ranks up to kExpandPrefillMaxRank.
 void expand_prefill(const ExpandParams& p, Stream stream);
-/// The same for every pair of dtypes, on ordinary float32 units.
-void expand_simt(const ExpandParams& p, Stream stream);
+/// Whether the current device has the shared memory that it takes.
+bool expand_prefill_fits(const ExpandParams& p);
+/// The same for every pair of dtypes, on tensor cores that multiply parts of values.
+void expand_parts(const ExpandParams& p, Stream stream);
 
 /// Column blocks, then tiles of 16 tokens.
 dim3 expand_grid(const ExpandParams& p);

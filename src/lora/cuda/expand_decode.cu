@@ -36,9 +36,8 @@ struct Traits {
   static constexpr bool kPlan = kPlan_;        ///< tokens are grouped by a plan, else by segments
   /// Groups of 32 columns of a warp, 128 apart: blocks of low ranks are wider.
   static constexpr int kGroups = kLogPieces_ == 1 ? 2 : 1;
+  static constexpr int kStages = kLogPieces_ == 6 ? 3 : 5;  ///< blocks of B in flight
 };
-
-constexpr int kStages = 5;  ///< blocks of B in flight
 
 /// h from the slabs of a split shrink, scaled and rounded: two lanes make four ranks of a token.
 template <class Tr>
@@ -162,11 +161,11 @@ __global__ void __launch_bounds__(kThreads, 3)
       copy.block(ring + copy_stage * stage_elts, first, min(p.block_cols, block.cols - first));
     }
     ++copied;
-    copy_stage = copy_stage + 1 == kStages ? 0 : copy_stage + 1;
+    copy_stage = copy_stage + 1 == Tr::kStages ? 0 : copy_stage + 1;
     device::cp_async_commit();
   };
 #pragma unroll 1
-  for (int i = 0; i < kStages - 1; ++i) copy_next();
+  for (int i = 0; i < Tr::kStages - 1; ++i) copy_next();
   const int token = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, lane % kTokens, early);
   if (threadIdx.x < kTokens) tokens[threadIdx.x] = token;
   // All addresses before the wait: after it a warp has its scheduler to itself, and every
@@ -210,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const bool both = tile.count > 8;  // rows of the MMA's second half
   int stage = 0;
   const auto step = [&](int i, const YPart<Tr>& y, YPart<Tr>& next) {
-    device::cp_async_wait<kStages - 2>();
+    device::cp_async_wait<Tr::kStages - 2>();
     __syncthreads();
     copy_next();
     const int left = block.cols - i * p.block_cols - lane_col;  // columns from this lane's on
@@ -238,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         }
       }
     }
-    stage = stage + 1 == kStages ? 0 : stage + 1;
+    stage = stage + 1 == Tr::kStages ? 0 : stage + 1;
   };
 #pragma unroll 1
   for (int i = 0; i < blocks; i += 2) {
@@ -257,7 +256,7 @@ void launch_ranks(const ExpandParams& p, Stream stream) {
   device::Launch l;
   l.grid = expand_grid(p);
   l.threads = kThreads;
-  const int blocks = std::min(kStages, ceil_div(p.cols, p.block_cols));
+  const int blocks = std::min(Tr::kStages, ceil_div(p.cols, p.block_cols));
   l.smem = static_cast<std::size_t>(kTokens + blocks * p.block_cols) * Tr::Ranks::kPitch * 2;
   l.stream = stream;
   l.pdl = true;
@@ -266,13 +265,15 @@ void launch_ranks(const ExpandParams& p, Stream stream) {
 
 template <class T, bool kVectorY, bool kPlan>
 void launch_plan(ExpandParams p, Stream stream) {
-  // Unaligned y has one kernel for all ranks: it saves more megabytes than anyone's microseconds.
+  // Unaligned y has two kernels for all ranks: that saves more megabytes than anyone's
+  // microseconds.
   if constexpr (kVectorY) {
     if (p.h.width <= 16) return launch_ranks<T, kVectorY, kPlan, 1>(p, stream);
     if (p.h.width <= 32) return launch_ranks<T, kVectorY, kPlan, 2>(p, stream);
     if (p.h.width <= 64) return launch_ranks<T, kVectorY, kPlan, 3>(p, stream);
   }
   p.block_cols = 32;
+  if (p.h.width <= 128) return launch_ranks<T, kVectorY, kPlan, 4>(p, stream);
   launch_ranks<T, kVectorY, kPlan, 6>(p, stream);
 }
 

@@ -344,13 +344,23 @@ void launch_ranks(ExpandParams p, Stream stream) {
   device::launch<expand_prefill_kernel<Tr>>("lora_expand", l, p);
 }
 
+/// log2 of the 16-byte pieces of a row of h; unaligned y has one kernel for all
+/// ranks: it saves more megabytes than anyone's microseconds.
+int log_pieces(const ExpandParams& p) {
+  return !p.vector_y || p.h.width > 64 ? 4 : p.h.width > 32 ? 3 : p.h.width > 16 ? 2 : 1;
+}
+
 template <class T, bool kVectorY, bool kPlan, bool kOwnH>
 void launch_h(const ExpandParams& p, Stream stream) {
-  // Unaligned y has one kernel for all ranks: it saves more megabytes than anyone's microseconds.
   if constexpr (kVectorY) {
-    if (p.h.width <= 16) return launch_ranks<T, kVectorY, kPlan, kOwnH, 1>(p, stream);
-    if (p.h.width <= 32) return launch_ranks<T, kVectorY, kPlan, kOwnH, 2>(p, stream);
-    if (p.h.width <= 64) return launch_ranks<T, kVectorY, kPlan, kOwnH, 3>(p, stream);
+    switch (log_pieces(p)) {
+      case 1:
+        return launch_ranks<T, kVectorY, kPlan, kOwnH, 1>(p, stream);
+      case 2:
+        return launch_ranks<T, kVectorY, kPlan, kOwnH, 2>(p, stream);
+      case 3:
+        return launch_ranks<T, kVectorY, kPlan, kOwnH, 3>(p, stream);
+    }
   }
   launch_ranks<T, kVectorY, kPlan, kOwnH, 4>(p, stream);
 }
@@ -370,6 +380,17 @@ void launch_typed(const ExpandParams& p, Stream stream) {
 }
 
 }  // namespace
+
+bool expand_prefill_fits(const ExpandParams& p) {
+  constexpr auto smem = [](auto log) {
+    return Traits<__half, true, true, true, decltype(log)::value>::kSmem;
+  };
+  constexpr int kSmem[] = {
+      smem(std::integral_constant<int, 1>()), smem(std::integral_constant<int, 2>()),
+      smem(std::integral_constant<int, 3>()), smem(std::integral_constant<int, 4>())};
+  constexpr int kStatic = 4096;
+  return kSmem[log_pieces(p) - 1] + kStatic <= device::current_device().max_smem;
+}
 
 void expand_prefill(const ExpandParams& p, Stream stream) {
   check(p.h.width <= kExpandPrefillMaxRank && !p.h.raw,

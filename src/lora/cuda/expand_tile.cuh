@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the two expand kernels on tensor cores share: column blocks, operands in shared memory and
-// the product of a warp.
+// What expand kernels share: column blocks, and those for one 16-bit type operands in shared memory
+// and the product of a warp.
 //
 // h [tokens][ranks] and B [columns][ranks] lie in shared memory in rows of a power of two of
 // 16-byte pieces, turned so that ldmatrix has no bank conflicts; what lies past an adapter's rank
