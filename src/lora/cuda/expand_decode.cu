@@ -36,7 +36,10 @@ struct Traits {
   static constexpr bool kPlan = kPlan_;        ///< tokens are grouped by a plan, else by segments
   /// Groups of 32 columns of a warp, 128 apart: blocks of low ranks are wider.
   static constexpr int kGroups = kLogPieces_ == 1 ? 2 : 1;
-  static constexpr int kStages = kLogPieces_ == 6 ? 3 : 5;  ///< blocks of B in flight
+  /// Blocks of B in the ring. Of the largest ranks fewer, and two where the device has no room for
+  /// three (ExpandParams::stages).
+  static constexpr bool kLargest = kLogPieces_ == 6;
+  static constexpr int kStages = kLargest ? 3 : 5;
 };
 
 /// h from the slabs of a split shrink, scaled and rounded: two lanes make four ranks of a token.
@@ -154,6 +157,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int blocks = ceil_div(block.cols, p.block_cols);
   const BCopy<T, Ranks, kThreads> copy(static_cast<const T*>(w.b) + block.first * w.b_row_stride,
                                        w.b_row_stride, w.rank);
+  const int stages = Tr::kLargest ? p.stages : Tr::kStages;
   int copied = 0, copy_stage = 0;
   const auto copy_next = [&] {
     const int first = copied * p.block_cols;
@@ -161,11 +165,11 @@ __global__ void __launch_bounds__(kThreads, 3)
       copy.block(ring + copy_stage * stage_elts, first, min(p.block_cols, block.cols - first));
     }
     ++copied;
-    copy_stage = copy_stage + 1 == Tr::kStages ? 0 : copy_stage + 1;
+    copy_stage = copy_stage + 1 == stages ? 0 : copy_stage + 1;
     device::cp_async_commit();
   };
 #pragma unroll 1
-  for (int i = 0; i < Tr::kStages - 1; ++i) copy_next();
+  for (int i = 0; i < stages - 1; ++i) copy_next();
   const int token = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, lane % kTokens, early);
   if (threadIdx.x < kTokens) tokens[threadIdx.x] = token;
   // All addresses before the wait: after it a warp has its scheduler to itself, and every
@@ -209,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const bool both = tile.count > 8;  // rows of the MMA's second half
   int stage = 0;
   const auto step = [&](int i, const YPart<Tr>& y, YPart<Tr>& next) {
-    device::cp_async_wait<Tr::kStages - 2>();
+    stages == 2 ? device::cp_async_wait<0>() : device::cp_async_wait<Tr::kStages - 2>();
     __syncthreads();
     copy_next();
     const int left = block.cols - i * p.block_cols - lane_col;  // columns from this lane's on
@@ -237,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         }
       }
     }
-    stage = stage + 1 == Tr::kStages ? 0 : stage + 1;
+    stage = stage + 1 == stages ? 0 : stage + 1;
   };
 #pragma unroll 1
   for (int i = 0; i < blocks; i += 2) {
@@ -249,15 +253,20 @@ __global__ void __launch_bounds__(kThreads, 3)
 // ---- host ---------------------------------------------------------------------------------------
 
 template <class T, bool kVectorY, bool kPlan, int kLogPieces>
-void launch_ranks(const ExpandParams& p, Stream stream) {
+void launch_ranks(ExpandParams p, Stream stream) {
   using Tr = Traits<T, kVectorY, kPlan, kLogPieces>;
   check(p.block_cols % 32 == 0 && p.block_cols <= Tr::kGroups * kThreads,
         "lora_expand: no kernel for blocks of ", p.block_cols, " columns");
   device::Launch l;
   l.grid = expand_grid(p);
   l.threads = kThreads;
-  const int blocks = std::min(Tr::kStages, ceil_div(p.cols, p.block_cols));
-  l.smem = static_cast<std::size_t>(kTokens + blocks * p.block_cols) * Tr::Ranks::kPitch * 2;
+  const auto smem = [&](int stages) {
+    const int blocks = std::min(stages, ceil_div(p.cols, p.block_cols));
+    return static_cast<std::size_t>(kTokens + blocks * p.block_cols) * Tr::Ranks::kPitch * 2;
+  };
+  const auto most = static_cast<std::size_t>(device::current_device().max_smem);
+  p.stages = Tr::kLargest && smem(Tr::kStages) > most ? 2 : Tr::kStages;
+  l.smem = smem(p.stages);
   l.stream = stream;
   l.pdl = true;
   device::launch<expand_decode_kernel<Tr>>("lora_expand", l, p);
