@@ -10,7 +10,7 @@
 // limit  : latency; with many adapters a second barrier, between prefixes over CTAs and the scan
 // wrong  : up to 256 tokens (plan_small.cu), and up to 16,384 on sm_90 (plan_cluster.cu)
 // Each warp owns a run of tokens and a histogram in shared memory, so that ranks inside a warp
-// come from ballots and the order of tokens never depends on timing.
+// come from match.any and the order of tokens never depends on timing.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -119,14 +119,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     *bad = id < -1 || id >= p.num_adapters;
     return id < 0 || *bad ? p.num_adapters : id;
   };
-  int bin = bins;
-  const int num_bits = 32 - __clz(bins);  // of a bin, and of `bins` for no token
+  int bin = -1;
   for (int i = lane; i < p.warp_tokens; i += 32) {
     const std::int64_t token = warp_first + i;
     const bool live = token < p.num_tokens;
     bool bad = false;
-    bin = live ? bin_of(token, &bad) : bins;
-    const unsigned peers = same_value(bin, num_bits);
+    bin = live ? bin_of(token, &bad) : -1;
+    const unsigned peers = __match_any_sync(0xffffffffu, bin);
     if (live && lane == __ffs(peers) - 1) own_bins[bin] += __popc(peers);
     if (bad) {
       atomicAdd(&bad_count, 1);
@@ -222,8 +221,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const std::int64_t token = warp_first + i;
     const bool live = token < p.num_tokens;
     bool bad = false;
-    if (p.warp_tokens > 32) bin = live ? bin_of(token, &bad) : bins;
-    const unsigned peers = same_value(bin, num_bits);
+    if (p.warp_tokens > 32) bin = live ? bin_of(token, &bad) : -1;
+    const unsigned peers = __match_any_sync(0xffffffffu, bin);
     const int before = live ? own_bins[bin] : 0;
     __syncwarp();
     if (live) {

@@ -83,6 +83,17 @@ struct Layout {
         max_tiles64(static_cast<int>(l.max_tiles64)) {}
 };
 
+/// Which lanes have the same value of so many bits. (match.any takes 1.5 us for 32 different ones.)
+__device__ __forceinline__ unsigned same_value(int value, int num_bits) {
+  unsigned same = 0xffffffffu;
+  for (int i = 0; i < num_bits; ++i) {
+    const bool one = (value >> i & 1) != 0;
+    const unsigned ones = __ballot_sync(0xffffffffu, one);
+    same &= one ? ones : ~ones;
+  }
+  return same;
+}
+
 /// The sum of the first `num` of 16 bytes.
 __device__ __forceinline__ int sum_bytes(const uint4& v, int num) {
   const auto ones = [&](int word) {

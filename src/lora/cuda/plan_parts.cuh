@@ -31,18 +31,6 @@ __device__ __forceinline__ int4 operator-(int4 a, int4 b) {
   return make_int4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
 }
 
-/// Which lanes have the same value of so many bits. (match.any takes a step for every different
-/// value: 1.5 us for 32 of them.)
-__device__ __forceinline__ unsigned same_value(int value, int num_bits) {
-  unsigned same = 0xffffffffu;
-  for (int i = 0; i < num_bits; ++i) {
-    const bool one = (value >> i & 1) != 0;
-    const unsigned ones = __ballot_sync(0xffffffffu, one);
-    same &= one ? ones : ~ones;
-  }
-  return same;
-}
-
 /// Exclusive prefix sums of four values per thread of a CTA of at most kThreads; *total gets the
 /// sums. Uses two barriers.
 template <int kThreads>
