@@ -273,8 +273,16 @@ __device__ __forceinline__ void multiply(device::PartSums (&sums)[Tr::kFrags][2]
   }
 }
 
+/// Compiled for older architectures, x of long leaves spills in the registers of four CTAs, for
+/// which most of these have no shared memory either.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kMostCtas = 3;
+#else
+constexpr int kMostCtas = 4;
+#endif
+
 template <class Tr>
-__global__ void __launch_bounds__(kThreads, Tr::kMinCtas)
+__global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
     shrink_parts_kernel(const __grid_constant__ ShrinkParams p) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RankRows<kMaxRows> rows;
