@@ -4,7 +4,8 @@
 //
 // v = part[0] + part[1] + part[2]: each part is what is left, cut (not rounded) to bfloat16.
 // a b = sum of a[i] b[j] with i + j <= 2. What that drops of two float32 values is at most 2^-21 of
-// |a b|, 2^-24 on average; with any other pair of types nothing. Parts below 2^-133 lose bits.
+// |a b|, 2^-24 on average; of float16 by float32 at most 2^-22; with any other pair of types
+// nothing. Parts below 2^-133 lose bits.
 //
 // Tensor cores cut sums to float32 instead of rounding them, which adds up along a chain. So each
 // step's products of first parts start from zero and are added by an ordinary, rounded addition;
