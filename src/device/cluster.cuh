@@ -20,9 +20,9 @@ __device__ __forceinline__ void cluster_wait() {
 
 /// Where CTA `rank` of the cluster has what this one has at p, in shared memory.
 template <class T>
-__device__ __forceinline__ const T* in_cluster(const T* p, int rank) {
+__device__ __forceinline__ T* in_cluster(T* p, int rank) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const T* other;
+  T* other;
   asm("mapa.u64 %0, %1, %2;" : "=l"(other) : "l"(p), "r"(rank));
   return other;
 #else

@@ -5,6 +5,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -17,6 +18,7 @@
 namespace mortar::device {
 
 inline constexpr int kMaxDevices = 64;
+inline constexpr int kSystemSmem = 1024;
 
 /// What launch choices depend on; read once per device.
 struct DeviceInfo {
@@ -24,6 +26,7 @@ struct DeviceInfo {
   int num_sms = 0;
   int arch = 0;      ///< 10 * major + minor
   int max_smem = 0;  ///< bytes a CTA may opt in to
+  int sm_smem = 0;   ///< bytes of an SM, of which the system keeps kSystemSmem for each CTA
 };
 
 inline DeviceInfo read_device_info(int index) {
@@ -36,6 +39,9 @@ inline DeviceInfo read_device_info(int index) {
   cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index), "device");
   cuda_check(cudaDeviceGetAttribute(&info.max_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
              "device");
+  cuda_check(
+      cudaDeviceGetAttribute(&info.sm_smem, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index),
+      "device");
   info.arch = 10 * major + minor;
   return info;
 }
@@ -58,6 +64,7 @@ struct Launch {
   dim3 grid;
   unsigned threads = 0;
   std::size_t smem = 0;    ///< dynamic shared memory, bytes
+  int per_sm = 0;          ///< CTAs that share an SM's shared memory evenly; 0: as many as fit
   unsigned cluster_y = 1;  ///< CTAs along y that form a cluster (sm_90 and newer)
   Stream stream;
   bool pdl = false;          ///< may start before the predecessor ends (sm_90 and newer)
@@ -76,16 +83,27 @@ CUfunction function_of(const char* op, const DeviceInfo& device) {
   return function;
 }
 
-/// Lets kKernel have as much dynamic shared memory as the device gives.
+/// Dynamic shared memory that a CTA of kKernel may have beside its static, bytes. Lets it have that
+/// much: past 48 KB a kernel must opt in.
 template <auto kKernel>
-void opt_in(const char* op, const DeviceInfo& device) {
-  static std::array<std::atomic<bool>, kMaxDevices> done{};
-  if (done[device.index].load(std::memory_order_relaxed)) return;
-  cudaFuncAttributes attributes;
-  cuda_check(cudaFuncGetAttributes(&attributes, kKernel), op);
-  const int most = device.max_smem - static_cast<int>(attributes.sharedSizeBytes);
-  cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), op);
-  done[device.index].store(true, std::memory_order_relaxed);
+int most_smem(const char* op, const DeviceInfo& device) {
+  static std::array<std::atomic<int>, kMaxDevices> cache{};
+  int most = cache[device.index].load(std::memory_order_relaxed);
+  if (most == 0) {
+    cudaFuncAttributes attributes;
+    cuda_check(cudaFuncGetAttributes(&attributes, kKernel), op);
+    most = device.max_smem - static_cast<int>(attributes.sharedSizeBytes);
+    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+               op);
+    cache[device.index].store(most, std::memory_order_relaxed);
+  }
+  return most;
+}
+
+/// Whether a CTA of kKernel may have that much dynamic shared memory on the current device.
+template <auto kKernel>
+bool fits(const char* op, std::size_t smem) {
+  return smem <= static_cast<std::size_t>(most_smem<kKernel>(op, current_device()));
 }
 
 /// Launches kKernel(params). An empty grid launches nothing.
@@ -93,10 +111,14 @@ template <auto kKernel, class Params>
 void launch(const char* op, const Launch& l, const Params& params) {
   if (l.grid.x == 0 || l.grid.y == 0 || l.grid.z == 0) return;
   const DeviceInfo& device = current_device();
-  check(l.smem <= static_cast<std::size_t>(device.max_smem), op, ": needs ", l.smem,
-        " bytes of shared memory a block for these sizes, the device has ", device.max_smem);
-  // Past 48 KB a kernel must opt in; its static shared memory, a few KB, counts too.
-  if (l.smem > 32 * 1024) opt_in<kKernel>(op, device);
+  const int most = most_smem<kKernel>(op, device);
+  int smem = static_cast<int>(l.smem);
+  check(smem <= most, op, ": needs ", smem, " bytes of shared memory a block for these sizes, the ",
+        "device has ", most);
+  if (l.per_sm > 0) {
+    const int taken = device.max_smem - most + kSystemSmem;  // beside the dynamic
+    smem = std::max(smem, std::min(most, device.sm_smem / l.per_sm - taken));
+  }
   CUlaunchAttribute attributes[3];
   CUlaunchConfig config{};
   config.gridDimX = l.grid.x;
@@ -104,7 +126,7 @@ void launch(const char* op, const Launch& l, const Params& params) {
   config.gridDimZ = l.grid.z;
   config.blockDimX = l.threads;
   config.blockDimY = config.blockDimZ = 1;
-  config.sharedMemBytes = static_cast<unsigned>(l.smem);
+  config.sharedMemBytes = static_cast<unsigned>(smem);
   config.hStream = static_cast<CUstream>(l.stream.handle);
   config.attrs = attributes;
   if (l.pdl && device.arch >= 90) {

@@ -8,8 +8,9 @@
 // never triggers, which has ended itself.
 //
 // Rules that every Mortar kernel keeps:
-// - Every CTA executes pdl_wait(), also one that has nothing to do: a kernel's end then means the
-//   end of all kernels before it.
+// - Every CTA executes pdl_wait() before it does anything that others see, and the first CTA of the
+//   grid in any case: a kernel's end then means the end of all kernels before it. Others that have
+//   nothing to do may leave at once (pdl_leave()).
 // - Nothing is written to global memory before pdl_wait().
 // - Nothing is read before it but what cannot be in the making any more: weights and groups, which
 //   lora_plan (launched without PDL, it never triggers) or a kernel that waited before it triggered
@@ -32,6 +33,11 @@ __device__ __forceinline__ void pdl_trigger() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+/// For a CTA that has nothing to do, right before it returns: its place on the SM is free at once.
+__device__ __forceinline__ void pdl_leave() {
+  if (blockIdx.x + blockIdx.y + blockIdx.z == 0) pdl_wait();
 }
 
 /// How a kernel begins. An `early` one lets its successor start at once, and waits later itself;

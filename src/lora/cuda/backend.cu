@@ -106,6 +106,7 @@ void run_expand(ExpandParams p, const LoraShape& s, ExpandConfig c, Stream strea
   if (c.kernel == ExpandKernel::kPrefill && !expand_prefill_fits(p)) c = choose_expand(s, false);
   p.cols = c.cols;
   p.block_cols = c.block_cols;
+  p.per_sm = c.per_sm;
   for (int i = 0; i < s.num_slices; ++i) {
     p.block_start[i + 1] =
         p.block_start[i] + static_cast<int>(ceil_div<std::int64_t>(p.weights.widths[i], c.cols));
@@ -182,7 +183,9 @@ void apply(const ApplyProblem& problem, Stream stream) {
   const bool one_type = problem.x.dtype == problem.weights.dtype &&
                         problem.y.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
   const LoraShape s = shape_of(problem.num_tokens, problem.weights, one_type);
-  const ShrinkConfig c = choose_shrink(s);
+  ShrinkConfig c = choose_shrink(s);
+  ExpandConfig e = choose_expand(s);
+  give_room(s, c, e);
   const DType h_dtype = one_type ? problem.weights.dtype : DType::kFloat32;
   ShrinkParams shrink;
   shrink.x = problem.x;
@@ -198,7 +201,6 @@ void apply(const ApplyProblem& problem, Stream stream) {
   expand.scale = problem.scale;
   expand.add_inputs = problem.add_inputs;
   shrink.early = expand.early = reads_early(problem.groups, stream);
-  const ExpandConfig e = choose_expand(s);
   expand.tiles = shrink.tiles;
 
   if (c.split) {

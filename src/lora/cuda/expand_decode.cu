@@ -264,9 +264,10 @@ void launch_ranks(ExpandParams p, Stream stream) {
     const int blocks = std::min(stages, ceil_div(p.cols, p.block_cols));
     return static_cast<std::size_t>(kTokens + blocks * p.block_cols) * Tr::Ranks::kPitch * 2;
   };
-  const auto most = static_cast<std::size_t>(device::current_device().max_smem);
-  p.stages = Tr::kLargest && smem(Tr::kStages) > most ? 2 : Tr::kStages;
+  const bool all = device::fits<expand_decode_kernel<Tr>>("lora_expand", smem(Tr::kStages));
+  p.stages = Tr::kLargest && !all ? 2 : Tr::kStages;
   l.smem = smem(p.stages);
+  l.per_sm = p.per_sm;
   l.stream = stream;
   l.pdl = true;
   device::launch<expand_decode_kernel<Tr>>("lora_expand", l, p);

@@ -162,6 +162,14 @@ struct Worker {
     copy.block(b_tile(t.b_slot), 0, t.cols);
   }
 
+  /// Asks for y of a step in L2, two lines a row.
+  __device__ __forceinline__ void ask_for_rows(const StepSlot& t) const {
+    static_assert(kCols * 2 == 2 * 128 && kWorkers >= 2 * kTokens);
+    const int row = threadIdx.x % kTokens, line = threadIdx.x / kTokens;
+    if (!t.live || line >= 2 || line * 64 >= t.cols || t.y[row] < 0) return;
+    device::prefetch_l2(static_cast<const char*>(p.y.data) + t.y[row] + line * 128);
+  }
+
   /// y and h of a step.
   __device__ __forceinline__ void issue_rows(const StepSlot& t, int stage) const {
     if (!t.live) return;
@@ -289,7 +297,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 1
     for (int s = 0; s < Tr::kAhead; ++s) worker.issue_b(slots[s]);
   }
-  if (p.early) device::pdl_wait();
+  if (p.early) {
+    if (p.add_inputs && !is_scout) worker.ask_for_rows(slots[0]);
+    device::pdl_wait();
+  }
 #pragma unroll 1
   for (int s = 0; s < Tr::kAhead; ++s, ahead.next()) {
     if (!is_scout) worker.issue_rows(slots[ahead.slot], ahead.stage);
@@ -382,14 +393,20 @@ void launch_typed(const ExpandParams& p, Stream stream) {
 }  // namespace
 
 bool expand_prefill_fits(const ExpandParams& p) {
-  constexpr auto smem = [](auto log) {
-    return Traits<__half, true, true, true, decltype(log)::value>::kSmem;
+  const auto fits = [](auto log) {
+    // Of all variants of a rank those by segments take most static shared memory.
+    using Tr = Traits<__half, true, false, false, decltype(log)::value>;
+    return device::fits<expand_prefill_kernel<Tr>>("lora_expand", Tr::kSmem);
   };
-  constexpr int kSmem[] = {
-      smem(std::integral_constant<int, 1>()), smem(std::integral_constant<int, 2>()),
-      smem(std::integral_constant<int, 3>()), smem(std::integral_constant<int, 4>())};
-  constexpr int kStatic = 4096;
-  return kSmem[log_pieces(p) - 1] + kStatic <= device::current_device().max_smem;
+  switch (log_pieces(p)) {
+    case 1:
+      return fits(std::integral_constant<int, 1>());
+    case 2:
+      return fits(std::integral_constant<int, 2>());
+    case 3:
+      return fits(std::integral_constant<int, 3>());
+  }
+  return fits(std::integral_constant<int, 4>());
 }
 
 void expand_prefill(const ExpandParams& p, Stream stream) {

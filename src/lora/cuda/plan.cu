@@ -26,7 +26,6 @@ namespace mortar::lora::cuda {
 namespace {
 
 constexpr int kMaxThreads = 256;
-constexpr int kStaticSmem = 256;  ///< bytes kept free for the kernel's static shared memory
 /// Up to so many words of histograms every CTA adds all of them up for itself: reading them takes
 /// less than the grid barrier that sharing the work would need.
 constexpr std::int64_t kReadAll = 16 * 1024;
@@ -286,7 +285,7 @@ void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64
     return (threads / 32 + 5) * (num_adapters + 1) * static_cast<std::int64_t>(sizeof(int));
   };
   int threads = kMaxThreads;
-  while (threads > 32 && smem(threads) > device.max_smem - kStaticSmem) threads /= 2;
+  while (threads > 32 && !device::fits<plan_kernel>("lora_plan", smem(threads))) threads /= 2;
   p.warp_tokens = static_cast<int>(
       round_up<std::int64_t>(ceil_div<std::int64_t>(num_tokens, ctas * (threads / 32)), 32));
   device::Launch l;

@@ -56,8 +56,8 @@ struct RankRows {
 /// Rows that a CTA past the tiles looks after.
 inline constexpr int kZeroRows = 64;
 
-/// Waits for the predecessor. Then CTAs past the tiles write zeros to the rows of h whose entry in
-/// p.zero_rows is no adapter. Called by the whole CTA.
+/// For CTAs past the tiles: write zeros to the rows of h whose entry in p.zero_rows is no adapter.
+/// Called by the whole CTA.
 __device__ __forceinline__ void zero_base_rows(const ShrinkParams& p) {
   const std::int64_t block = static_cast<std::int64_t>(blockIdx.z) - p.tiles.num;
   const bool mine = p.zero_rows != nullptr && block >= 0 && blockIdx.x == 0 && blockIdx.y == 0;
@@ -70,6 +70,7 @@ __device__ __forceinline__ void zero_base_rows(const ShrinkParams& p) {
     zero = id < 0 || id >= p.weights.num_adapters;
   }
   unsigned rows = __ballot_sync(0xffffffffu, zero);
+  if (rows == 0) return device::pdl_leave();
   device::pdl_wait();
   for (; rows != 0; rows &= rows - 1) {
     const std::int64_t row = row_of(__ffs(rows) - 1);

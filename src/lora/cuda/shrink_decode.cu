@@ -175,8 +175,10 @@ void launch_traits(ShrinkParams p, const ShrinkConfig& c, Stream stream) {
   const int rows = p.weights.num_slices * p.weights.max_rank;
   p.rows_per_cta = std::min(c.decode_rows, kMaxRows);
   // A ring of 128 rows, which leaves of 512 elements have, is more than some devices hold.
-  constexpr int kWholeRing = (kTokens + kStages * Tr::kStageRows) * kPitch * 2 + 8192;
-  if (device::current_device().max_smem < kWholeRing) p.rows_per_cta = std::min(p.rows_per_cta, 64);
+  constexpr int kWholeRing = (kTokens + kStages * Tr::kStageRows) * kPitch * 2;
+  if (!device::fits<shrink_decode_kernel<Tr>>("lora_shrink", kWholeRing)) {
+    p.rows_per_cta = std::min(p.rows_per_cta, 64);
+  }
   const int most = std::min(p.rows_per_cta, rows);
   // Fewer rows than a stage holds take no more memory than they need.
   const int ring_rows = std::min(kStages * Tr::kStageRows, round_up(most, 8));
@@ -187,6 +189,7 @@ void launch_traits(ShrinkParams p, const ShrinkConfig& c, Stream stream) {
                 static_cast<unsigned>(p.tiles.num));
   l.threads = kThreads;
   l.smem = static_cast<std::size_t>(kTokens + ring_rows) * kPitch * 2;
+  l.per_sm = c.per_sm;
   l.stream = stream;
   l.pdl = true;
   device::launch<shrink_decode_kernel<Tr>>("lora_shrink", l, p);

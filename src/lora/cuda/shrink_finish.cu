@@ -8,6 +8,7 @@
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
+#include "device/vector.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/rank_rows.cuh"
 #include "lora/cuda/slabs.cuh"
@@ -15,66 +16,68 @@
 namespace mortar::lora::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kPieces = kThreads / 2;  ///< four columns of a token each, two lanes for each
+constexpr int kMostThreads = 256;
 
 struct FinishParams {
   ShrinkParams to;
   HView from;
 };
 
-__global__ void __launch_bounds__(kThreads, 4)
+template <class H, bool kPlan>
+__global__ void __launch_bounds__(kMostThreads, 2)
     finish_kernel(const __grid_constant__ FinishParams p) {
   device::pdl_begin(p.to.early);
-  const int tile_index = p.to.tiles.first + static_cast<int>(blockIdx.z);
+  const int index = p.to.tiles.first + static_cast<int>(blockIdx.z);
   Tile tile;
   const bool live =
       static_cast<int>(blockIdx.z) < p.to.tiles.num &&
-      find_any_tile(p.to.groups, p.to.tiles, p.to.weights.num_adapters, tile_index, &tile);
-  if (!live) {
-    zero_base_rows(p.to);
-    return;
-  }
+      find_tile<kPlan>(p.to.groups, p.to.tiles, p.to.weights.num_adapters, index, &tile);
+  if (!live) return zero_base_rows(p.to);
   const HView& from = p.from;
   const HView& h = p.to.h;
   const int pieces = from.width / 4;  // of one slice
   const int row_pieces = pieces * p.to.weights.num_slices;
-  const int piece = static_cast<int>(blockIdx.x) * kPieces + static_cast<int>(threadIdx.x) / 2;
+  const int piece = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 2;
   const int place = piece / row_pieces, slice = piece % row_pieces / pieces, r = piece % pieces * 4;
   SliceWeights w;
-  int row_from = -1, row_to = -1;
-  SlabSum<1> slabs(from.slab_stride);
+  SlabSum<2> slabs(from.slab_stride);
+  H* out = nullptr;  // where the first lane of a pair writes all four columns; null: nowhere
   if (place < tile.count) {
     w = p.to.weights.get(tile.adapter, slice);
     const int token = h.by_position ? 0 : any_token(p.to.groups, p.to.tiles, tile, place);
-    row_from = h_row(from, tile, 0, place, token);
-    row_to = h_row(h, tile, 0, place, token);
-    if (row_from >= 0 && row_to >= 0 && r < w.rank) {
-      slabs.seek(static_cast<const float*>(from.data) + std::int64_t{row_from} * from.row_stride +
-                     slice * from.slice_stride + r,
-                 from.num_slabs);
-    }
-  }
-  // Each lane of a pair writes two of the four columns.
-  const int c0 = static_cast<int>(threadIdx.x) % 2 * 2;
-  const float scale = p.to.scale * w.scale;
-  const std::int64_t at = std::int64_t{row_to} * h.row_stride + slice * h.slice_stride + r + c0;
-  const int end = p.to.pad ? h.width : w.rank;
-  device::pdl_wait();
-  slabs.load();
-  const float4 v = slabs.sum();
-  if (row_from >= 0 && row_to >= 0) {
-    const float out[2] = {(c0 == 0 ? v.x : v.z) * scale, (c0 == 0 ? v.y : v.w) * scale};
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      if (r + c0 + c < end) {
-        device::store_from_float(h.data, h.dtype, at + c, r + c0 + c < w.rank ? out[c] : 0.0f);
+    const int row_from = h_row(from, tile, 0, place, token);
+    const int row_to = h_row(h, tile, 0, place, token);
+    if (row_from >= 0 && row_to >= 0) {
+      if (threadIdx.x % 2 == 0) {
+        out = static_cast<H*>(h.data) + std::int64_t{row_to} * h.row_stride +
+              slice * h.slice_stride + r;
+      }
+      if (r < w.rank) {
+        slabs.seek(static_cast<const float*>(from.data) + std::int64_t{row_from} * from.row_stride +
+                       slice * from.slice_stride + r,
+                   from.num_slabs);
       }
     }
   }
+  const float scale = p.to.scale * w.scale;
+  const int count = (p.to.pad ? h.width : w.rank) - r;
+  device::pdl_wait();
+  slabs.load_all();
+  const float4 sum = slabs.sum();
+  if (out != nullptr) {
+    // What lies past the rank was never written.
+    const float v[4] = {sum.x, sum.y, sum.z, sum.w};
+    device::Pack<H, 4> pack;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      pack.v[c] = device::from_float<H>(r + c < w.rank ? v[c] * scale : 0.0f);
+    }
+    device::store_pack<H, 4>(out, pack, count);
+  }
   if (!p.to.pad || blockIdx.x > 0) return;
   // A public h may be wider than the slabs.
-  for (int i = threadIdx.x; i < tile.count * p.to.weights.num_slices; i += kThreads) {
+  for (int i = threadIdx.x; i < tile.count * p.to.weights.num_slices;
+       i += static_cast<int>(blockDim.x)) {
     const int own = i / p.to.weights.num_slices, own_slice = i % p.to.weights.num_slices;
     const int token = any_token(p.to.groups, p.to.tiles, tile, own);
     const int row = h_row(h, tile, 0, own, token);
@@ -94,11 +97,25 @@ void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream) {
   FinishParams p{to, from};
   device::Launch l;
   const int pieces = to.tiles.tile_tokens * to.weights.num_slices * from.width / 4;
-  l.grid = dim3(static_cast<unsigned>(ceil_div(pieces, kPieces)), 1, shrink_depth(to));
-  l.threads = kThreads;
+  // Small CTAs spread evenly over the SMs; but each looks its tile up, and small tiles are many.
+  l.threads = to.tiles.tile_tokens == 64 ? 64 : kMostThreads;
+  l.grid = dim3(static_cast<unsigned>(ceil_div(2 * pieces, static_cast<int>(l.threads))), 1,
+                shrink_depth(to));
   l.stream = stream;
   l.pdl = true;
-  device::launch<finish_kernel>("lora_shrink", l, p);
+  const auto launch = [&](auto one) {
+    using H = decltype(one);
+    to.groups.plan != nullptr ? device::launch<finish_kernel<H, true>>("lora_shrink", l, p)
+                              : device::launch<finish_kernel<H, false>>("lora_shrink", l, p);
+  };
+  switch (to.h.dtype) {
+    case DType::kFloat32:
+      return launch(float{});
+    case DType::kFloat16:
+      return launch(__half{});
+    default:
+      return launch(__nv_bfloat16{});
+  }
 }
 
 }  // namespace mortar::lora::cuda

@@ -316,8 +316,8 @@ void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
   if (c.tile_tokens == 64) {
     // Three stages of 48 rows were as fast as six. Those of 96 rows take 131 KB, which not every
     // device has.
-    constexpr int kLarge = 3 * (64 + 96) * kPitch * 2 + 4096;
-    if (c.tile_rows == 96 && device::current_device().max_smem >= kLarge) {
+    using Large = Traits<T, 4, 2, 6, 3, true, true>;
+    if (c.tile_rows == 96 && device::fits<shrink_mma_kernel<Large>>("lora_shrink", Large::kSmem)) {
       return launch_tile<T, 4, 2, 6, 3>(p, c, stream);
     }
     ShrinkConfig less = c;

@@ -460,10 +460,9 @@ std::size_t smem_bytes(const ShrinkParams& p, const ShrinkConfig& c) {
                                   (whole ? Tr::total_bytes(row_stages) : 0) +
                                   std::min(kStages, items) * kStageRows * Tr::a_pitch(leaf));
 }
-/// Whether a CTA of the current device may have as much, beside static shared memory.
 template <class Tr>
 bool fits(const ShrinkParams& p, const ShrinkConfig& c) {
-  return smem_bytes<Tr>(p, c) + 4096 <= static_cast<std::size_t>(device::current_device().max_smem);
+  return device::fits<shrink_parts_kernel<Tr>>("lora_shrink", smem_bytes<Tr>(p, c));
 }
 
 template <class Tr>

@@ -15,12 +15,11 @@
 // Summation: a leaf of K is one chain of MMA steps from zero; the first half of the leaves is added
 // in order, then the second half, then both halves. A cluster of two CTAs takes a half each, a grid
 // a leaf each (slabs), or one CTA both halves: the same bits.
-#include <cooperative_groups.h>
-
 #include <algorithm>
 
 #include "device/async_copy.cuh"
 #include "device/barrier.cuh"
+#include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
@@ -208,7 +207,6 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     shrink_wgmma_kernel(const __grid_constant__ ShrinkParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using T = typename Tr::T;
-  namespace cg = cooperative_groups;
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& shared = *reinterpret_cast<Shared<Tr>*>(smem + Tr::kRing + Tr::kParked);
   auto* parked = reinterpret_cast<float4*>(smem + Tr::kRing);
@@ -239,12 +237,13 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     }
   }
   if constexpr (Tr::kShare == Share::kHalf) {
-    cg::this_cluster().sync();  // the other CTA runs, so its shared memory is there
+    device::cluster_arrive();
+    device::cluster_wait();  // the other CTA runs, so its shared memory is there
   } else {
     __syncthreads();
   }
   if (shared.rows.count == 0) {
-    device::pdl_wait();
+    device::pdl_leave();
     return;
   }
 
@@ -298,9 +297,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
       own[i] = part == 0 ? total[i] : total[kHalf + i];
       other[i] = part == 0 ? total[kHalf + i] : total[i];
     }
-    const auto group = cg::this_cluster();
-    put_sums<Tr::kConsumers>(group.map_shared_rank(parked, 1 - part), other);
-    group.sync();
+    put_sums<Tr::kConsumers>(device::in_cluster(parked, 1 - part), other);
+    device::cluster_arrive();
+    device::cluster_wait();
     add_sums<Tr::kConsumers>(own, parked);
     store_sums_any(p.h, base, shared.rows, shared.octets, part * Tr::kRows / 2, own);
   }

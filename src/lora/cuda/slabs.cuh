@@ -46,6 +46,12 @@ struct SlabSum {
       if (num > kLoads) load_batch(v[1], kLoads);
     }
   }
+  /// The same without a branch, past which the compiler adds the first batch before it loads the
+  /// second.
+  __device__ __forceinline__ void load_all() {
+#pragma unroll
+    for (int b = 0; b < kBatches; ++b) load_batch(v[b], b * kLoads);
+  }
 
   /// After load(). Called by whole warps; both lanes get the sum of both halves.
   __device__ __forceinline__ float4 sum() {

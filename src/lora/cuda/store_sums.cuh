@@ -100,16 +100,34 @@ __device__ __forceinline__ void store_sums(const HView& h, const std::int64_t (&
         }
       }
     }
-  } else if constexpr (sizeof(H) == 4) {  // a quad writes a sector
-#pragma unroll
-    for (int j = 0; j < kOctets; ++j) {
+  } else if constexpr (sizeof(H) == 4) {
+    // Of two octets a lane writes half of one and its neighbour half of the other.
+    const bool odd = quad_lane % 2 == 1;
+    const auto scaled = [&](int j, int i) {
       const float2 scale = scales(j);
-      const std::int64_t place = octets.place[first / 8 + j];
+      return make_float2(sum[4 * j + 2 * i] * scale.x, sum[4 * j + 2 * i + 1] * scale.y);
+    };
+#pragma unroll
+    for (int j = 0; j + 1 < kOctets; j += 2) {
+      const std::int64_t place = octets.place[first / 8 + j + quad_lane % 2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 even = scaled(j, i), next = scaled(j + 1, i);
+        const float2 kept = odd ? next : even, given = odd ? even : next;
+        const float2 got = make_float2(__shfl_xor_sync(0xffffffffu, given.x, 1),
+                                       __shfl_xor_sync(0xffffffffu, given.y, 1));
+        if (base[i] < 0 || place < 0) continue;
+        *reinterpret_cast<float4*>(data + base[i] + place + quad_lane / 2 * 4) =
+            odd ? make_float4(got.x, got.y, kept.x, kept.y)
+                : make_float4(kept.x, kept.y, got.x, got.y);
+      }
+    }
+    if constexpr (kOctets % 2 == 1) {
+      const std::int64_t place = octets.place[first / 8 + kOctets - 1];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (base[i] < 0 || place < 0) continue;
-        *reinterpret_cast<float2*>(data + base[i] + place + quad_lane * 2) =
-            make_float2(sum[4 * j + 2 * i] * scale.x, sum[4 * j + 2 * i + 1] * scale.y);
+        *reinterpret_cast<float2*>(data + base[i] + place + quad_lane * 2) = scaled(kOctets - 1, i);
       }
     }
   } else {  // a lane writes an octet

@@ -2,9 +2,11 @@
 // How a CTA that takes several tiles of 64 tokens finds them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "device/async_copy.cuh"
+#include "lora/config.h"
 #include "lora/cuda/params.cuh"
 
 namespace mortar::lora::cuda {
@@ -88,7 +90,8 @@ struct TileRun {
   static std::int64_t most(const TileRange& range, std::int64_t num_adapters) {
     const std::int64_t groups = range.num_tokens < num_adapters ? range.num_tokens : num_adapters;
     const std::int64_t runs = (range.num + (kTiles - 1) * (groups + 1)) / kTiles;
-    return runs < range.num ? runs : range.num;
+    const std::int64_t all = max_tiles(range.num_tokens, num_adapters, 64 * kTiles);
+    return std::min({runs, all + (range.first > 0 ? 1 : 0), std::int64_t{range.num}});
   }
 };
 
