@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int first_place = static_cast<int>(blockIdx.y) % quarters * kTokens;
   const int early = early_token<Tr::kPlan>(p.groups, p.tiles, index, first_place + lane % kTokens);
   Tile tile;
-  bool live = find_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, index, &tile);
+  bool live = find_cta_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, index, &tile);
   tile.start += first_place;
   tile.count = min(tile.count - first_place, kTokens);
   live = live && tile.count > 0;

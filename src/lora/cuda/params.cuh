@@ -171,6 +171,30 @@ __device__ __forceinline__ bool find_tile(const GroupsView& g, const TileRange& 
   }
 }
 
+/// The same for a CTA of several warps: its first one looks through segments for all, as the
+/// instructions of the others would only delay its neighbours. With segments this is a barrier.
+template <bool kPlan>
+__device__ __forceinline__ bool find_cta_tile(const GroupsView& g, const TileRange& range,
+                                              std::int64_t num_adapters, int index, Tile* tile) {
+  if constexpr (kPlan) {
+    return find_tile<true>(g, range, num_adapters, index, tile);
+  } else {
+    __shared__ Tile found;
+    __shared__ bool live;
+    if (threadIdx.x < 32) {
+      Tile own;
+      const bool there = find_tile<false>(g, range, num_adapters, index, &own);
+      if (threadIdx.x == 0) {
+        found = own;
+        live = there;
+      }
+    }
+    __syncthreads();
+    *tile = found;
+    return live;
+  }
+}
+
 /// Token in place `i` of tile `index`, as the plan lists it; needs nothing of the tile itself, so
 /// it may be loaded together with it. Meaningless for segments and for tiles that do not exist.
 template <bool kPlan>

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   // Guard
   const int early = early_token<Tr::kPlan>(p.groups, p.tiles, index, lane % kTokens);
   Tile tile;
-  if (!find_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, index, &tile)) {
+  if (!find_cta_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, index, &tile)) {
     device::pdl_wait();
     return;
   }

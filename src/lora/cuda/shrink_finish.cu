@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   Tile tile;
   const bool live =
       static_cast<int>(blockIdx.z) < p.to.tiles.num &&
-      find_tile<kPlan>(p.to.groups, p.to.tiles, p.to.weights.num_adapters, index, &tile);
+      find_cta_tile<kPlan>(p.to.groups, p.to.tiles, p.to.weights.num_adapters, index, &tile);
   if (!live) return zero_base_rows(p.to);
   const HView& from = p.from;
   const HView& h = p.to.h;

@@ -257,6 +257,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   // Compute
   device::more_registers<Tr::kConsumerRegisters>();
   shared.octets.template fill<Tr::kConsumers>(shared.rows);
+  if constexpr (Tr::kShare != Share::kHalf) device::named_barrier<1, Tr::kConsumers>();
   // Rows of h of a thread's two tokens
   const int part = static_cast<int>(blockIdx.y);
   const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
@@ -281,7 +282,6 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
 
   // Reduce and store: the sum of both halves of K
   if constexpr (Tr::kShare != Share::kHalf) {
-    device::named_barrier<1, Tr::kConsumers>();  // octets are written
     if constexpr (Tr::kShare == Share::kAll) add_sums<Tr::kConsumers>(total, parked);
     if constexpr (Tr::kShare == Share::kLeaf) {
       store_sums<float>(p.h, base, shared.rows, shared.octets, 0, total);  // slabs
