@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch choices of the CUDA backend: bounds that a grid must keep, on the host alone.
+#include "lora/config.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace mortar::lora {
+namespace {
+
+std::int64_t tiles_of(const std::vector<std::int64_t>& counts, int tile) {
+  std::int64_t tiles = 0;
+  for (const std::int64_t count : counts) tiles += ceil_div<std::int64_t>(count, tile);
+  return tiles;
+}
+
+TEST(LoraConfig, NoMapMakesMoreTilesThanTheBound) {
+  std::mt19937 random(1);
+  for (int i = 0; i < 20'000; ++i) {
+    const int tile = random() % 2 == 0 ? 16 : 64;
+    const auto tokens = static_cast<std::int64_t>(random() % 600);
+    const auto adapters = static_cast<std::int64_t>(1 + random() % 40);
+    std::vector<std::int64_t> counts(adapters);
+    // A few adapters have most of the tokens, and some tokens have none.
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      const auto to = std::min(random(), random()) % (adapters + 1);
+      if (static_cast<std::int64_t>(to) < adapters) ++counts[to];
+    }
+    EXPECT_LE(tiles_of(counts, tile), max_tiles(tokens, adapters, tile))
+        << tokens << " tokens, " << adapters << " adapters, tiles of " << tile;
+  }
+}
+
+TEST(LoraConfig, SomeMapMakesAsManyTilesAsTheBound) {
+  for (const int tile : {16, 64}) {
+    for (std::int64_t tokens = 1; tokens < 300; ++tokens) {
+      for (const std::int64_t adapters : {1, 2, 5, 16, 300}) {
+        // One token for every adapter, and the rest for the first.
+        const std::int64_t groups = std::min(tokens, adapters);
+        std::vector<std::int64_t> counts(groups, 1);
+        counts[0] += tokens - groups;
+        EXPECT_EQ(tiles_of(counts, tile), max_tiles(tokens, adapters, tile));
+      }
+    }
+  }
+}
+
+LoraShape shape(std::int64_t tokens, std::int64_t adapters, int rank, std::int64_t hidden,
+                std::vector<std::int64_t> widths) {
+  LoraShape s{tokens, hidden, adapters, 0, 0, static_cast<int>(widths.size()), rank, true};
+  for (const std::int64_t width : widths) {
+    s.sum_widths += width;
+    s.max_width = std::max(s.max_width, width);
+  }
+  return s;
+}
+
+/// CTAs per SM that give_room sets, shrink's first.
+std::pair<int, int> room(const LoraShape& s) {
+  ShrinkConfig shrink = choose_shrink(s);
+  ExpandConfig expand = choose_expand(s);
+  give_room(s, shrink, expand);
+  return {shrink.per_sm, expand.per_sm};
+}
+
+TEST(LoraConfig, OnlyBatchesThatFitTheChipAtOnceHaveRoom) {
+  const std::vector<std::int64_t> qkv = {4096, 1024, 1024}, gate_up = {14336, 14336},
+                                  down = {4096};
+  EXPECT_EQ(room(shape(32, 1, 16, 4096, qkv)), std::pair(1, 0));
+  EXPECT_EQ(room(shape(32, 1, 16, 4096, gate_up)), std::pair(1, 0));
+  EXPECT_EQ(room(shape(32, 1, 16, 14336, down)), std::pair(1, 1));
+  EXPECT_EQ(room(shape(1, 1, 16, 4096, qkv)), std::pair(1, 1));
+  EXPECT_EQ(room(shape(4, 4, 16, 4096, qkv)), std::pair(0, 0));
+  EXPECT_EQ(room(shape(32, 32, 16, 4096, qkv)), std::pair(0, 0));
+  EXPECT_EQ(room(shape(1024, 8, 16, 4096, qkv)), std::pair(0, 0));
+  // Above rank 128 a kernel of its own adds the slabs.
+  EXPECT_EQ(room(shape(1, 1, 256, 4096, down)), std::pair(0, 0));
+}
+
+}  // namespace
+}  // namespace mortar::lora
