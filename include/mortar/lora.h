@@ -80,8 +80,9 @@ struct LoraWeights {
 ///
 /// Plan: made by lora_plan. Segments: four int32 tensors in the manner of vLLM's LoRA kernel
 /// metadata: group g is adapter `ids[g]` (skipped if not in [0, L)) and owns the tokens
-/// sorted_tokens[starts[g] .. starts[g] + counts[g]). Entries of sorted_tokens that no group owns
-/// are never read; ids, counts have G entries, starts at least G.
+/// sorted_tokens[starts[g] .. starts[g] + counts[g]). No adapter has more than one group, and no
+/// token is in two: what a grid sized for such groups cannot hold is left out. Entries of
+/// sorted_tokens that no group owns are never read; ids, counts have G entries, starts at least G.
 struct LoraGroups {
   Tensor plan;
   Tensor sorted_tokens, ids, counts, starts;

@@ -68,8 +68,7 @@ std::pair<int, int> room(const LoraShape& s) {
 }
 
 TEST(LoraConfig, OnlyBatchesThatFitTheChipAtOnceHaveRoom) {
-  const std::vector<std::int64_t> qkv = {4096, 1024, 1024}, gate_up = {14336, 14336},
-                                  down = {4096};
+  const std::vector<std::int64_t> qkv = {4096, 1024, 1024}, gate_up = {14336, 14336}, down = {4096};
   EXPECT_EQ(room(shape(32, 1, 16, 4096, qkv)), std::pair(1, 0));
   EXPECT_EQ(room(shape(32, 1, 16, 4096, gate_up)), std::pair(1, 0));
   EXPECT_EQ(room(shape(32, 1, 16, 14336, down)), std::pair(1, 1));
