@@ -23,7 +23,9 @@ _SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Small cases on the GPU: by their name, and LoRA's comparison with the oracle as a whole.
 _SMALL = "*Small*:*/LoraOp.*-*/cpu*:*_cpu*"
 _MOST_BARRIERS = 16384
-_PARALLEL = 4  # sanitized programs at once: each keeps one core busy and little of the GPU
+# A sanitized program keeps one core busy and little of the GPU: shares of it run side by side.
+_SHARES = 4
+_PARALLEL = max(1, min(12, (os.cpu_count() or 1) - 2))
 
 
 def find_gpu() -> str | None:
@@ -44,8 +46,9 @@ def sanitize(tool: str, programs: list[Path], reports: Path, pattern: str) -> Co
     """Small cases of every program under one tool; any finding of the tool fails the program."""
     counts = Counts()
 
-    def one(program: Path) -> tuple[Path, subprocess.CompletedProcess]:
-        report = reports / f"{tool}-{program.name}.xml"
+    def one(job: tuple[Path, int]) -> tuple[Path, subprocess.CompletedProcess]:
+        program, share = job
+        report = reports / f"{tool}-{program.name}-{share}.xml"
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
         command += ["--require-cuda-init", "no"]  # some programs test the host alone
         # Prefill kernels have more barriers than synccheck tracks unless asked to. It has no memory
@@ -54,16 +57,24 @@ def sanitize(tool: str, programs: list[Path], reports: Path, pattern: str) -> Co
             command += ["--num-cuda-barriers", str(_MOST_BARRIERS)]
         command += [program, f"--gtest_filter={pattern}", f"--gtest_output=xml:{report}"]
         command = [str(part) for part in command]
+        shares = {"GTEST_TOTAL_SHARDS": str(_SHARES), "GTEST_SHARD_INDEX": str(share)}
         return report, subprocess.run(
-            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=os.environ | shares,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
 
+    jobs = [(program, share) for program in programs for share in range(_SHARES)]
     with ThreadPoolExecutor(_PARALLEL) as pool:
-        for program, (report, done) in zip(programs, pool.map(one, programs), strict=True):
+        for (program, share), (report, done) in zip(jobs, pool.map(one, jobs), strict=True):
             cases = read_junit(report) if report.is_file() else Counts()
             ok = done.returncode == 0
             console.print(
-                f"{tool}: {program.name}: {cases.passed} cases: {'clean' if ok else 'FOUND'}"
+                f"{tool}: {program.name}, share {share + 1} of {_SHARES}: {cases.passed} cases: "
+                f"{'clean' if ok else 'FOUND'}"
             )
             if not ok:
                 console.print(done.stdout[-8000:], markup=False)

@@ -27,7 +27,7 @@ TEST(LoraConfig, NoMapMakesMoreTilesThanTheBound) {
     std::vector<std::int64_t> counts(adapters);
     // A few adapters have most of the tokens, and some tokens have none.
     for (std::int64_t t = 0; t < tokens; ++t) {
-      const auto to = std::min(random(), random()) % (adapters + 1);
+      const auto to = std::min(random() % (adapters + 1), random() % (adapters + 1));
       if (static_cast<std::int64_t>(to) < adapters) ++counts[to];
     }
     EXPECT_LE(tiles_of(counts, tile), max_tiles(tokens, adapters, tile))
