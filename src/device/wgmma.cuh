@@ -108,8 +108,13 @@ __device__ __forceinline__ void fence_async_proxy() {
 /// warpgroup holds in d[4 j + 2 h + c] row 16 w + 8 h + l / 4, column 8 j + l % 4 * 2 + c.
 template <class T, int kN>
 __device__ __forceinline__ void wgmma(float* d, std::uint64_t a, std::uint64_t b, int add) {
-  static_assert(kN == 48 || kN == 64 || kN == 96 || kN == 144 || kN == 192, "one of those below");
-  if constexpr (kN == 48) {
+  static_assert(kN == 16 || kN == 48 || kN == 64 || kN == 96 || kN == 144 || kN == 192,
+                "one of those below");
+  if constexpr (kN == 16) {
+    MORTAR_WGMMA("16", "%0, %1, %2, %3, %4, %5, %6, %7", "8", "9", "10",
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]))
+  } else if constexpr (kN == 48) {
     MORTAR_WGMMA("48",
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
         "%19, %20, %21, %22, %23",

@@ -145,6 +145,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   tile.start += first_place;
   tile.count = min(tile.count - first_place, kTokens);
   live = live && tile.count > 0;
+  const int token = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, lane % kTokens, early);
   const Block block = find_block(p, static_cast<int>(blockIdx.x));
   const SliceWeights w = weights_of(p, tile, block, live);
   if (w.rank == 0) return device::pdl_wait();
@@ -170,7 +171,6 @@ __global__ void __launch_bounds__(kThreads, 3)
   };
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) copy_next();
-  const int token = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, lane % kTokens, early);
   if (threadIdx.x < kTokens) tokens[threadIdx.x] = token;
   // All addresses before the wait: after it a warp has its scheduler to itself, and every
   // instruction is a delay.

@@ -84,16 +84,19 @@ __device__ __forceinline__ int segment_tokens(const GroupsView& g, std::int64_t 
   if (id < 0 || id >= num_adapters || count <= 0 || start < 0 || start >= g.num_sorted) return 0;
   return static_cast<int>(min(static_cast<std::int64_t>(count), g.num_sorted - start));
 }
-/// Tiles that so many tokens make. (ceil_div would overflow near 2^31.)
-__device__ __forceinline__ int tiles_of_tokens(int count, int tile_tokens) {
-  return count == 0 ? 0 : (count - 1) / tile_tokens + 1;
+/// Tiles of 2^log_tile that so many tokens make. (ceil_div would overflow near 2^31.)
+__device__ __forceinline__ int tiles_of_tokens(int count, int log_tile) {
+  return count == 0 ? 0 : ((count - 1) >> log_tile) + 1;
 }
 
 /// Tile `index` of the segment form: every warp scans the segments, so all threads agree. A lane
-/// takes several at a time, so that the segments of most engines are one trip to memory.
+/// takes several at a time, so that the segments of most engines are one trip to memory. Tiles are
+/// powers of two: eight divisions are more instructions than all else here, and everyone waits for
+/// them.
 __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int64_t num_adapters,
                                                   int tile_tokens, int index, Tile* tile) {
   constexpr int kPerLane = 4;
+  const int log_tile = 31 - __clz(tile_tokens);
   const int lane = threadIdx.x % 32;
   int before = 0;
   for (int base = 0; base < g.num_segments; base += 32 * kPerLane) {
@@ -110,7 +113,7 @@ __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int6
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
       counts[j] = segment_tokens(g, num_adapters, ids[j], starts[j], counts[j]);
-      own += tiles_of_tokens(counts[j], tile_tokens);
+      own += tiles_of_tokens(counts[j], log_tile);
     }
     int last = own;
 #pragma unroll
@@ -124,7 +127,7 @@ __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int6
       int id = -1, start = 0, count = 0;
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) {
-        const int tiles = tiles_of_tokens(counts[j], tile_tokens);
+        const int tiles = tiles_of_tokens(counts[j], log_tile);
         if (k >= 0 && k < tiles) {
           id = ids[j];
           start = starts[j] + k * tile_tokens;

@@ -5,11 +5,12 @@
 // bytes  = 4M (ids) + 4M (sorted) + 16 (T16 + T64 + G) (lists) + 64 T16 + 256 T64 (tokens)
 // M=8192, L=4096: 1.5 MB, nearly all of it -1 in tiles that hold a token or two: 0.35 us, but an SM
 //          stores no more than 20 bytes a cycle, so eight of them would take 5 us
-// limit  : latency: one trip to memory, one cluster barrier, one trip to the other CTAs' memory
+// limit  : latency: one trip to memory, one to the other CTAs' memory, one cluster barrier
 //
 // A warp owns a run of tokens and one byte of every adapter's count, so that four dot products add
-// up what the warps before it hold. CTAs read each other's totals through distributed shared memory
-// and each scans all of them for itself: histograms never go to L2, and no grid barrier is needed.
+// up what the warps before it hold. CTAs send each other their totals through distributed shared
+// memory and each scans all of them for itself: histograms never go to L2, and no grid barrier is
+// needed. (Sent they are there when the barrier is; reading them after it takes 0.2 us more.)
 // Where the plan is large, several clusters all count the whole batch and write a part of it each.
 #include <algorithm>
 #include <climits>
@@ -55,6 +56,43 @@ struct Eight {
   }
 };
 
+/// Tokens, tiles of 16 and of 64, and groups: sums of 16 bits as well.
+struct Numbers {
+  unsigned tokens_and_tiles16 = 0, tiles64_and_groups = 0;
+
+  Numbers() = default;
+  __device__ __forceinline__ Numbers(unsigned low, unsigned high)
+      : tokens_and_tiles16(low), tiles64_and_groups(high) {}
+  /// Those of an adapter that has so many tokens.
+  __device__ __forceinline__ explicit Numbers(int count) {
+    const auto n = static_cast<unsigned>(count);
+    tokens_and_tiles16 = n | ceil_div(n, 16u) << 16;
+    tiles64_and_groups = ceil_div(n, 64u) | (n > 0 ? 1u << 16 : 0);
+  }
+  __device__ __forceinline__ int tokens() const {
+    return static_cast<int>(tokens_and_tiles16 & 0xffffu);
+  }
+  __device__ __forceinline__ int tiles16() const {
+    return static_cast<int>(tokens_and_tiles16 >> 16);
+  }
+  __device__ __forceinline__ int tiles64() const {
+    return static_cast<int>(tiles64_and_groups & 0xffffu);
+  }
+  __device__ __forceinline__ int groups() const {
+    return static_cast<int>(tiles64_and_groups >> 16);
+  }
+};
+__device__ __forceinline__ Numbers operator+(Numbers a, Numbers b) {
+  return {a.tokens_and_tiles16 + b.tokens_and_tiles16, a.tiles64_and_groups + b.tiles64_and_groups};
+}
+__device__ __forceinline__ Numbers operator-(Numbers a, Numbers b) {
+  return {a.tokens_and_tiles16 - b.tokens_and_tiles16, a.tiles64_and_groups - b.tiles64_and_groups};
+}
+__device__ __forceinline__ Numbers shuffle_up(Numbers v, int d) {
+  return {__shfl_up_sync(0xffffffffu, v.tokens_and_tiles16, d),
+          __shfl_up_sync(0xffffffffu, v.tiles64_and_groups, d)};
+}
+
 /// The words of the plan that a cluster writes.
 struct Part {
   int begin, end;
@@ -94,6 +132,27 @@ __device__ __forceinline__ unsigned same_value(int value, int num_bits) {
   return same;
 }
 
+/// The same for bins of this warp's live lanes, each of which has a byte at `mark` that nobody
+/// needs. Lanes leave their number there, and those who find another's share their bin: few do
+/// where there are many bins.
+__device__ __forceinline__ unsigned same_bin(int bin, bool live, volatile unsigned char* mark,
+                                             int num_bits) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (live) *mark = static_cast<unsigned char>(lane);
+  __syncwarp();
+  const bool other = live && *mark != lane;
+  __syncwarp();
+  unsigned left = __ballot_sync(0xffffffffu, other), same = 1u << lane;
+  if (2 * __popc(left) > num_bits) return same_value(bin, num_bits);
+  while (left != 0) {
+    const int shared = __shfl_sync(0xffffffffu, bin, __ffs(left) - 1);
+    const unsigned equal = __ballot_sync(0xffffffffu, bin == shared);
+    if (bin == shared) same = equal;
+    left &= ~equal;
+  }
+  return same;
+}
+
 /// The sum of the first `num` of 16 bytes.
 __device__ __forceinline__ int sum_bytes(const uint4& v, int num) {
   const auto ones = [&](int word) {
@@ -108,20 +167,20 @@ __device__ __forceinline__ int sum_bytes(const uint4& v, int num) {
 
 /// Tables of one 16-bit word per adapter, as `Eight`s.
 struct Tables {
-  Eight* totals;                     ///< of the CTA; other CTAs read it
+  int words;                         ///< of a table
+  Eight* totals;                     ///< of each CTA; a thread that has read its word of them all
+                                     ///< has place for it in the others, which lie there too
   Eight *count, *before;             ///< tokens in all CTAs, and in those before this one
   Eight *start, *first16, *first64;  ///< place in `sorted`, and tiles
-  int words;                         ///< of a table
   __device__ __forceinline__ Tables(void* at, int num_adapters)
-      : words(ceil_div(num_adapters, kOwn)) {
-    totals = static_cast<Eight*>(at);
-    count = totals + words;
+      : words(ceil_div(num_adapters, kOwn)), totals(static_cast<Eight*>(at)) {
+    count = totals;
     before = count + words;
     start = before + words;
     first16 = start + words;
     first64 = first16 + words;
   }
-  static constexpr int kNum = 6;
+  static constexpr int kNum = kCtas;
   __device__ __forceinline__ static int at(const Eight* table, int adapter) {
     return reinterpret_cast<const unsigned short*>(table)[adapter];
   }
@@ -136,8 +195,8 @@ struct Summary {
 __global__ void __launch_bounds__(kThreads, 1)
     plan_cluster_kernel(const __grid_constant__ PlanParams p) {
   extern __shared__ __align__(16) uint4 counts[];  // [bin][warp], bytes; then the tables
-  __shared__ int4 warp_sums[kWarps];
-  __shared__ Summary summary;
+  __shared__ Numbers warp_sums[kWarps];
+  __shared__ Summary summary, summaries[kCtas];
   __shared__ int base_start;  // place of the CTA's first base token
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = threadIdx.x;
   const int cta = blockIdx.y;
@@ -146,6 +205,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Part part(p.layout, blockIdx.x, gridDim.x);
   const int bins = p.num_adapters + 1;  // the last bin holds base tokens
   const Tables tables(counts + bins, p.num_adapters);
+  Eight* const own_totals = tables.totals + cta * tables.words;
+  device::cluster_arrive();
 
   // Load
   const int num_rounds = p.warp_tokens / 32;
@@ -159,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (own == 0) summary = {0, 0, INT_MAX};
   for (int b = own; b < bins; b += kThreads) counts[b] = make_uint4(0, 0, 0, 0);
-  for (int w = own; w < tables.words; w += kThreads) tables.totals[w] = {};
+  if (own < tables.words) own_totals[own] = {};
   clear_tile_tokens(p, part.begin, part.end, thread, num_threads);
   __syncthreads();
 
@@ -178,44 +239,48 @@ __global__ void __launch_bounds__(kThreads, 1)
       atomicMin(&summary.first_bad, token);
     }
     num_active += __popc(__ballot_sync(0xffffffffu, live && bin[i] < p.num_adapters));
-    const unsigned peers = same_value(bin[i], num_bits);
     auto* count = reinterpret_cast<unsigned char*>(counts + min(bin[i], bins - 1)) + warp;
     const int before = live ? *count : 0;
-    rank[i] = before + __popc(peers & ((1u << lane) - 1));
     __syncwarp();
+    const unsigned peers = same_bin(bin[i], live, count, num_bits);
+    const int num_peers = __popc(peers);
+    rank[i] = before + __popc(peers & ((1u << lane) - 1));
     if (live && lane == __ffs(peers) - 1) {
-      *count = static_cast<unsigned char>(before + __popc(peers));
+      *count = static_cast<unsigned char>(before + num_peers);
+      if (bin[i] < p.num_adapters) {
+        const auto b = static_cast<unsigned>(bin[i]);
+        atomicAdd(reinterpret_cast<int*>(own_totals) + b / 2, num_peers << 16 * (b % 2));
+      }
     }
     __syncwarp();
   }
   if (lane == 0) atomicAdd(&summary.active, num_active);
+  device::cluster_wait();  // all CTAs run, so their memory is there
   __syncthreads();
-  for (int b = own; b < p.num_adapters; b += kThreads) {
-    reinterpret_cast<unsigned short*>(tables.totals)[b] =
-        static_cast<unsigned short>(sum_bytes(counts[b], kWarps));
+  if (own < tables.words) {
+    const Eight mine = own_totals[own];
+#pragma unroll
+    for (int c = 1; c < kCtas; ++c) {
+      device::in_cluster(own_totals, (cta + c) % kCtas)[own] = mine;
+    }
   }
+  if (own >= kThreads - kCtas) device::in_cluster(summaries, own % kCtas)[cta] = summary;
   device::cluster_arrive();
   device::cluster_wait();
 
   // Combine: a thread takes eight adapters, of all CTAs at once.
   Eight count, before;
   if (own < tables.words) {
-    // Each CTA begins with itself: all at one CTA's memory take 0.5 us more.
-    const auto rank_of = [&](int c) { return (cta + c) % kCtas; };
-    Eight others[kCtas];
 #pragma unroll
     for (int c = 0; c < kCtas; ++c) {
-      others[c] = device::in_cluster(tables.totals, rank_of(c))[own];
-    }
-#pragma unroll
-    for (int c = 0; c < kCtas; ++c) {
-      if (rank_of(c) < cta) before.add(others[c]);
-      count.add(others[c]);
+      const Eight theirs = tables.totals[c * tables.words + own];
+      if (c < cta) before.add(theirs);
+      count.add(theirs);
     }
   }
   Summary all = {};
   if (warp == kWarps - 1) {
-    const Summary other = *device::in_cluster(&summary, lane % kCtas);
+    const Summary other = summaries[lane % kCtas];
     const bool there = lane < kCtas;
     all.active = __reduce_add_sync(0xffffffffu, there ? other.active : 0);
     all.bad = __reduce_add_sync(0xffffffffu, there ? other.bad : 0);
@@ -223,13 +288,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int active_before = __reduce_add_sync(0xffffffffu, lane < cta ? other.active : 0);
     if (lane == 0) base_start = all.active + cta * p.cta_tokens - active_before;
   }
-  device::cluster_arrive();              // has read what it wants of the others
-  int4 own_sum = make_int4(0, 0, 0, 0);  // tokens, tiles of 16 and of 64, groups
-  const auto numbers = [](int n) { return make_int4(n, ceil_div(n, 16), ceil_div(n, 64), n > 0); };
+  Numbers own_sum;
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) own_sum = own_sum + numbers(count.get(i));
-  int4 totals;
-  int4 next = exclusive_scan<kThreads>(own_sum, warp_sums, &totals);
+  for (int i = 0; i < kOwn; ++i) own_sum = own_sum + Numbers(count.get(i));
+  Numbers totals;
+  Numbers next = exclusive_scan<kThreads>(own_sum, warp_sums, &totals);
   const auto put = [&](int list, int index, int adapter, int at, int n, int ordinal) {
     if (!part.has(list + kPlanEntryWords * index)) return;
     put_entry(p.plan + list, index, adapter, at, n, ordinal);
@@ -239,13 +302,13 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int n = count.get(i);
-      start.put(i, next.x);
-      first16.put(i, next.y);
-      first64.put(i, next.z);
+      start.put(i, next.tokens());
+      first16.put(i, next.tiles16());
+      first64.put(i, next.tiles64());
       if (n > 0 && own % kCtas == cta) {
-        put(layout.groups, next.w, own * kOwn + i, next.x, n, 0);
+        put(layout.groups, next.groups(), own * kOwn + i, next.tokens(), n, 0);
       }
-      next = next + numbers(n);
+      next = next + Numbers(n);
     }
     tables.count[own] = count;
     tables.before[own] = before;
@@ -284,12 +347,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     clear_list(p.plan + list, max(num, (part.begin - list) / kPlanEntryWords),
                min(most, (part.end - list) / kPlanEntryWords), thread, num_threads);
   };
-  clear_rest(layout.tiles16, totals.y, layout.max_tiles16);
-  clear_rest(layout.tiles64, totals.z, layout.max_tiles64);
-  if (thread == kThreads - 1 && blockIdx.x == 0) write_header(p, totals, all.bad, all.first_bad);
+  clear_rest(layout.tiles16, totals.tiles16(), layout.max_tiles16);
+  clear_rest(layout.tiles64, totals.tiles64(), layout.max_tiles64);
+  if (thread == kThreads - 1 && blockIdx.x == 0) {
+    const int4 sums =
+        make_int4(totals.tokens(), totals.tiles16(), totals.tiles64(), totals.groups());
+    write_header(p, sums, all.bad, all.first_bad);
+  }
   // The next kernel may start as soon as all CTAs have left and read the plan from L2 at once.
   __threadfence();
-  device::cluster_wait();  // nobody reads this CTA's memory any more
 }
 
 }  // namespace

@@ -30,27 +30,29 @@ __device__ __forceinline__ int4 operator+(int4 a, int4 b) {
 __device__ __forceinline__ int4 operator-(int4 a, int4 b) {
   return make_int4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
 }
+__device__ __forceinline__ int4 shuffle_up(int4 v, int d) {
+  return make_int4(__shfl_up_sync(0xffffffffu, v.x, d), __shfl_up_sync(0xffffffffu, v.y, d),
+                   __shfl_up_sync(0xffffffffu, v.z, d), __shfl_up_sync(0xffffffffu, v.w, d));
+}
 
-/// Exclusive prefix sums of four values per thread of a CTA of at most kThreads; *total gets the
-/// sums. Uses two barriers.
-template <int kThreads>
-__device__ __forceinline__ int4 exclusive_scan(int4 value, int4* warp_sums, int4* total) {
+/// Exclusive prefix sums of several values per thread (a V that has + and -, and shuffle_up) of a
+/// CTA of at most kThreads; *total gets the sums. Uses two barriers.
+template <int kThreads, class V>
+__device__ __forceinline__ V exclusive_scan(V value, V* warp_sums, V* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int4 inclusive = value;
+  V inclusive = value;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    const int4 other = make_int4(
-        __shfl_up_sync(0xffffffffu, inclusive.x, d), __shfl_up_sync(0xffffffffu, inclusive.y, d),
-        __shfl_up_sync(0xffffffffu, inclusive.z, d), __shfl_up_sync(0xffffffffu, inclusive.w, d));
+    const V other = shuffle_up(inclusive, d);
     if (lane >= d) inclusive = inclusive + other;
   }
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
-  int4 before = make_int4(0, 0, 0, 0), all = before;
+  V before{}, all{};
 #pragma unroll
   for (int w = 0; w < kThreads / 32; ++w) {
     if (w * 32 >= blockDim.x) break;
-    const int4 sum = warp_sums[w];
+    const V sum = warp_sums[w];
     if (w < warp) before = before + sum;
     all = all + sum;
   }

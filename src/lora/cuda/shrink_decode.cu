@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     device::pdl_wait();
     return;
   }
+  const int token = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, lane % kTokens, early);
   rows.fill(p, tile.adapter, static_cast<int>(blockIdx.x) * p.rows_per_cta, p.rows_per_cta);
   __syncthreads();
   const int num_rows = rows.count;
@@ -87,7 +88,6 @@ __global__ void __launch_bounds__(kThreads, 4)
   };
 #pragma unroll 1
   for (int stage = 0; stage < min(kStages, num_stages); ++stage) copy_rows(stage);
-  const int token = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, lane % kTokens, early);
 
   // All addresses before the wait: after it a warp has its scheduler to itself, and every
   // instruction is a delay.
