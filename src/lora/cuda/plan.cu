@@ -10,7 +10,7 @@
 // limit  : latency; with many adapters a second barrier, between prefixes over CTAs and the scan
 // wrong  : up to 256 tokens (plan_small.cu), and up to 16,384 on sm_90 (plan_cluster.cu)
 // Each warp owns a run of tokens and a histogram in shared memory, so that ranks inside a warp
-// come from match.any and the order of tokens never depends on timing.
+// come from its lanes alone and the order of tokens never depends on timing.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -26,6 +26,7 @@ namespace mortar::lora::cuda {
 namespace {
 
 constexpr int kMaxThreads = 256;
+constexpr int kAhead = 8;  ///< ids of a thread that are loaded together
 /// Up to so many words of histograms every CTA adds all of them up for itself: reading them takes
 /// less than the grid barrier that sharing the work would need.
 constexpr std::int64_t kReadAll = 16 * 1024;
@@ -113,24 +114,42 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   // Count: every warp walks its tokens in order.
   const std::int64_t warp_first =
       (static_cast<std::int64_t>(cta) * num_warps + warp) * p.warp_tokens;
-  const auto bin_of = [&](std::int64_t token, bool* bad) {
-    const int id = p.token_adapter[token];
-    *bad = id < -1 || id >= p.num_adapters;
-    return id < 0 || *bad ? p.num_adapters : id;
-  };
-  int bin = -1;
-  for (int i = lane; i < p.warp_tokens; i += 32) {
-    const std::int64_t token = warp_first + i;
-    const bool live = token < p.num_tokens;
-    bool bad = false;
-    bin = live ? bin_of(token, &bad) : -1;
-    const unsigned peers = __match_any_sync(0xffffffffu, bin);
-    if (live && lane == __ffs(peers) - 1) own_bins[bin] += __popc(peers);
-    if (bad) {
-      atomicAdd(&bad_count, 1);
-      atomicMin(&bad_first, static_cast<int>(token));
+  const int num_bits = 32 - __clz(bins);
+  int ids[kAhead];
+  const auto load = [&](int base) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int at = base + 32 * i + lane;
+      const std::int64_t token = warp_first + at;
+      ids[i] = at < p.warp_tokens && token < p.num_tokens ? p.token_adapter[token] : INT_MIN;
     }
+  };
+  const auto is_bad = [&](int id) { return id < -1 || id >= p.num_adapters; };
+  /// Counts the tokens of a round; gives each its bin and its place in it.
+  const auto count = [&](int id, bool live, int* bin) {
+    *bin = !live ? -1 : id < 0 || is_bad(id) ? p.num_adapters : id;
+    int* cell = own_bins + max(*bin, 0);
+    const int before = live ? *cell : 0;
+    const unsigned peers = same_bin(*bin, live, cell, num_bits);
+    if (live && lane == __ffs(peers) - 1) *cell = before + __popc(peers);
     __syncwarp();
+    return before + __popc(peers & ((1u << lane) - 1));
+  };
+  for (int base = 0; base < p.warp_tokens; base += 32 * kAhead) {
+    load(base);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int at = base + 32 * i + lane;
+      if (base + 32 * i >= p.warp_tokens) break;
+      const std::int64_t token = warp_first + at;
+      const bool live = token < p.num_tokens;
+      int bin;
+      count(ids[i], live, &bin);
+      if (live && is_bad(ids[i])) {
+        atomicAdd(&bad_count, 1);
+        atomicMin(&bad_first, static_cast<int>(token));
+      }
+    }
   }
   __syncthreads();
 
@@ -211,30 +230,28 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int tiles16 = before.y, tiles64 = before.z, groups = before.w;
   __syncthreads();
 
-  // Scatter: the walk of the count again, now with known places. A walk of one step still knows its
-  // bin.
+  // Scatter: the walk of the count again, now with known places. A short one still knows its ids.
   std::int32_t* sorted = p.plan + p.layout.sorted;
   std::int32_t* tokens16 = p.plan + p.layout.tokens16;
   std::int32_t* tokens64 = p.plan + p.layout.tokens64;
-  for (int i = lane; i < p.warp_tokens; i += 32) {
-    const std::int64_t token = warp_first + i;
-    const bool live = token < p.num_tokens;
-    bool bad = false;
-    if (p.warp_tokens > 32) bin = live ? bin_of(token, &bad) : -1;
-    const unsigned peers = __match_any_sync(0xffffffffu, bin);
-    const int before = live ? own_bins[bin] : 0;
-    __syncwarp();
-    if (live) {
-      const int rank = __popc(peers & ((1u << lane) - 1));
-      const int place = chunk_first[bin] + before + rank;
-      sorted[first_token[bin] + place] = static_cast<std::int32_t>(token);
+  for (int base = 0; base < p.warp_tokens; base += 32 * kAhead) {
+    if (p.warp_tokens > 32 * kAhead) load(base);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (base + 32 * i >= p.warp_tokens) break;
+      const std::int64_t at = warp_first + base + 32 * i + lane;
+      const bool live = at < p.num_tokens;
+      int bin;
+      const int within = count(ids[i], live, &bin);
+      if (!live) continue;
+      const auto token = static_cast<std::int32_t>(at);
+      const int place = chunk_first[bin] + within;
+      sorted[first_token[bin] + place] = token;
       if (bin < p.num_adapters) {
-        tokens16[std::int64_t{first_tile16[bin]} * 16 + place] = static_cast<std::int32_t>(token);
-        tokens64[std::int64_t{first_tile64[bin]} * 64 + place] = static_cast<std::int32_t>(token);
+        tokens16[std::int64_t{first_tile16[bin]} * 16 + place] = token;
+        tokens64[std::int64_t{first_tile64[bin]} * 64 + place] = token;
       }
-      if (lane == __ffs(peers) - 1) own_bins[bin] = before + __popc(peers);
     }
-    __syncwarp();
   }
 
   // Lists, shared out over the grid.

@@ -121,38 +121,6 @@ struct Layout {
         max_tiles64(static_cast<int>(l.max_tiles64)) {}
 };
 
-/// Which lanes have the same value of so many bits. (match.any takes 1.5 us for 32 different ones.)
-__device__ __forceinline__ unsigned same_value(int value, int num_bits) {
-  unsigned same = 0xffffffffu;
-  for (int i = 0; i < num_bits; ++i) {
-    const bool one = (value >> i & 1) != 0;
-    const unsigned ones = __ballot_sync(0xffffffffu, one);
-    same &= one ? ones : ~ones;
-  }
-  return same;
-}
-
-/// The same for bins of this warp's live lanes, each of which has a byte at `mark` that nobody
-/// needs. Lanes leave their number there, and those who find another's share their bin: few do
-/// where there are many bins.
-__device__ __forceinline__ unsigned same_bin(int bin, bool live, volatile unsigned char* mark,
-                                             int num_bits) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (live) *mark = static_cast<unsigned char>(lane);
-  __syncwarp();
-  const bool other = live && *mark != lane;
-  __syncwarp();
-  unsigned left = __ballot_sync(0xffffffffu, other), same = 1u << lane;
-  if (2 * __popc(left) > num_bits) return same_value(bin, num_bits);
-  while (left != 0) {
-    const int shared = __shfl_sync(0xffffffffu, bin, __ffs(left) - 1);
-    const unsigned equal = __ballot_sync(0xffffffffu, bin == shared);
-    if (bin == shared) same = equal;
-    left &= ~equal;
-  }
-  return same;
-}
-
 /// The sum of the first `num` of 16 bytes.
 __device__ __forceinline__ int sum_bytes(const uint4& v, int num) {
   const auto ones = [&](int word) {
@@ -241,7 +209,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     num_active += __popc(__ballot_sync(0xffffffffu, live && bin[i] < p.num_adapters));
     auto* count = reinterpret_cast<unsigned char*>(counts + min(bin[i], bins - 1)) + warp;
     const int before = live ? *count : 0;
-    __syncwarp();
     const unsigned peers = same_bin(bin[i], live, count, num_bits);
     const int num_peers = __popc(peers);
     rank[i] = before + __popc(peers & ((1u << lane) - 1));
