@@ -132,6 +132,8 @@ TEST_P(LoraInvariance, TokenAloneAmongFewAndAmongThousands) {
   const Batch batches[] = {
       {"a leaf per CTA", 2000, 1040, {96, 40}, {16, 8, 24}},
       {"a leaf per CTA, long leaves", 300, 4616, {96, 40}, {16, 8, 24}},
+      {"a leaf per CTA, 16 rank rows", 700, 1040, {96}, {16, 8, 3}},
+      {"a leaf per CTA, 16 rank rows, long leaves", 300, 4616, {96}, {16, 8, 3}},
       {"half of K per CTA", 2200, 776, {96, 40}, {128, 5, 64}},
       {"all of K per CTA, h in pieces", 2900, 520, {8, 8, 8, 8, 8, 8, 8, 8}, {128, 5, 64}},
       {"ranks above 128", 300, 520, {96, 40}, {200, 129, 40}},

@@ -2,7 +2,7 @@
 // Groups tokens by adapter: a stable counting sort and its tile lists, in one launch.
 //
 // sorted = argsort(token_adapter, stable), base tokens last     M tokens, L adapters
-// bytes  = 4M (ids; past 32 a warp they are read again, from L2) + 4M (sorted)
+// bytes  = 4M (ids; past 256 a warp they are read again, from L2) + 4M (sorted)
 //          + 8 C (L + 1) (histograms) + 16 (T16 + T64 + G) (lists) + 64 T16 + 256 T64 (tokens),
 //          C = min(128, ceil(M / 256)) CTAs
 // M=8192, L=16: 0.25 MB, so the floor (0.06 us) is nothing beside a grid barrier (1 us, none when
