@@ -31,6 +31,13 @@ constexpr int kAhead = 8;  ///< ids of a thread that are loaded together
 /// less than the grid barrier that sharing the work would need.
 constexpr std::int64_t kReadAll = 16 * 1024;
 
+/// A warp's count of a bin.
+struct WordCell {
+  int* at;
+  __device__ __forceinline__ int add(int n) const { return atomicAdd(at, n); }
+  __device__ __forceinline__ int get() const { return *static_cast<volatile int*>(at); }
+};
+
 /// Index of the last entry of ascending `start[0 .. n)` that is <= value.
 __device__ int last_not_above(const int* start, int n, int value) {
   int low = 0, high = n;
@@ -128,12 +135,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   /// Counts the tokens of a round; gives each its bin and its place in it.
   const auto count = [&](int id, bool live, int* bin) {
     *bin = !live ? -1 : id < 0 || is_bad(id) ? p.num_adapters : id;
-    int* cell = own_bins + max(*bin, 0);
-    const int before = live ? *cell : 0;
-    const unsigned peers = same_bin(*bin, live, cell, num_bits);
-    if (live && lane == __ffs(peers) - 1) *cell = before + __popc(peers);
-    __syncwarp();
-    return before + __popc(peers & ((1u << lane) - 1));
+    unsigned peers;
+    return enter_bin(*bin, live, WordCell{own_bins + max(*bin, 0)}, num_bits, &peers);
   };
   for (int base = 0; base < p.warp_tokens; base += 32 * kAhead) {
     load(base);

@@ -121,6 +121,18 @@ struct Layout {
         max_tiles64(static_cast<int>(l.max_tiles64)) {}
 };
 
+/// A warp's byte of a bin. Its neighbours belong to other warps: all accesses are atomic.
+struct ByteCell {
+  unsigned* word;
+  int shift;
+  __device__ __forceinline__ ByteCell(uint4* bytes, int warp)
+      : word(reinterpret_cast<unsigned*>(bytes) + warp / 4), shift(warp % 4 * 8) {}
+  __device__ __forceinline__ int add(int n) const {
+    return static_cast<int>(atomicAdd(word, static_cast<unsigned>(n) << shift) >> shift & 0xffu);
+  }
+  __device__ __forceinline__ int get() const { return add(0); }
+};
+
 /// The sum of the first `num` of 16 bytes.
 __device__ __forceinline__ int sum_bytes(const uint4& v, int num) {
   const auto ones = [&](int word) {
@@ -207,19 +219,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       atomicMin(&summary.first_bad, token);
     }
     num_active += __popc(__ballot_sync(0xffffffffu, live && bin[i] < p.num_adapters));
-    auto* count = reinterpret_cast<unsigned char*>(counts + min(bin[i], bins - 1)) + warp;
-    const int before = live ? *count : 0;
-    const unsigned peers = same_bin(bin[i], live, count, num_bits);
-    const int num_peers = __popc(peers);
-    rank[i] = before + __popc(peers & ((1u << lane) - 1));
-    if (live && lane == __ffs(peers) - 1) {
-      *count = static_cast<unsigned char>(before + num_peers);
-      if (bin[i] < p.num_adapters) {
-        const auto b = static_cast<unsigned>(bin[i]);
-        atomicAdd(reinterpret_cast<int*>(own_totals) + b / 2, num_peers << 16 * (b % 2));
-      }
+    unsigned peers;
+    rank[i] =
+        enter_bin(bin[i], live, ByteCell(counts + min(bin[i], bins - 1), warp), num_bits, &peers);
+    if (live && bin[i] < p.num_adapters && lane == __ffs(peers) - 1) {
+      const auto b = static_cast<unsigned>(bin[i]);
+      atomicAdd(reinterpret_cast<int*>(own_totals) + b / 2, __popc(peers) << 16 * (b % 2));
     }
-    __syncwarp();
   }
   if (lane == 0) atomicAdd(&summary.active, num_active);
   device::cluster_wait();  // all CTAs run, so their memory is there

@@ -72,27 +72,41 @@ __device__ __forceinline__ unsigned same_value(int value, int num_bits) {
   return same;
 }
 
-/// The same for the bins of a warp's live lanes, each of which has a word of the warp's at `mark`
-/// that is about to be written anew. Lanes leave their number there, and those who find another's
-/// share their bin: few do where there are many bins. Called by the whole warp.
-template <class Mark>
-__device__ __forceinline__ unsigned same_bin(int bin, bool live, volatile Mark* mark,
-                                             int num_bits) {
+/// Enters a warp's tokens into their bins, stably: returns the lane's place in its bin, and which
+/// lanes share it. Lanes that are not live may have any bin that no live one has. A Cell is a
+/// lane's bin: get() is the warp's tokens in it, and add(n), atomic, returns what they were before.
+/// Called by the whole warp.
+template <class Cell>
+__device__ __forceinline__ int enter_bin(int bin, bool live, Cell cell, int num_bits,
+                                         unsigned* peers) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  const unsigned lower = (1u << lane) - 1;
+  if (num_bits < 8) {  // lanes would queue up for a bin
+    const int before = live ? cell.get() : 0;
+    *peers = same_value(bin, num_bits);
+    __syncwarp();
+    if (live && (*peers & lower) == 0) cell.add(__popc(*peers));
+    __syncwarp();
+    return before + __popc(*peers & lower);
+  }
+  // Where there are many bins, few lanes share one: all but the last to come see that they do.
+  const int before = live ? cell.add(1) : 0;
   __syncwarp();
-  if (live) *mark = static_cast<Mark>(lane);
+  const int now = live ? cell.get() : 0;
   __syncwarp();
-  const bool other = live && *mark != lane;
-  __syncwarp();
-  unsigned left = __ballot_sync(0xffffffffu, other), same = 1u << lane;
-  if (2 * __popc(left) > num_bits) return same_value(bin, num_bits);
+  unsigned left = __ballot_sync(0xffffffffu, live && now > before + 1);
+  *peers = 1u << lane;
+  if (2 * __popc(left) > num_bits) {
+    *peers = same_value(bin, num_bits);
+    left = 0;
+  }
   while (left != 0) {
     const int shared = __shfl_sync(0xffffffffu, bin, __ffs(left) - 1);
     const unsigned equal = __ballot_sync(0xffffffffu, bin == shared);
-    if (bin == shared) same = equal;
+    if (bin == shared) *peers = equal;
     left &= ~equal;
   }
-  return same;
+  return now - __popc(*peers & ~lower);
 }
 
 /// No place of a tile holds a token until the scatter puts one there: of the words [begin, end) of
