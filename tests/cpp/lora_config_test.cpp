@@ -5,9 +5,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <random>
 #include <utility>
 #include <vector>
+
+#include "lora/cuda/params.cuh"
 
 namespace mortar::lora {
 namespace {
@@ -47,6 +50,24 @@ TEST(LoraConfig, SomeMapMakesAsManyTilesAsTheBound) {
       }
     }
   }
+}
+
+template <int kTiles>
+void expect_runs(int log_tile) {
+  const std::int64_t run = std::int64_t{kTiles} << log_tile;
+  for (const int count :
+       {0,   1,   15,  16,  17,  63,  64,  65,   127,     128,
+        129, 191, 192, 193, 384, 385, 512, 1000, 1 << 20, std::numeric_limits<int>::max()}) {
+    EXPECT_EQ(cuda::runs_of_tokens<kTiles>(count, log_tile), ceil_div<std::int64_t>(count, run))
+        << count << " tokens in runs of " << run;
+  }
+}
+
+TEST(LoraConfig, RunsOfTilesHoldAllTokens) {
+  expect_runs<1>(4);
+  expect_runs<1>(6);
+  expect_runs<2>(6);
+  expect_runs<3>(6);
 }
 
 LoraShape shape(std::int64_t tokens, std::int64_t adapters, int rank, std::int64_t hidden,

@@ -182,6 +182,29 @@ TEST_P(LoraInvariance, SmallPlanAndSegmentsGiveTheSameBits) {
   }
 }
 
+/// Enough tokens of enough adapters that shrink takes three tiles at a time (choose_shape in
+/// shrink_wgmma.cu): most adapters have two such runs and a part of one.
+TEST_P(LoraInvariance, PlanAndSegmentsOfLongRunsGiveTheSameBits) {
+  std::vector<Row> rows[2];
+  for (bool segments : {false, true}) {
+    LoraCase c = small_case();
+    c.tokens = 8192;
+    c.hidden = 520;
+    c.widths = {32, 16, 8};
+    c.adapters = 16;
+    c.ranks = {16};
+    c.segments = segments;
+    LoraOperands op(c, device());
+    GuardedTensor h = make_hidden(op, kF32, 0);
+    lora_shrink(op.x.view(), op.weights(), op.groups(), h.view(), c.scale, {},
+                op.shrink_workspace().view(), Stream{});
+    lora_expand(h.view(), op.weights(), op.groups(), op.y.view(), 0, true, Stream{});
+    op.y.download();
+    for (std::int64_t t = 0; t < c.tokens; ++t) rows[segments].push_back(row_of(op.y, t));
+  }
+  EXPECT_TRUE(rows[0] == rows[1]);
+}
+
 /// The same numbers behind other strides and addresses.
 TEST_P(LoraInvariance, SmallAlignmentDoesNotMatter) {
   std::vector<Row> rows[2];

@@ -139,7 +139,7 @@ __device__ __forceinline__ int count_segment_tiles(const GroupsView& g, std::int
   int tiles = 0;
   for (int i = threadIdx.x % 32; i < g.num_segments; i += 32) {
     const int count = segment_tokens(g, num_adapters, g.ids[i], g.starts[i], g.counts[i]);
-    tiles += tiles_of_tokens(count, kLogStepTokens);
+    tiles += runs_of_tokens(count, kLogStepTokens);
   }
   return __reduce_add_sync(0xffffffffu, tiles);
 }

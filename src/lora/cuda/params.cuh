@@ -68,6 +68,14 @@ struct ExpandParams {
   bool vector_y = false;  ///< every row and block of y is 16-byte aligned and whole
 };
 
+/// Runs of kTiles tiles of 2^log_tile tokens that so many tokens of an adapter make: shifts and a
+/// constant, as eight divisions would be more instructions than all else in a look-up for which
+/// everyone waits. (ceil_div would overflow near 2^31.)
+template <int kTiles = 1>
+MORTAR_HOST_DEVICE constexpr int runs_of_tokens(int count, int log_tile) {
+  return count == 0 ? 0 : ((count - 1) >> log_tile) / kTiles + 1;
+}
+
 /// A run of tokens of one adapter: sorted[start .. start + count).
 struct Tile {
   int adapter = -1;
@@ -84,19 +92,15 @@ __device__ __forceinline__ int segment_tokens(const GroupsView& g, std::int64_t 
   if (id < 0 || id >= num_adapters || count <= 0 || start < 0 || start >= g.num_sorted) return 0;
   return static_cast<int>(min(static_cast<std::int64_t>(count), g.num_sorted - start));
 }
-/// Tiles of 2^log_tile that so many tokens make. (ceil_div would overflow near 2^31.)
-__device__ __forceinline__ int tiles_of_tokens(int count, int log_tile) {
-  return count == 0 ? 0 : ((count - 1) >> log_tile) + 1;
-}
 
-/// Tile `index` of the segment form: every warp scans the segments, so all threads agree. A lane
-/// takes several at a time, so that the segments of most engines are one trip to memory. Tiles are
-/// powers of two: eight divisions are more instructions than all else here, and everyone waits for
-/// them.
+/// Run `index` of the segment form, of kTiles tiles of tile_tokens (a power of two): every warp
+/// scans the segments, so all threads agree. A lane takes several at a time, so that the segments
+/// of most engines are one trip to memory.
+template <int kTiles = 1>
 __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int64_t num_adapters,
                                                   int tile_tokens, int index, Tile* tile) {
   constexpr int kPerLane = 4;
-  const int log_tile = 31 - __clz(tile_tokens);
+  const int log_tile = 31 - __clz(tile_tokens), run_tokens = kTiles * tile_tokens;
   const int lane = threadIdx.x % 32;
   int before = 0;
   for (int base = 0; base < g.num_segments; base += 32 * kPerLane) {
@@ -113,7 +117,7 @@ __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int6
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
       counts[j] = segment_tokens(g, num_adapters, ids[j], starts[j], counts[j]);
-      own += tiles_of_tokens(counts[j], log_tile);
+      own += runs_of_tokens<kTiles>(counts[j], log_tile);
     }
     int last = own;
 #pragma unroll
@@ -121,19 +125,19 @@ __device__ __forceinline__ bool find_segment_tile(const GroupsView& g, std::int6
       const int other = __shfl_up_sync(0xffffffffu, last, d);
       if (lane >= d) last += other;
     }
-    int k = index - before - (last - own);  // among the lane's own tiles
+    int k = index - before - (last - own);  // among the lane's own
     const unsigned hit = __ballot_sync(0xffffffffu, k >= 0 && k < own);
     if (hit != 0) {
       int id = -1, start = 0, count = 0;
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) {
-        const int tiles = tiles_of_tokens(counts[j], log_tile);
-        if (k >= 0 && k < tiles) {
+        const int runs = runs_of_tokens<kTiles>(counts[j], log_tile);
+        if (k >= 0 && k < runs) {
           id = ids[j];
-          start = starts[j] + k * tile_tokens;
-          count = min(counts[j] - k * tile_tokens, tile_tokens);
+          start = starts[j] + k * run_tokens;
+          count = min(counts[j] - k * run_tokens, run_tokens);
         }
-        k -= tiles;
+        k -= runs;
       }
       const int source = __ffs(hit) - 1;
       tile->adapter = __shfl_sync(0xffffffffu, id, source);

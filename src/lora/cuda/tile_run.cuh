@@ -23,7 +23,7 @@ struct TileRun {
                                        std::int64_t num_adapters) {
     if (g.plan != nullptr) return find_in_plan(g, range, num_adapters);
     Tile own;
-    const bool found = find_segment_tile(g, num_adapters, 64 * kTiles, blockIdx.z, &own);
+    const bool found = find_segment_tile<kTiles>(g, num_adapters, 64, blockIdx.z, &own);
     if (threadIdx.x == 0) tile = own;
     __syncthreads();
     return found;
