@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,8 +54,9 @@ def sanitize(tool: str, programs: list[Path], reports: Path, pattern: str) -> Co
     """Small cases of every program under one tool; any finding of the tool fails the program."""
     counts = Counts()
 
-    def one(job: tuple[Path, int]) -> tuple[Path, subprocess.CompletedProcess]:
+    def one(job: tuple[Path, int]) -> tuple[Path, subprocess.CompletedProcess, float]:
         program, share = job
+        start = time.monotonic()
         report = reports / f"{tool}-{program.name}-{share}.xml"
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
         command += ["--require-cuda-init", "no"]  # some programs test the host alone
@@ -65,7 +67,7 @@ def sanitize(tool: str, programs: list[Path], reports: Path, pattern: str) -> Co
         command += [program, f"--gtest_filter={pattern}", f"--gtest_output=xml:{report}"]
         command = [str(part) for part in command]
         shares = {"GTEST_TOTAL_SHARDS": str(_SHARES), "GTEST_SHARD_INDEX": str(share)}
-        return report, subprocess.run(
+        done = subprocess.run(
             command,
             cwd=ROOT,
             env=os.environ | shares,
@@ -73,18 +75,20 @@ def sanitize(tool: str, programs: list[Path], reports: Path, pattern: str) -> Co
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
+        return report, done, time.monotonic() - start
 
     # The longest first, or the last of them would run alone.
     cases_of = {program: num_cases(program, pattern) for program in programs}
     programs = sorted((p for p in programs if cases_of[p] > 0), key=lambda p: -cases_of[p])
     jobs = [(program, share) for program in programs for share in range(_SHARES)]
     with ThreadPoolExecutor(_PARALLEL) as pool:
-        for (program, share), (report, done) in zip(jobs, pool.map(one, jobs), strict=True):
+        results = pool.map(one, jobs)
+        for (program, share), (report, done, seconds) in zip(jobs, results, strict=True):
             cases = read_junit(report) if report.is_file() else Counts()
             ok = done.returncode == 0
             console.print(
-                f"{tool}: {program.name}, share {share + 1} of {_SHARES}: {cases.passed} cases: "
-                f"{'clean' if ok else 'FOUND'}"
+                f"{tool}: {program.name}, share {share + 1} of {_SHARES}: {cases.passed} cases "
+                f"in {seconds:.0f} s: {'clean' if ok else 'FOUND'}"
             )
             if not ok:
                 console.print(done.stdout[-8000:], markup=False)
