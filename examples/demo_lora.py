@@ -17,6 +17,7 @@ on, 1 if not.
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import statistics
 import sys
@@ -43,11 +44,14 @@ from mortar._ffi import lib
 
 SEED = 17
 
-# Both ways round the same sums in other orders, and most of them in the base model's layers. The
-# rms of the errors of 131,072 logits varies by 4 % between them; the largest one is the tail of a
-# distribution, and either may have the larger by a factor of two.
-RMS_MARGIN = 1.1
-MAX_MARGIN = 4.0
+# Both ways round the same sums in other orders, and most of them in the base model's layers. In one
+# batch the rms errors of the two differ by 1.4 %, now this way, now that, and by up to 4 %; over
+# several by less, as the root of their number. The largest error is the tail of a distribution, and
+# either may have the larger by a factor of two.
+RMS_MARGIN = 0.1  # over the root of the batches
+MAX_MARGIN = 3.0
+# Batches of the demo's own model: 0.5 s each on two cores.
+EXACTNESS_BATCHES = 24
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -99,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         samples, same_text = generate(subject, args, progress)
         report = describe(subject, args)
         report["same_text_as_peft"] = same_text
-        report.update(check(subject, corpora, progress))
+        batches = 1 if args.model else EXACTNESS_BATCHES  # a large model takes long in float64
+        report.update(check(subject, corpora, batches, progress))
         report["losses"] = losses(subject, corpora, progress)
         report.update(measure(subject, corpora, args.rounds, args.steps, progress))
     console.print(lora_report.samples_table(samples))
@@ -243,7 +248,9 @@ def verdict(report: dict[str, Any]) -> list[str]:
     failures = []
     for kind, margin in (("rms", RMS_MARGIN), ("max", MAX_MARGIN)):
         ours, theirs = (report[f"{who}{kind}_rel_error_vs_fp64"] for who in ("", "peft_"))
-        if ours is not None and not ours <= margin * theirs:
+        if ours is None:
+            continue
+        if not ours <= (1 + margin / math.sqrt(report["exactness_batches"])) * theirs:
             failures.append(f"{kind} error of Mortar is {ours:.2e}, that of PEFT {theirs:.2e}")
     for name, home in report["homes"].items():
         best = min(report["losses"], key=lambda other: report["losses"][other][home])

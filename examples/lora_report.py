@@ -44,7 +44,10 @@ def _visible(text: str) -> str:
 
 
 def accuracy_table(report: dict[str, Any]) -> Table:
-    table = Table(title="Logits against an fp64 copy of the model", title_justify="left")
+    num = report["exactness_batches"]
+    batches = f"{num} batches" if num > 1 else "one batch"
+    title = f"Logits of {batches} against an fp64 copy of the model"
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     table.add_column("max error / max |logit|", justify="right")
     table.add_column("rms error / rms logit", justify="right")
