@@ -47,8 +47,8 @@ SEED = 17
 # Both ways round the same sums in other orders, and most of them in the base model's layers. In one
 # batch the rms errors of the two differ by 1.4 %, now this way, now that, and by up to 4 %; over
 # several by less, as the root of their number. The largest error is the tail of a distribution, and
-# either may have the larger by a factor of two.
-RMS_MARGIN = 0.1  # over the root of the batches
+# in one batch either may have the larger by a factor of two. Both margins shrink with that root.
+RMS_MARGIN = 0.1
 MAX_MARGIN = 3.0
 # Batches of the demo's own model: 0.5 s each on two cores.
 EXACTNESS_BATCHES = 24

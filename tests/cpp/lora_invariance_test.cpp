@@ -75,6 +75,20 @@ class LoraInvariance : public ::testing::TestWithParam<std::tuple<LoraTarget, Ty
     return rows;
   }
 
+  /// Rows of y after shrink and expand, with tokens grouped by segments or by a plan.
+  std::vector<Row> rows_by_groups(LoraCase c, bool segments) const {
+    c.segments = segments;
+    LoraOperands op(c, device());
+    GuardedTensor h = make_hidden(op, kF32, 0);
+    lora_shrink(op.x.view(), op.weights(), op.groups(), h.view(), c.scale, {},
+                op.shrink_workspace().view(), Stream{});
+    lora_expand(h.view(), op.weights(), op.groups(), op.y.view(), 0, true, Stream{});
+    op.y.download();
+    std::vector<Row> rows;
+    for (std::int64_t t = 0; t < c.tokens; ++t) rows.push_back(row_of(op.y, t));
+    return rows;
+  }
+
   static void copy_rows(const GuardedTensor& from, const std::vector<std::int64_t>& source,
                         GuardedTensor& to) {
     const Tensor a = from.host(), b = to.host();
@@ -165,44 +179,22 @@ TEST_P(LoraInvariance, TokenAloneAmongFewAndAmongThousands) {
 
 TEST_P(LoraInvariance, SmallPlanAndSegmentsGiveTheSameBits) {
   for (int tokens : {37, 300}) {  // decode and prefill
-    std::vector<Row> rows[2];
-    for (bool segments : {false, true}) {
-      LoraCase c = small_case();
-      c.tokens = tokens;
-      c.segments = segments;
-      LoraOperands op(c, device());
-      GuardedTensor h = make_hidden(op, kF32, 0);
-      lora_shrink(op.x.view(), op.weights(), op.groups(), h.view(), c.scale, {},
-                  op.shrink_workspace().view(), Stream{});
-      lora_expand(h.view(), op.weights(), op.groups(), op.y.view(), 0, true, Stream{});
-      op.y.download();
-      for (std::int64_t t = 0; t < c.tokens; ++t) rows[segments].push_back(row_of(op.y, t));
-    }
-    EXPECT_EQ(rows[0], rows[1]) << tokens << " tokens";
+    LoraCase c = small_case();
+    c.tokens = tokens;
+    EXPECT_EQ(rows_by_groups(c, false), rows_by_groups(c, true)) << tokens << " tokens";
   }
 }
 
 /// Enough tokens of enough adapters that shrink takes three tiles at a time (choose_shape in
 /// shrink_wgmma.cu): most adapters have two such runs and a part of one.
 TEST_P(LoraInvariance, PlanAndSegmentsOfLongRunsGiveTheSameBits) {
-  std::vector<Row> rows[2];
-  for (bool segments : {false, true}) {
-    LoraCase c = small_case();
-    c.tokens = 8192;
-    c.hidden = 520;
-    c.widths = {32, 16, 8};
-    c.adapters = 16;
-    c.ranks = {16};
-    c.segments = segments;
-    LoraOperands op(c, device());
-    GuardedTensor h = make_hidden(op, kF32, 0);
-    lora_shrink(op.x.view(), op.weights(), op.groups(), h.view(), c.scale, {},
-                op.shrink_workspace().view(), Stream{});
-    lora_expand(h.view(), op.weights(), op.groups(), op.y.view(), 0, true, Stream{});
-    op.y.download();
-    for (std::int64_t t = 0; t < c.tokens; ++t) rows[segments].push_back(row_of(op.y, t));
-  }
-  EXPECT_TRUE(rows[0] == rows[1]);
+  LoraCase c = small_case();
+  c.tokens = 8192;
+  c.hidden = 520;
+  c.widths = {32, 16, 8};
+  c.adapters = 16;
+  c.ranks = {16};
+  EXPECT_TRUE(rows_by_groups(c, false) == rows_by_groups(c, true));
 }
 
 /// The same numbers behind other strides and addresses.
