@@ -24,12 +24,20 @@ ROWS = [
     (1024, 8, 16), (8192, 1, 16), (8192, 16, 16),
     (1, 1, 64), (32, 32, 64), (256, 64, 64), (8192, 1, 64), (8192, 16, 64),
 ]  # fmt: skip
+#: Sizes between those, where kernels change, and batches of many adapters.
+SIZES = [
+    (QKV, 64, 1, 32), (QKV, 200, 1, 128), (QKV, 300, 32, 16), (QKV, 512, 64, 32),
+    (QKV, 1024, 8, 64), (QKV, 2048, 8, 32), (QKV, 2048, 128, 16),
+    (GATE_UP, 512, 256, 16), (GATE_UP, 1024, 64, 32),
+    (DOWN, 300, 32, 32), (DOWN, 1024, 8, 64), (DOWN, 2048, 8, 64), (DOWN, 4096, 8, 64),
+]  # fmt: skip
 #: A batch as a server sees it: adapters trained at different ranks.
 RAGGED = [8, 16, 16, 64] * 8
 
 VIEWS = [
     View("Multi-LoRA: y += delta, bf16, cold caches", "apply", "mortar",
          ("two calls", "cublas", "vllm")),
+    View("Other sizes, bf16, cold caches", "sizes", "mortar", ("two calls", "cublas", "vllm")),
     View("Variants: ragged ranks, base tokens, other dtypes", "variants", "mortar",
          ("two calls", "vllm")),
     View("compat.vllm: lora_shrink + lora_expand against the native shrink + expand", "apply",
@@ -48,6 +56,8 @@ def _gpu_cases() -> Iterator[Case]:
     for layer in (QKV, GATE_UP, DOWN):
         for tokens, adapters, rank in ROWS:
             yield ApplyCase(LoraProblem(layer, tokens, adapters, rank), _target(tokens))
+    for layer, tokens, adapters, rank in SIZES:
+        yield ApplyCase(LoraProblem(layer, tokens, adapters, rank), _target(tokens), "sizes")
     yield from _variants()
     for adapters in (1, 16, 64, 4096):
         for tokens in (32, 1024, 8192, 65536, 1_000_000):

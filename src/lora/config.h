@@ -38,9 +38,21 @@ struct LoraShape {
 };
 
 inline constexpr std::int64_t kNumSms = 132;  ///< H200; fewer or more only shifts the balance
-/// Up to here tiles have 16 tokens: the loads of weights are the work, and small tiles start
-/// sooner.
+/// Up to here tiles have 16 tokens, as a rule: the loads of weights are the work.
 inline constexpr std::int64_t kSmallTileTokens = 256;
+/// Tokens times ranks from which on tiles of 64 pay for fewer tokens than that. (200 tokens of one
+/// adapter, qkv: rank 64 11.8 us against 12.4, rank 128 16.7 against 34.5; but 128 tokens, rank 64,
+/// 11.9 against 9.8.)
+inline constexpr std::int64_t kHeavyRanks = 12000;
+/// Tokens of an adapter, and those times ranks, up to which tiles of 16 pay for more tokens than
+/// that: tiles of 64 would be mostly empty. (512 tokens, gate_up, rank 16: 256 adapters 140 us
+/// against 401, 21 adapters 36 against 42, 16 adapters 36 against 33. In parts, 1,024 tokens, down:
+/// 128 adapters 84 us against 123, 64 adapters 54 against 68, 32 adapters 44 against 43.)
+inline constexpr std::int64_t kLightTokens = 26, kLightPartsTokens = 17, kLightRanks = 1100;
+inline constexpr std::int64_t kLightBatch = 16 * 1024;  ///< more were not measured
+/// Bytes of slabs of a tile from which on a kernel of its own adds them: every CTA of expand would.
+/// (qkv, one adapter, 16 tokens: rank 64 5.6 us against 6.3; but rank 32 5.0 against 4.1.)
+inline constexpr std::int64_t kFinishBytes = 48 << 10;
 /// Workspace that an op may take whatever the problem's size.
 inline constexpr std::int64_t kWorkspaceFloor = 4 << 20;
 /// Elements of B from which on a CTA of the decode kernel has long to stream.
@@ -79,7 +91,33 @@ inline std::int64_t workspace_budget(const LoraShape& s) {
   return std::max(kWorkspaceFloor, bytes / 100);
 }
 
-inline int tile_tokens(const LoraShape& s) { return s.num_tokens > kSmallTileTokens ? 64 : 16; }
+/// Tokens of an adapter if all of those loaded have as many.
+inline std::int64_t tokens_per_adapter(const LoraShape& s) {
+  return ceil_div(s.num_tokens, std::max<std::int64_t>(1, std::min(s.num_tokens, s.num_adapters)));
+}
+
+/// Whether all of a split shrink's slabs fit the workspace, with h beside them.
+inline bool slabs_fit(const LoraShape& s) {
+  return slab_bytes(s) + finished_bytes(s) <= workspace_budget(s);
+}
+
+/// Tiles of 16 start sooner and waste less of a tile on few tokens of an adapter; tiles of 64 read
+/// weights less often.
+inline int tile_tokens(const LoraShape& s) {
+  const std::int64_t tokens = tokens_per_adapter(s);
+  if (s.num_tokens <= kSmallTileTokens) {
+    const bool heavy =
+        s.num_tokens > 64 && tokens >= 32 && s.num_tokens * s.max_rank >= kHeavyRanks;
+    return s.one_type && heavy ? 64 : 16;
+  }
+  // Expand takes tiles of higher ranks in quarters anyway. Without slabs a CTA of tiles of 16 walks
+  // over all of K.
+  const int ranks = s.max_rank > kExpandPrefillMaxRank ? 64 : s.max_rank;
+  const int walk = slabs_fit(s) || s.hidden <= 4096 ? 1 : 2;
+  const bool light = tokens <= (s.one_type ? kLightTokens : kLightPartsTokens) &&
+                     walk * tokens * ranks <= kLightRanks;
+  return light && s.num_tokens <= kLightBatch ? 16 : 64;
+}
 
 /// Columns of a CTA of which the widest slice makes equal blocks, to the nearest, rather more than
 /// fewer.
@@ -138,9 +176,8 @@ inline ShrinkConfig choose_shrink(const LoraShape& s) {
   ShrinkConfig c;
   c.tile_tokens = tile_tokens(s);
   const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, c.tile_tokens);
-  const bool slabs_fit = slab_bytes(s) + finished_bytes(s) <= workspace_budget(s);
   if (!s.one_type) {
-    c.split = leaves > 1 && slabs_fit;
+    c.split = leaves > 1 && slabs_fit(s);
     c.finish = c.tile_tokens > 16 || s.max_rank > kExpandPrefillMaxRank;
     // Rank rows are shared out until there are two CTAs per SM.
     const std::int64_t ctas = tiles * (c.split ? leaves : 1);
@@ -151,20 +188,22 @@ inline ShrinkConfig choose_shrink(const LoraShape& s) {
     return c;
   }
   if (c.tile_tokens == 16) {
-    c.split = slabs_fit;
+    c.split = slabs_fit(s);
     // Where there are few tiles and leaves, rank rows are shared out as well: two CTAs per SM.
     const std::int64_t ctas = tiles * ceil_div<std::int64_t>(s.hidden, 512);
     const std::int64_t shares = std::clamp<std::int64_t>(
         2 * kNumSms / std::max<std::int64_t>(ctas, 1), 1, ceil_div(rows, 16));
     c.decode_rows = round_up(static_cast<int>(ceil_div<std::int64_t>(rows, shares)), 16);
-    c.finish = s.max_rank > kExpandPrefillMaxRank;
+    c.finish =
+        s.max_rank > kExpandPrefillMaxRank ||
+        std::min<std::int64_t>(16, tokens_per_adapter(s)) * leaves * h_width(s) * 4 >= kFinishBytes;
     return c;
   }
   c.tile_rows = rows <= 48 ? 48 : 96;
   // Splitting fills the chip; without need it only writes and reads slabs.
   const std::int64_t ctas =
       ceil_div<std::int64_t>(s.num_tokens, 128) * ceil_div<std::int64_t>(rows, 192);
-  c.split = leaves > 1 && slabs_fit && 4 * ctas < kNumSms;
+  c.split = leaves > 1 && slabs_fit(s) && 4 * ctas < kNumSms;
   c.finish = true;
   if (!c.split && ctas <= kNumSms) c.cluster_k = 2;
   return c;

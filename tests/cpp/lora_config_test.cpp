@@ -80,6 +80,29 @@ LoraShape shape(std::int64_t tokens, std::int64_t adapters, int rank, std::int64
   return s;
 }
 
+TEST(LoraConfig, TilesSuitTheTokensOfAnAdapter) {
+  const std::vector<std::int64_t> qkv = {4096, 1024, 1024}, down = {4096};
+  EXPECT_EQ(tile_tokens(shape(32, 1, 512, 4096, qkv)), 16);
+  EXPECT_EQ(tile_tokens(shape(256, 64, 128, 4096, qkv)), 16);
+  EXPECT_EQ(tile_tokens(shape(200, 1, 128, 4096, qkv)), 64);  // weights read 13 times otherwise
+  EXPECT_EQ(tile_tokens(shape(512, 256, 64, 4096, qkv)), 16);
+  EXPECT_EQ(tile_tokens(shape(512, 16, 16, 4096, qkv)), 64);
+  EXPECT_EQ(tile_tokens(shape(1024, 64, 64, 4096, qkv)), 16);
+  EXPECT_EQ(tile_tokens(shape(1024, 64, 64, 14336, down)), 64);  // its slabs do not fit
+  EXPECT_EQ(tile_tokens(shape(65536, 4096, 16, 4096, qkv)), 64);
+  LoraShape parts = shape(512, 21, 16, 4096, qkv);
+  EXPECT_EQ(tile_tokens(parts), 16);
+  parts.one_type = false;
+  EXPECT_EQ(tile_tokens(parts), 64);
+}
+
+TEST(LoraConfig, FullTilesOfHighRankHaveTheirSlabsAddedOnce) {
+  const std::vector<std::int64_t> qkv = {4096, 1024, 1024};
+  EXPECT_TRUE(choose_shrink(shape(16, 1, 64, 4096, qkv)).finish);
+  EXPECT_FALSE(choose_shrink(shape(16, 1, 32, 4096, qkv)).finish);
+  EXPECT_FALSE(choose_shrink(shape(16, 16, 64, 4096, qkv)).finish);  // tiles of a token each
+}
+
 /// CTAs per SM that give_room sets, shrink's first.
 std::pair<int, int> room(const LoraShape& s) {
   ShrinkConfig shrink = choose_shrink(s);

@@ -11,6 +11,7 @@
 #include <random>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "lora_expect.h"
@@ -142,6 +143,7 @@ TEST_P(LoraInvariance, TokenAloneAmongFewAndAmongThousands) {
     std::int64_t tokens, hidden;
     std::vector<std::int64_t> widths;
     std::vector<int> ranks;
+    int adapters = 3;
   };
   const Batch batches[] = {
       {"a leaf per CTA", 2000, 1040, {96, 40}, {16, 8, 24}},
@@ -149,6 +151,11 @@ TEST_P(LoraInvariance, TokenAloneAmongFewAndAmongThousands) {
       {"a leaf per CTA, 16 rank rows", 700, 1040, {96}, {16, 8, 3}},
       {"a leaf per CTA, 16 rank rows, long leaves", 300, 4616, {96}, {16, 8, 3}},
       {"half of K per CTA", 2200, 776, {96, 40}, {128, 5, 64}},
+      {"half of K per CTA, one tile, 48 rank rows", 500, 2824, {24, 8}, {96, 5, 64}},
+      {"half of K per CTA, one tile, 96 rank rows", 2400, 1544, {24, 8}, {48, 5, 16}},
+      {"tiles of 16, of many adapters", 600, 1040, {96, 40}, {16, 8, 24}, 40},
+      {"tiles of 64, few of them", 200, 1040, {96, 40}, {96}, 1},
+      {"a kernel adds slabs for decode", 70, 4616, {96, 40}, {96, 5}, 2},
       {"all of K per CTA, h in pieces", 2900, 520, {8, 8, 8, 8, 8, 8, 8, 8}, {128, 5, 64}},
       {"ranks above 128", 300, 520, {96, 40}, {200, 129, 40}},
   };
@@ -159,7 +166,7 @@ TEST_P(LoraInvariance, TokenAloneAmongFewAndAmongThousands) {
     c.hidden = b.hidden;
     c.widths = b.widths;
     c.ranks = b.ranks;
-    c.adapters = 3;
+    c.adapters = b.adapters;
     LoraOperands op(c, device());
     const GuardedTensor original = op.y;
     std::vector<std::int64_t> all(c.tokens);
@@ -178,10 +185,13 @@ TEST_P(LoraInvariance, TokenAloneAmongFewAndAmongThousands) {
 }
 
 TEST_P(LoraInvariance, SmallPlanAndSegmentsGiveTheSameBits) {
-  for (int tokens : {37, 300}) {  // decode and prefill
+  // Decode, prefill, and decode of more tokens.
+  for (const auto& [tokens, adapters] : {std::pair(37, 4), std::pair(300, 4), std::pair(300, 40)}) {
     LoraCase c = small_case();
     c.tokens = tokens;
-    EXPECT_EQ(rows_by_groups(c, false), rows_by_groups(c, true)) << tokens << " tokens";
+    c.adapters = adapters;
+    EXPECT_EQ(rows_by_groups(c, false), rows_by_groups(c, true))
+        << tokens << " tokens, " << adapters << " adapters";
   }
 }
 

@@ -123,37 +123,37 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       (static_cast<std::int64_t>(cta) * num_warps + warp) * p.warp_tokens;
   const int num_bits = 32 - __clz(bins);
   int ids[kAhead];
-  const auto load = [&](int base) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int at = base + 32 * i + lane;
-      const std::int64_t token = warp_first + at;
-      ids[i] = at < p.warp_tokens && token < p.num_tokens ? p.token_adapter[token] : INT_MIN;
-    }
-  };
   const auto is_bad = [&](int id) { return id < -1 || id >= p.num_adapters; };
-  /// Counts the tokens of a round; gives each its bin and its place in it.
-  const auto count = [&](int id, bool live, int* bin) {
-    *bin = !live ? -1 : id < 0 || is_bad(id) ? p.num_adapters : id;
-    unsigned peers;
-    return enter_bin(*bin, live, WordCell{own_bins + max(*bin, 0)}, num_bits, &peers);
-  };
-  for (int base = 0; base < p.warp_tokens; base += 32 * kAhead) {
-    load(base);
+  /// Takes the warp's tokens round by round: visit(token, id, bin, place in the warp's bin). Loads
+  /// the ids, or takes those of the walk before.
+  const auto walk = [&](bool load, auto visit) {
+    for (int base = 0; base < p.warp_tokens; base += 32 * kAhead) {
+      if (load) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int at = base + 32 * i + lane;
-      if (base + 32 * i >= p.warp_tokens) break;
-      const std::int64_t token = warp_first + at;
-      const bool live = token < p.num_tokens;
-      int bin;
-      count(ids[i], live, &bin);
-      if (live && is_bad(ids[i])) {
-        atomicAdd(&bad_count, 1);
-        atomicMin(&bad_first, static_cast<int>(token));
+        for (int i = 0; i < kAhead; ++i) {
+          const int at = base + 32 * i + lane;
+          const std::int64_t token = warp_first + at;
+          ids[i] = at < p.warp_tokens && token < p.num_tokens ? p.token_adapter[token] : INT_MIN;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (base + 32 * i >= p.warp_tokens) break;
+        const std::int64_t token = warp_first + base + 32 * i + lane;
+        const bool live = token < p.num_tokens;
+        const int id = ids[i];
+        const int bin = !live ? -1 : id < 0 || is_bad(id) ? p.num_adapters : id;
+        unsigned peers;
+        const int place = enter_bin(bin, live, WordCell{own_bins + max(bin, 0)}, num_bits, &peers);
+        if (live) visit(static_cast<std::int32_t>(token), id, bin, place);
       }
     }
-  }
+  };
+  walk(true, [&](std::int32_t token, int id, int, int) {
+    if (!is_bad(id)) return;
+    atomicAdd(&bad_count, 1);
+    atomicMin(&bad_first, token);
+  });
   __syncthreads();
 
   // Turn the warp histograms into prefixes over warps, and publish the CTA's totals.
@@ -237,25 +237,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   std::int32_t* sorted = p.plan + p.layout.sorted;
   std::int32_t* tokens16 = p.plan + p.layout.tokens16;
   std::int32_t* tokens64 = p.plan + p.layout.tokens64;
-  for (int base = 0; base < p.warp_tokens; base += 32 * kAhead) {
-    if (p.warp_tokens > 32 * kAhead) load(base);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (base + 32 * i >= p.warp_tokens) break;
-      const std::int64_t at = warp_first + base + 32 * i + lane;
-      const bool live = at < p.num_tokens;
-      int bin;
-      const int within = count(ids[i], live, &bin);
-      if (!live) continue;
-      const auto token = static_cast<std::int32_t>(at);
-      const int place = chunk_first[bin] + within;
-      sorted[first_token[bin] + place] = token;
-      if (bin < p.num_adapters) {
-        tokens16[std::int64_t{first_tile16[bin]} * 16 + place] = token;
-        tokens64[std::int64_t{first_tile64[bin]} * 64 + place] = token;
-      }
+  walk(p.warp_tokens > 32 * kAhead, [&](std::int32_t token, int, int bin, int within) {
+    const int place = chunk_first[bin] + within;
+    sorted[first_token[bin] + place] = token;
+    if (bin < p.num_adapters) {
+      tokens16[std::int64_t{first_tile16[bin]} * 16 + place] = token;
+      tokens64[std::int64_t{first_tile64[bin]} * 64 + place] = token;
     }
-  }
+  });
 
   // Lists, shared out over the grid.
   write_tiles(p.plan + p.layout.tiles16, tiles16, static_cast<int>(p.layout.max_tiles16), 16,

@@ -333,7 +333,8 @@ struct Shape {
 /// CTA per SM, 150 of them take as long as 264. (8192 tokens, K=4096, R=48: 2 tiles 23.4 us for one
 /// adapter, 36.0 for 16; 3 tiles 24.5 and 27.5.)
 Shape choose_shape(const ShrinkParams& p, int num_rows) {
-  constexpr Shape kShapes[] = {{48, 2}, {48, 3}, {96, 2}, {96, 3}, {144, 2}, {192, 2}};
+  constexpr Shape kShapes[] = {{48, 1}, {48, 2}, {48, 3},  {96, 1},
+                               {96, 2}, {96, 3}, {144, 2}, {192, 2}};
   constexpr std::int64_t kStart = 64;  // a CTA's start and end, in rows
   const std::int64_t groups = std::min(p.tiles.num_tokens, p.weights.num_adapters);
   const std::int64_t full = std::max<std::int64_t>(p.tiles.num - groups, 0);
@@ -377,8 +378,10 @@ void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
   const Launcher<T> l{p, num_rows, c.cluster_k == 2, stream};
   if (l.cluster) {
     const Shape s = choose_shape(p, num_rows);
+    if (s.rows == 48 && s.tiles == 1) return l.template run<48, 1, 14, 1, Share::kHalf>();
     if (s.rows == 48 && s.tiles == 2) return l.template run<48, 2, 9, 1, Share::kHalf>();
     if (s.rows == 48) return l.template run<48, 3, 6, 1, Share::kHalf>();
+    if (s.rows == 96 && s.tiles == 1) return l.template run<96, 1, 10, 1, Share::kHalf>();
     if (s.rows == 96 && s.tiles == 2) return l.template run<96, 2, 6, 1, Share::kHalf>();
     if (s.rows == 96) return l.template run<96, 3, 5, 1, Share::kHalf>();
     if (s.rows == 144) return l.template run<144, 2, 5, 1, Share::kHalf>();
