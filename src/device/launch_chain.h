@@ -195,7 +195,8 @@ class LaunchChain {
   int next_ = 0;
 };
 
-/// Gathers this thread's launches in a chain until submit(), or forgets them.
+/// Gathers this thread's launches in a chain until submit(), or forgets them. For a stream that is
+/// not being captured.
 class ChainedLaunches {
  public:
   explicit ChainedLaunches(LaunchChain& chain) : chain_(&chain) { LaunchChain::active() = chain_; }

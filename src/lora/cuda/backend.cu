@@ -125,6 +125,7 @@ void run_expand(ExpandParams p, const LoraShape& s, ExpandConfig c, Stream strea
 /// with a plan, and with segments inside a graph, whose replay starts when all before it has ended.
 bool reads_early(const GroupsView& groups, Stream stream) {
   if (groups.plan != nullptr) return true;
+  if (device::LaunchChain::active() != nullptr) return false;  // never on a stream in capture
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream.handle), &status) != cudaSuccess) {
     (void)cudaGetLastError();
