@@ -8,12 +8,25 @@
 
 namespace mortar {
 
-enum class DType : std::int8_t { kFloat32, kFloat16, kBFloat16, kInt32, kInt64, kUInt8, kFloat64 };
+/// The two 8-bit floats are OCP's: E4M3 without infinities (largest 448), E5M2 with them (57344).
+enum class DType : std::int8_t {
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  kInt32,
+  kInt64,
+  kUInt8,
+  kFloat64,
+  kFloat8E4M3,
+  kFloat8E5M2
+};
 
 /// Bytes of one element.
 constexpr std::int64_t dtype_size(DType dtype) {
   switch (dtype) {
     case DType::kUInt8:
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
       return 1;
     case DType::kFloat16:
     case DType::kBFloat16:

@@ -21,6 +21,10 @@ const char* dtype_name(DType dtype) {
       return "uint8";
     case DType::kFloat64:
       return "float64";
+    case DType::kFloat8E4M3:
+      return "float8_e4m3fn";
+    case DType::kFloat8E5M2:
+      return "float8_e5m2";
   }
   return "unknown";
 }
