@@ -4,8 +4,17 @@
 #include <array>
 #include <utility>
 
+#include "core/dtype_visitor.h"
+
 namespace mortar {
 namespace {
+
+/// "float32 or float16".
+std::string dtype_names(std::initializer_list<DType> dtypes) {
+  std::string names;
+  for (DType d : dtypes) names += concat(names.empty() ? "" : " or ", dtype_name(d));
+  return names;
+}
 
 /// Bytes [first, last) that a view may touch.
 std::pair<std::uintptr_t, std::uintptr_t> byte_span(const Tensor& t) {
@@ -46,6 +55,11 @@ std::ostream& operator<<(std::ostream& out, DeviceText text) {
 
 void fail(ErrorKind kind, std::string message) { throw Error(kind, message); }
 
+void fail_dtype(const char* op, std::initializer_list<DType> allowed, DType dtype) {
+  fail_with(ErrorKind::kType, op, ": dtype must be ", dtype_names(allowed), ", got ",
+            dtype_name(dtype));
+}
+
 void ArgCheck::bad_defined(const char* name) const {
   fail_with(ErrorKind::kValue, op_, ": ", name, " is required, got nothing");
 }
@@ -71,9 +85,7 @@ void ArgCheck::bad_shape(const Tensor& t, const char* name,
 void ArgCheck::bad_dtype(const Tensor& t, const char* name,
                          std::initializer_list<DType> allowed) const {
   defined(t, name);
-  std::string want;
-  for (DType d : allowed) want += concat(want.empty() ? "" : " or ", dtype_name(d));
-  fail_with(ErrorKind::kType, op_, ": ", name, " must have dtype ", want, ", got ",
+  fail_with(ErrorKind::kType, op_, ": ", name, " must have dtype ", dtype_names(allowed), ", got ",
             dtype_name(t.dtype));
 }
 

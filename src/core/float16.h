@@ -6,8 +6,6 @@
 #include <bit>
 #include <cstdint>
 
-#include "mortar/tensor.h"
-
 namespace mortar {
 
 struct BFloat16 {
@@ -68,30 +66,6 @@ inline Float16 from_float<Float16>(float v) {
     result = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   }
   return {static_cast<std::uint16_t>(sign | result)};
-}
-
-/// Element `i` of an array of a float dtype.
-inline float load_float(const void* data, DType dtype, std::int64_t i) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(data)[i];
-  if (dtype == DType::kBFloat16) return to_float(static_cast<const BFloat16*>(data)[i]);
-  return to_float(static_cast<const Float16*>(data)[i]);
-}
-
-inline void store_float(void* data, DType dtype, std::int64_t i, float v) {
-  if (dtype == DType::kFloat32) {
-    static_cast<float*>(data)[i] = v;
-  } else if (dtype == DType::kBFloat16) {
-    static_cast<BFloat16*>(data)[i] = from_float<BFloat16>(v);
-  } else {
-    static_cast<Float16*>(data)[i] = from_float<Float16>(v);
-  }
-}
-
-/// `v` rounded to a float dtype and back.
-inline float round_to(float v, DType dtype) {
-  if (dtype == DType::kBFloat16) return to_float(from_float<BFloat16>(v));
-  if (dtype == DType::kFloat16) return to_float(from_float<Float16>(v));
-  return v;
 }
 
 }  // namespace mortar

@@ -7,8 +7,7 @@
 
 #include <cstdint>
 
-#include "core/check.h"
-#include "mortar/tensor.h"
+#include "device/dtype_visitor.cuh"
 
 namespace mortar::device {
 
@@ -107,26 +106,6 @@ __device__ __forceinline__ void store_pack(T* p, const Pack<T, N>& pack, std::in
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     if (i < valid) p[i] = pack.v[i];
-  }
-}
-
-template <class T>
-struct TypeTag {
-  using type = T;
-};
-
-/// Calls visitor(TypeTag<T>{}) for the float type that `dtype` names.
-template <class Visitor>
-void visit_dtype(DType dtype, Visitor&& visitor) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return visitor(TypeTag<float>{});
-    case DType::kFloat16:
-      return visitor(TypeTag<__half>{});
-    case DType::kBFloat16:
-      return visitor(TypeTag<__nv_bfloat16>{});
-    default:
-      fail(ErrorKind::kType, concat("mortar: no kernel for dtype ", dtype_name(dtype)));
   }
 }
 

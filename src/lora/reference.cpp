@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "core/float16.h"
+#include "core/float_element.h"
 #include "lora/checks.h"
 
 namespace mortar::lora {

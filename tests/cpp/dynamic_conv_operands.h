@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/float16.h"
+#include "core/float_element.h"
 #include "devices.h"
 #include "mortar/dynamic_conv.h"
 

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/float16.h"
+#include "core/float_element.h"
 #include "devices.h"
 #include "mortar/tensor.h"
 

@@ -11,7 +11,7 @@
 #include <random>
 #include <vector>
 
-#include "core/float16.h"
+#include "core/float_element.h"
 #include "lora/cpu/kernels.h"
 
 namespace mortar {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/float16.h"
+#include "core/float_element.h"
 #include "dynamic_conv/config.h"
 #include "dynamic_conv/cpu/rows.h"
 

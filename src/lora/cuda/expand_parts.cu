@@ -369,8 +369,8 @@ void launch_typed(const ExpandParams& p, Stream stream) {
 }  // namespace
 
 void expand_parts(const ExpandParams& p, Stream stream) {
-  device::visit_dtype(p.weights.dtype, [&](auto w) {
-    device::visit_dtype(p.y.dtype, [&](auto y) {
+  device::visit_dtype<FloatDTypes>(p.weights.dtype, "lora_expand", [&](auto w) {
+    device::visit_dtype<FloatDTypes>(p.y.dtype, "lora_expand", [&](auto y) {
       launch_typed<typename decltype(w)::type, typename decltype(y)::type>(p, stream);
     });
   });

@@ -509,8 +509,8 @@ void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
 }  // namespace
 
 void shrink_parts(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
-  device::visit_dtype(p.x.dtype, [&](auto x) {
-    device::visit_dtype(p.weights.dtype, [&](auto w) {
+  device::visit_dtype<FloatDTypes>(p.x.dtype, "lora_shrink", [&](auto x) {
+    device::visit_dtype<FloatDTypes>(p.weights.dtype, "lora_shrink", [&](auto w) {
       launch_typed<typename decltype(x)::type, typename decltype(w)::type>(p, c, stream);
     });
   });
