@@ -39,18 +39,24 @@ inline DType to_dtype(DLDataType dtype, const char* op, const char* name) {
     DType dtype;
   };
   constexpr Pair kPairs[] = {
-      {kDLBfloat, 16, DType::kBFloat16}, {kDLFloat, 16, DType::kFloat16},
-      {kDLFloat, 32, DType::kFloat32},   {kDLFloat, 64, DType::kFloat64},
-      {kDLInt, 32, DType::kInt32},       {kDLInt, 64, DType::kInt64},
-      {kDLUInt, 8, DType::kUInt8},       {kDLFloat8_e4m3fn, 8, DType::kFloat8E4M3},
+      {kDLBfloat, 16, DType::kBFloat16},
+      {kDLFloat, 16, DType::kFloat16},
+      {kDLFloat, 32, DType::kFloat32},
+      {kDLFloat, 64, DType::kFloat64},
+      {kDLInt, 32, DType::kInt32},
+      {kDLInt, 64, DType::kInt64},
+      {kDLUInt, 8, DType::kUInt8},
+      {kDLFloat8_e4m3fn, 8, DType::kFloat8E4M3},
       {kDLFloat8_e5m2, 8, DType::kFloat8E5M2},
   };
   for (const Pair& p : kPairs) {
     if (dtype.code == p.code && dtype.bits == p.bits && dtype.lanes == 1) return p.dtype;
   }
   fail(ErrorKind::kType,
-       concat(op, ": ", name, " must have dtype bfloat16, float16, float32, float64, float8_e4m3fn, ",
-              "float8_e5m2, int32, int64 or uint8, got ", std::string(tvm::ffi::DLDataTypeToString(dtype))));
+       concat(op, ": ", name,
+              " must have dtype bfloat16, float16, float32, float64, float8_e4m3fn, ",
+              "float8_e5m2, int32, int64 or uint8, got ",
+              std::string(tvm::ffi::DLDataTypeToString(dtype))));
 }
 
 /// False for a tensor that has elements but no memory, such as PyTorch's fake ones.
