@@ -22,8 +22,9 @@ inline constexpr std::int64_t kFp8RmsNormMaxHidden = 65536;
 enum class Fp8Scaling : std::int8_t { kTensor, kRow, kGroup };
 
 /// kFast: float32 throughout, one rounding. kCompat: COAT's chain of roundings, byte for byte (its
-/// scaling is kTensor): y in bfloat16, scale = the largest over rows of (max|y| + 1e-10) / 448
-/// rounded to bfloat16, q = y / scale.
+/// scaling is kTensor, without pow2_scale): y = (z * rstd) * weight in float32, scale = the largest
+/// over rows of (max|y| + 1e-10) / 448 (57344 for float8_e5m2) rounded to bfloat16, y rounded to
+/// bfloat16 (fp8_quantize takes y as it comes), q = y / scale by a correctly rounded division.
 enum class Fp8Numerics : std::int8_t { kFast, kCompat };
 
 /// How a matrix y [M, N] becomes FP8.
@@ -58,12 +59,12 @@ struct Fp8Quantized {
 ///           rounded once to its dtype, written back into it, and that value is normalised.
 /// rstd      float32 [M], written; undefined: not wanted.
 /// normed    bfloat16 [M, N], y rounded once; undefined: not wanted.
-/// workspace uint8, of at least fp8_rmsnorm_forward_workspace bytes, 16-byte aligned; on CUDA its
-/// contents
-///           need no initialisation.
+/// workspace uint8, of at least fp8_rmsnorm_forward_workspace bytes, 16-byte aligned; what it holds
+///           does not matter.
 ///
 /// A NaN is not quantised away: with kTensor it reaches the scale and every value, else it stays in
-/// its row or group. Conversions saturate. Results are the same bits every time.
+/// its row or group. Conversions saturate. Results are the same bits every time. M may be 0: the
+/// scale of an empty tensor is that of zeros.
 /// Throws Error, with nothing written, if an argument does not fit.
 void fp8_rmsnorm_forward(const Tensor& x, const Tensor& x_scale, const Tensor& weight, float eps,
                          float weight_offset, const Tensor& residual, const Fp8Format& format,
