@@ -174,8 +174,9 @@ class LoraArgs : public ArgReader<Source> {
   LoraWeights stacked_weights(const Tensor& ranks, const Tensor& scales, std::int64_t num_a) {
     check(num_a >= 0 && num_a <= remaining_tensors(), op(),
           ": a must hold as many tensors as len(a) = ", num_a, ", got ", remaining_tensors());
-    // One more than the limit is enough for LoraWeights to see that there are too many.
-    // Of the thread, as filling two kilobytes with nothing takes as long as all the rest.
+    // At most one tensor more than the limit is kept: LoraWeights then sees that there are too
+    // many. The arrays are thread_local because clearing their two kilobytes in every call would
+    // take as long as all the rest of this function.
     static thread_local constinit std::array<Tensor, kLoraMaxSlices + 1> a, b;
     const std::size_t taken_a = matrices(a, static_cast<int>(num_a), "a");
     const std::size_t taken_b = matrices(b, remaining_tensors(), "b");

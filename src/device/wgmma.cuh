@@ -89,8 +89,8 @@ __device__ __forceinline__ void fence_async_proxy() {
 }
 
 // clang-format off
-/// One wgmma of n columns for both 16-bit types. PTX names every register of the result, so its text
-/// and operands cannot be made from n.
+/// One wgmma of n columns for both 16-bit types. PTX names every register of the result, so its
+/// text and operands cannot be made from n.
 #define MORTAR_WGMMA(n, results, a_at, b_at, add_at, ...)                                         \
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {                                               \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" add_at ", 0;\n"                             \

@@ -79,13 +79,13 @@ inline std::int64_t slab_bytes(const LoraShape& s) {
   return num_leaves(s.hidden) * s.num_tokens * s.num_slices * h_width(s) * 4;
 }
 
-/// Bytes of h whole.
+/// Bytes of h once it is complete: one value per token, slice and rank, no split-K partials.
 inline std::int64_t finished_bytes(const LoraShape& s) {
   return s.num_tokens * s.num_slices * h_width(s) * (s.one_type ? 2 : 4);
 }
 
-/// 1 % of x alone (16-bit), or the floor if that is larger: never more than 1 % of what the op
-/// reads and writes.
+/// Bytes of workspace that an op may use: 1 % of the bytes of a 16-bit x, but at least
+/// kWorkspaceFloor. As x is only one of the operands, 1 % of it is less than 1 % of the traffic.
 inline std::int64_t workspace_budget(const LoraShape& s) {
   const std::int64_t bytes = s.num_tokens * s.hidden * 2;
   return std::max(kWorkspaceFloor, bytes / 100);
@@ -119,8 +119,9 @@ inline int tile_tokens(const LoraShape& s) {
   return light && s.num_tokens <= kLightBatch ? 16 : 64;
 }
 
-/// Columns of a CTA of which the widest slice makes equal blocks, to the nearest, rather more than
-/// fewer.
+/// Columns per CTA, close to `cols`, that cut the widest slice into blocks of equal width, so that
+/// the last CTA does not get a narrow remainder. The number of blocks is max_width / cols, rounded
+/// up where its fraction is 0.4 or more. The result is a multiple of `multiple`.
 inline int even_cols(const LoraShape& s, std::int64_t cols, int multiple) {
   const std::int64_t blocks = std::max<std::int64_t>(1, (5 * s.max_width + 3 * cols) / (5 * cols));
   const std::int64_t even = std::max<std::int64_t>(1, ceil_div(s.max_width, blocks));

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from suite import ROOT, tracked_files
 
 _SOURCES = (".h", ".cpp", ".cu", ".cuh", ".py", ".sh", ".cmake")
+_CLANG_FORMATTED = (".h", ".cpp", ".cu", ".cuh")
 _MAX_LINES = 600
+_MAX_COLUMNS = 100
 _BANNED = {
     "an absolute path of one machine": re.compile(r"(?<![\w.})-])/(?:home|root|tmp|work|mnt)/\w"),
     "a package registry's host": re.compile(
@@ -40,10 +42,16 @@ def banned_text() -> Iterator[str]:
 
 
 def source_form() -> Iterator[str]:
-    """Source files without the licence line, or too long to be read in one go."""
+    """Source files without the licence line, or too long or too wide to be read in one go."""
     for path in tracked_files(*_SOURCES):
         text = _read(path)
         if "SPDX-License-Identifier: Apache-2.0" not in "\n".join(text.splitlines()[:3]):
             yield f"{path.relative_to(ROOT)}: the SPDX line is missing"
         if (lines := text.count("\n")) > _MAX_LINES:
             yield f"{path.relative_to(ROOT)}: {lines} lines, at most {_MAX_LINES}"
+        if path.suffix not in _CLANG_FORMATTED:  # ruff knows about the width of Python
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if len(line) > _MAX_COLUMNS:  # clang-format leaves comments as they are
+                where = f"{path.relative_to(ROOT)}:{number}"
+                yield f"{where}: {len(line)} columns, at most {_MAX_COLUMNS}"

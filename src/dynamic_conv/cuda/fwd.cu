@@ -5,9 +5,8 @@
 // bytes  = B T D (2 e_x + W e_k), e = bytes of an element; k is W e_k of them and read once
 // B=8 T=4096 D=3072 W=4, bf16: 1.208 GB -> 282 us at 4.28 TB/s (copy roof of an H200)
 // limit  : DRAM bandwidth; 2 W flop per element. A thread's taps of a step are 16 bytes; the loads
-// of
-//          8 steps are in flight together over the back edge of the loop: 160 bytes a thread, 100
-//          KB an SM, where 32-48 KB hide the latency
+//          of 8 steps are in flight together over the back edge of the loop: 160 bytes a thread,
+//          100 KB an SM, where 32-48 KB hide the latency
 // wrong when: rows are not aligned to the vectors, or dtypes differ -> the scalar traits
 #include "device/launch.cuh"
 #include "device/pdl.cuh"

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode: one token of N sequences; a thread takes a few adjacent channels of a row.
 //
-// y[n,d] = f(sum_{w<W-1} k[n,d,w] * state[d,L-W+1+w] + k[n,d,W-1] * x[n,d]), then the state moves
-// up bytes  = N D ((2 + 2 L) e_x + W e_k)        N rows, D channels, W taps, L = W or W - 1 N=128,
-// D=3072, W=L=4, bf16: 11.0 MB -> 2.6 us at 4.28 TB/s (copy roof of an H200) limit  : latency: a
-// launch, the slot, then the state that it names; everything else is loaded
+// y[n,d] = f(sum_{w<W-1} k[n,d,w] * state[d,L-W+1+w] + k[n,d,W-1] * x[n,d])
+// state[d,:] = (state[d,1:], x[n,d])            N rows, D channels, W taps, L = W or W - 1
+// bytes  = N D ((2 + 2 L) e_x + W e_k), e = bytes of an element
+// N=128 D=3072 W=L=4, bf16: 11.0 MB -> 2.6 us at 4.28 TB/s (copy roof of an H200)
+// limit  : latency: a launch, the slot, then the state that it names; everything else is loaded
 //          beside the slot, and without slots all of it is asked for in L2 before the predecessor
 //          ends. The state is moved in place: a ring index would write 2 of every 8 bytes and dirty
 //          every sector all the same
-// wrong  : rows that are not aligned, mixed dtypes, a state that is not dense in (D, L) -> scalar
+// wrong when: rows are not aligned, dtypes differ, or the state is not dense in (D, L) -> the
+//          scalar traits
 #include <limits>
 
 #include "device/async_copy.cuh"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps of a CTA of the prefill expand, looked up ahead of time by a warp of its own: which
-// tile and block a step takes, where its data lie, and when B must be copied.
+// The scheduler warp (scout) of the prefill expand. It runs a few steps ahead of the warps that
+// compute, and finds out for each step which tile of tokens and which block of columns it takes,
+// where its data lie, and when B must be copied.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +11,14 @@
 
 namespace mortar::lora::cuda {
 
-constexpr int kLogStepTokens = 6, kStepTokens = 1 << kLogStepTokens;  ///< of a tile
+constexpr int kLogStepTokens = 6;                 ///< log2 of the tokens in a step's tile
+constexpr int kStepTokens = 1 << kLogStepTokens;  ///< tokens in a step's tile
 
-/// What all warps need of a step. The scout, the last warp, fills it in time, that of the first
-/// steps the workers.
+/// What all warps of a CTA need to know about one step; a ring of these lies in shared memory. The
+/// scheduler warp, the CTA's last, fills in a slot before its step begins. Only the slots of the
+/// first steps are filled in by the warps that compute, which have nothing else to do yet.
 struct StepSlot {
-  int4 entry;  ///< of the tile: {adapter, start, count, -}
+  int4 entry;  ///< the tile's entry in the plan: {adapter, start, count, -}
   int tokens[kStepTokens];
   const void* b;                ///< B of the block's first column
   std::int64_t b_stride;        ///< elements between columns
@@ -23,14 +26,14 @@ struct StepSlot {
   std::int64_t y[kStepTokens];  ///< byte offset of each token's part of the block; -1: no token
   int block;
   int cols, rank;
-  int b_slot;
-  bool live;   ///< there is something to do
-  bool fresh;  ///< B differs from the last step's
-  bool late;   ///< and its slot is not free in time: copied when the step's turn has come
+  int b_slot;  ///< slot of shared memory that holds this step's B
+  bool live;   ///< the step has tokens and a rank above 0
+  bool fresh;  ///< B differs from the last step's: it is copied ahead, with the step's other data
+  bool late;   ///< B differs, but its slot is still in use then: copied right before the step
 };
 
-/// Fills the slots of the CTA's steps. They walk over runs of 2^log_run tiles of a block, blocks
-/// first; the CTA takes every gridDim.x-th run.
+/// Fills the slots of a CTA's steps. A run is 2^log_run consecutive tiles with one block of
+/// columns; runs are numbered with the block changing first, and a CTA takes every gridDim.x-th.
 template <class Tr>
 struct Scout {
   const ExpandParams& p;

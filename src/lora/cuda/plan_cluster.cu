@@ -145,13 +145,17 @@ __device__ __forceinline__ int sum_bytes(const uint4& v, int num) {
   return static_cast<int>(__dp4a(v.w, ones(3), sum));
 }
 
-/// Tables of one 16-bit word per adapter, as `Eight`s.
+/// Tables in shared memory with one 16-bit number per adapter, eight of them to an `Eight`.
+///
+/// `totals` is kCtas tables, one per CTA: how many tokens of each adapter that CTA holds. The other
+/// five tables hold the results of the scan and reuse the memory of the first five tables of
+/// `totals`. That is safe because thread i alone reads and writes the i-th `Eight` of every table:
+/// it reads the totals of all CTAs into registers before it stores a result over them.
 struct Tables {
-  int words;                         ///< of a table
-  Eight* totals;                     ///< of each CTA; a thread that has read its word of them all
-                                     ///< has place for it in the others, which lie there too
-  Eight *count, *before;             ///< tokens in all CTAs, and in those before this one
-  Eight *start, *first16, *first64;  ///< place in `sorted`, and tiles
+  int words;                         ///< `Eight`s in one table
+  Eight* totals;                     ///< tokens per adapter in each CTA
+  Eight *count, *before;             ///< tokens in all CTAs; tokens in the CTAs before this one
+  Eight *start, *first16, *first64;  ///< first place in `sorted`; first tile of 16 and of 64
   __device__ __forceinline__ Tables(void* at, int num_adapters)
       : words(ceil_div(num_adapters, kOwn)), totals(static_cast<Eight*>(at)) {
     count = totals;

@@ -329,9 +329,10 @@ struct Shape {
   int rows, tiles;  ///< of a CTA
 };
 
-/// The shape whose clusters take the least time, by the rows of x and A that an SM reads: with one
-/// CTA per SM, 150 of them take as long as 264. (8192 tokens, K=4096, R=48: 2 tiles 23.4 us for one
-/// adapter, 36.0 for 16; 3 tiles 24.5 and 27.5.)
+/// Chooses the shape with the least estimated time: waves of CTAs times the rows of x and of A that
+/// one CTA reads. One CTA fits an SM, so 150 CTAs take two waves on 132 SMs, as long as 264 do.
+/// (8192 tokens, K=4096, R=48: 2 tiles take 23.4 us for one adapter and 36.0 for 16, 3 tiles 24.5
+/// and 27.5.)
 Shape choose_shape(const ShrinkParams& p, int num_rows) {
   constexpr Shape kShapes[] = {{48, 1}, {48, 2}, {48, 3},  {96, 1},
                                {96, 2}, {96, 3}, {144, 2}, {192, 2}};
@@ -341,9 +342,10 @@ Shape choose_shape(const ShrinkParams& p, int num_rows) {
   Shape best{};
   std::int64_t least = 0;
   for (const Shape s : kShapes) {
-    // How full the last run of an adapter is, the host cannot know: half in the mean where tokens
-    // come singly, all of it where they come in chunks of whole tiles. Past 96 rank rows a wrong
-    // guess at the former costs more.
+    // An adapter's tiles are taken in runs of s.tiles, and the host does not know how full the last
+    // run of each adapter is. Adapters with arbitrary numbers of tokens fill it by half on average,
+    // which adds half a run per adapter; if all runs are full, nothing is added. Up to 96 rank rows
+    // the first is assumed. Above that the second is: to assume the first wrongly costs more there.
     const std::int64_t runs =
         ceil_div<std::int64_t>(full, s.tiles) + (num_rows <= 96 ? groups / 2 : 0);
     const std::int64_t ctas = 2 * runs * ceil_div(num_rows, s.rows);

@@ -10,7 +10,9 @@
 
 namespace mortar::lora::cuda {
 
-/// A thread's sums to shared memory and back, 16 bytes of all kThreads side by side.
+/// put_sums() stores the sums of each of kThreads threads in shared memory, add_sums() adds them to
+/// those of the thread with the same index. Groups of 16 bytes of all threads lie side by side, so
+/// that accesses have no bank conflicts.
 template <int kThreads, int kCount>
 __device__ __forceinline__ void put_sums(float4* to, const float (&sum)[kCount]) {
 #pragma unroll
@@ -30,12 +32,13 @@ __device__ __forceinline__ void add_sums(float (&sum)[kCount], const float4* fro
   }
 }
 
-/// The rank rows of a CTA by eights, in shared memory.
+/// Which groups of eight rank rows of a CTA can be stored to h as one vector. Such a row group
+/// (octet) is a column range of h: eight neighbouring columns that begin at a multiple of 8. Groups
+/// at the end of an adapter's rank, or across two slices, may not be. Lies in shared memory.
 template <int kRows>
 struct Octets {
-  /// Place of eight rows that are neighbours in h too, at a multiple of 8; negative: they are not.
-  std::int64_t place[kRows / 8];
-  int irregular;  ///< some rows make no such octets
+  std::int64_t place[kRows / 8];  ///< first column in h; negative: not one vector
+  int irregular;                  ///< not 0: at least one group with live rows is not one vector
 
   /// By one thread, a barrier before fill().
   __device__ __forceinline__ void begin() { irregular = 0; }
@@ -55,7 +58,8 @@ struct Octets {
   }
 };
 
-/// Lane q of a quad gets word q of each lane's, in their order: w[c] of lane q was w[q] of lane c.
+/// Transposes a 4 x 4 matrix of words whose row q is held by lane q of a quad: afterwards w[c] of
+/// lane q is what w[q] of lane c was.
 __device__ __forceinline__ void transpose_quad(std::uint32_t (&w)[4]) {
 #pragma unroll
   for (int d = 1; d < 4; d *= 2) {
