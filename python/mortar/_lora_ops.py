@@ -6,6 +6,7 @@ from PyTorch's allocator on the current stream; nothing else is ever allocated.
 """
 
 import functools
+import weakref
 
 import torch
 
@@ -58,6 +59,65 @@ def guard_autograd(op: str, tensors, written: torch.Tensor) -> None:
     increment_version(written)
 
 
+class KnownTable:
+    """A device table of ours, and on the host what it points to."""
+
+    def __init__(self, table: torch.Tensor, rows: list) -> None:
+        """rows: per adapter None or a Row. Keeps the table and the memory of the rows alive."""
+        num_slices = table.shape[1]
+        self._table = table
+        self.entries, self._given, self._memory, self._addresses = [], [], [], []
+        for slot, row in enumerate(rows):
+            for s, pair in enumerate(row.memory if row else ()):
+                if pair is not None:
+                    self.entries.append(slot * num_slices + s)
+                    self._given.append(row.given[s])
+                    self._memory.append(pair)
+                    self._addresses.append(tuple(t.data_ptr() for t in pair))
+        _known_tables[table.data_ptr()] = self
+
+    def factors(self, *columns: int) -> list[torch.Tensor]:
+        """What an op reads through the table: A is column 0 and B column 1 of an entry."""
+        return [pair[column] for pair in self._given for column in columns]
+
+    def moved(self, factors: list[torch.Tensor], columns: tuple) -> list[tuple[int, int, int]]:
+        """Entry, column and address of what lies elsewhere than in the table. A given tensor that
+        got other memory since (``t.data = ...``) does not count: the table keeps the memory."""
+        places = [(i, column) for i in range(len(self.entries)) for column in columns]
+        if len(factors) != len(places):
+            return []
+        out = []
+        for (i, column), factor in zip(places, factors, strict=True):
+            address = factor.data_ptr()
+            if address not in (self._addresses[i][column], self._given[i][column].data_ptr()):
+                out.append((self.entries[i], column, address))
+        return out
+
+
+# By the address of the table.
+_known_tables: weakref.WeakValueDictionary[int, KnownTable] = weakref.WeakValueDictionary()
+
+
+def _pointing_to(factors, table, *columns):
+    """The table, or a copy of it that points to these tensors.
+
+    Compiled code turns writes in place into new tensors and writes them back at its end, so what an
+    op is given may lie elsewhere than what the table points to. A table that is not ours, or whose
+    tensors the caller does not name, is used as it is.
+    """
+    known = _known_tables.get(table.data_ptr())
+    moved = known.moved(factors, columns) if known and factors else ()
+    if not moved:
+        return table
+    copy = table.clone()
+    entries = copy.view(-1, 4)
+    for entry, column, address in moved:  # by value, which a CUDA graph may capture
+        entries[entry, column].fill_(address)
+    if copy.is_cuda:  # the ops ask for another kernel between them and what writes their table
+        copy.new_empty(1).fill_(0)
+    return copy
+
+
 def _plan_impl(token_adapter, num_adapters, plan):
     _plan(token_adapter, num_adapters, plan)
 
@@ -71,10 +131,22 @@ def _shrink_impl(x, plan, a, ranks, scales, h, scale=1.0, zero_rows=None, worksp
 
 
 def _shrink_table_impl(
-    x, plan, table, dtype, max_rank, hidden, widths, h, scale=1.0, zero_rows=None, workspace=None
+    x,
+    plan,
+    table,
+    dtype,
+    max_rank,
+    hidden,
+    widths,
+    a,
+    h,
+    scale=1.0,
+    zero_rows=None,
+    workspace=None,
 ):
     if _is_grad_enabled():
-        guard_autograd("lora_shrink", (x, h), h)
+        guard_autograd("lora_shrink", (x, h, *a), h)
+    table = _pointing_to(a, table, 0)
     if workspace is None:
         workspace = new_workspace(shrink_bytes, x, table.shape[0], len(widths), max_rank, dtype)
     _shrink(x, h, workspace, scale, zero_rows, plan, table, dtype, max_rank, hidden, *widths)
@@ -87,10 +159,11 @@ def _expand_impl(h, plan, b, ranks, y, offset=0, add_inputs=True):
 
 
 def _expand_table_impl(
-    h, plan, table, dtype, max_rank, hidden, widths, y, offset=0, add_inputs=True
+    h, plan, table, dtype, max_rank, hidden, widths, b, y, offset=0, add_inputs=True
 ):
     if _is_grad_enabled():
-        guard_autograd("lora_expand", (h, y), y)
+        guard_autograd("lora_expand", (h, y, *b), y)
+    table = _pointing_to(b, table, 1)
     _expand(h, y, offset, add_inputs, plan, table, dtype, max_rank, hidden, *widths)
 
 
@@ -112,6 +185,7 @@ def _apply_table_impl(
     max_rank,
     hidden,
     widths,
+    ab,
     y,
     offset=0,
     scale=1.0,
@@ -119,7 +193,8 @@ def _apply_table_impl(
     workspace=None,
 ):
     if _is_grad_enabled():
-        guard_autograd("lora_apply", (x, y), y)
+        guard_autograd("lora_apply", (x, y, *ab), y)
+    table = _pointing_to(ab, table, 0, 1)
     if workspace is None:
         workspace = new_workspace(apply_bytes, x, table.shape[0], len(widths), max_rank, dtype)
     _apply(
@@ -138,6 +213,8 @@ def _fake(op: str):
     return fake
 
 
+# A table goes with the tensors that it points to, so that tracers see what the op reads: of all its
+# pairs in order, A and B for apply, A for shrink, B for expand. An empty list names nothing.
 _TABLE = "Tensor table, ScalarType dtype, int max_rank, int hidden, int[] widths"
 
 lora_plan = define(
@@ -150,7 +227,7 @@ lora_shrink = define(
     _fake("lora_shrink"),
 )
 lora_shrink_table = define(
-    f"lora_shrink.table(Tensor x, Tensor plan, {_TABLE}, Tensor(a!) h, "
+    f"lora_shrink.table(Tensor x, Tensor plan, {_TABLE}, Tensor[] a, Tensor(a!) h, "
     "float scale=1.0, Tensor? zero_rows=None, Tensor(b!)? workspace=None) -> ()",
     _shrink_table_impl,
     _fake("lora_shrink"),
@@ -162,7 +239,7 @@ lora_expand = define(
     _fake("lora_expand"),
 )
 lora_expand_table = define(
-    f"lora_expand.table(Tensor h, Tensor plan, {_TABLE}, Tensor(a!) y, "
+    f"lora_expand.table(Tensor h, Tensor plan, {_TABLE}, Tensor[] b, Tensor(a!) y, "
     "int offset=0, bool add_inputs=True) -> ()",
     _expand_table_impl,
     _fake("lora_expand"),
@@ -175,7 +252,7 @@ lora_apply = define(
     _fake("lora_apply"),
 )
 lora_apply_table = define(
-    f"lora_apply.table(Tensor x, Tensor plan, {_TABLE}, Tensor(a!) y, "
+    f"lora_apply.table(Tensor x, Tensor plan, {_TABLE}, Tensor[] ab, Tensor(a!) y, "
     "int offset=0, float scale=1.0, bool add_inputs=True, Tensor(b!)? workspace=None) -> ()",
     _apply_table_impl,
     _fake("lora_apply"),

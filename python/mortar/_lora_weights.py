@@ -1,28 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """``mortar.lora.Weights``: the adapters of one layer, in the form that the ops take."""
 
-import struct
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import tvm_ffi
 
 from . import _lora_ops as ops
+from . import _lora_table as rows_of
 from ._ffi import lib
+from ._lora_table import MAX_ADAPTERS, Adapter, Layer, Row, integer
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Adapter = Pair | Sequence[Pair | None] | None
 
-_ALIGNMENT = 16  # bytes; what a vector load of the kernels needs
-_ENTRY = struct.Struct("<QQifQ")  # LoraTableEntry: a, b, rank, scale, unused
+@tvm_ffi.register_object("mortar.LoraWeights")
+class Handle(tvm_ffi.Object):
+    """Weights that the library has read and checked. A call holds on to the handle that it was
+    given, and the handle to all memory that it points to: what an update drops lives as long as
+    calls that began before."""
+
+    __slots__ = ("memory",)
 
 
 class Weights:
     """The adapters of one layer: L adapters with S slices each.
 
     Made by ``from_adapters`` (one pair of tensors per adapter and slice, ranks as they come) or by
-    ``stacked`` (all adapters of a slice in one tensor). Keeps the tensors alive and reads their
-    addresses once: values written in place are seen, other memory (``t.data = ...``) is not.
+    ``stacked`` (all adapters of a slice in one tensor). Reads the addresses of the tensors once and
+    keeps that memory alive: values written in place are seen; other memory (``t.data = ...``, as
+    ``module.to`` does) is not. Only what empties the storage itself
+    (``t.untyped_storage().resize_(0)``) must not be done to weights in use.
+
+    Copies (``copy.deepcopy``) and pickles hold tensors of their own and a table made from them.
+    Under ``torch.compile`` every A and B is an input of the compiled code, so writes to them before
+    a call are seen; an ``update`` that changes ranks or fills a slot makes it compile again.
     """
 
     num_adapters: int
@@ -38,16 +50,8 @@ class Weights:
     """True if one of the tensors requires gradients, which the ops do not give."""
     watched: Sequence[torch.Tensor]
     """What an eager call looks at for gradients."""
-    handle: tvm_ffi.Object
+    handle: Handle
     """What an eager call passes."""
-
-    def __init__(self, flat: tuple, dtype: torch.dtype) -> None:
-        self._flat = flat
-        self._take_handle()
-        described = lib.lora_weights_describe(self.handle)
-        self.max_rank, self.num_adapters, self.hidden, *self.widths = map(int, described)
-        self.dtype = dtype
-        self._sizes = (self.num_adapters, len(self.widths), self.max_rank, dtype)
 
     @classmethod
     def stacked(
@@ -68,11 +72,23 @@ class Weights:
         Raises:
             ValueError, TypeError: shapes, dtypes or devices do not agree.
         """
+        for name, given in (("a", a), ("b", b)):
+            _check_tensors(name, given)
+        for name, given in (("ranks", ranks), ("scales", scales)):
+            if given is not None and not isinstance(given, torch.Tensor):
+                got = type(given).__name__
+                raise TypeError(f"Weights.stacked: {name} must be a tensor or None, got {got}")
         a, b = list(a), list(b)
-        first = (a or b or [torch.empty(0)])[0]
-        self = cls((None, ranks, scales, len(a), *a, *b), first.dtype)
+        self = cls()
+        try:
+            self.handle = lib.lora_weights(None, ranks, scales, len(a), *a, *b)
+        except (TypeError, ValueError) as error:
+            said = str(error).replace("lora_weights: ", "Weights.stacked: ", 1)
+            raise type(error)(said) from None
         self._tensors = self.watched = [*a, *b]
+        self.handle.memory = [t if t is None else t.detach() for t in (*a, *b, ranks, scales)]
         self.requires_grad = any(t.requires_grad for t in self._tensors)
+        self._describe((a or b)[0].dtype)
         self.call_apply, self.apply_args = ops.call_apply, (a, b, ranks, scales)
         self.call_shrink, self.shrink_args = ops.call_shrink, (a, ranks, scales)
         self.call_expand, self.expand_args = ops.call_expand, (b, ranks)
@@ -103,64 +119,81 @@ class Weights:
         Raises:
             ValueError, TypeError: shapes, dtypes, devices, strides or alignments are wrong.
         """
-        rows = [_slices(adapter) for adapter in adapters]
-        num_slices = max([len(row) for row in rows if row is not None], default=0)
-        present = [pair for row in rows if row for pair in row if pair is not None]
-        if not present:
-            raise ValueError("lora_weights: adapters must hold at least one (A, B), got none")
-        if scales is not None and len(scales) != len(rows):
+        op = "Weights.from_adapters"
+        for name, given in (("adapters", adapters), ("scales", scales)):
+            if not rows_of.is_sequence(given) and (name == "adapters" or given is not None):
+                got = type(given).__name__
+                raise TypeError(f"{op}: {name} must be a list of one per adapter, got {got}")
+        pairs = [rows_of.slices_of(op, slot, adapter) for slot, adapter in enumerate(adapters)]
+        if scales is None:
+            scales = [1.0] * len(pairs)
+        if len(scales) != len(pairs):
             raise ValueError(
-                f"lora_weights: scales must have one entry per adapter = {len(rows)}, "
-                f"got {len(scales)}"
+                f"{op}: scales must have one entry per adapter = {len(pairs)}, got {len(scales)}"
             )
-        first, _ = present[0]
-        if widths is not None:
-            num_slices = len(widths)
-        else:
-            widths = [_width(rows, s) for s in range(num_slices)]
-        if max_rank is None:
-            max_rank = max(a.shape[0] if a.ndim else 0 for a, _ in present)
-        length = len(rows) if capacity is None else capacity
-        if length < len(rows):
+        length = len(pairs) if capacity is None else integer(op, "capacity", capacity)
+        if length < len(pairs):
             raise ValueError(
-                f"lora_weights: capacity must be at least the number of adapters = {len(rows)}, "
+                f"{op}: capacity must be at least the number of adapters = {len(pairs)}, "
                 f"got {length}"
             )
-        table = torch.zeros(length, num_slices, 4, dtype=torch.int64, device=first.device)
-        hidden = first.shape[-1] if first.ndim else 0
-        flat = (table, first.dtype, max_rank, hidden)
-        self = cls((*flat, *widths), first.dtype)
-        self._table = table
-        self._slots = [None] * length
+        if length > MAX_ADAPTERS:
+            name = "adapters must be" if capacity is None else "capacity must be"
+            raise ValueError(f"{op}: {name} at most {MAX_ADAPTERS}, got {length}")
+        layer = rows_of.common_layer(op, pairs, widths, max_rank)
+        return cls._of_rows(op, pairs, scales, layer, length)
+
+    @classmethod
+    def _of_rows(
+        cls, op: str, pairs: Sequence, scales: Sequence, layer: Layer, length: int
+    ) -> "Weights":
+        rows: list[Row | None] = [None] * length
+        for slot, (row, scale) in enumerate(zip(pairs, scales, strict=True)):
+            if row is not None:
+                rows[slot] = rows_of.make_row(op, slot, row, scale, layer)
+        self = cls()
+        self._lock = threading.Lock()
+        self._layer = layer
         self.call_apply = ops.call_apply_table
         self.call_shrink = ops.call_shrink_table
         self.call_expand = ops.call_expand_table
-        self.apply_args = self.shrink_args = self.expand_args = (*flat, list(widths))
-        packed = [
-            self._checked_row(slot, row, 1.0 if scales is None else scales[slot])
-            for slot, row in enumerate(rows)
-        ]
-        table[: len(rows)].copy_(_as_tensor(b"".join(packed)).view(len(rows), num_slices, 4))
-        self._slots[: len(rows)] = rows
-        self._note_gradients()
+        self._install(rows, rows_of.packed(rows, len(layer.widths)).to(layer.device))
+        self._describe(layer.dtype)
         return self
 
     def update(self, slot: int, adapter: Adapter, scale: float | Sequence[float] = 1.0) -> None:
         """Puts another adapter into a slot of weights made by ``from_adapters``; None empties it.
 
-        The table is changed in place, in the order of the current stream: captured CUDA graphs see
-        the new adapter, and work that was queued before on this stream still uses the old one,
-        whose memory PyTorch may reuse only after that work. Ranks may differ, up to ``max_rank``.
+        Ranks may differ, up to ``max_rank``. A failed update changes nothing.
+
+        On the CPU a call that runs in another thread meanwhile uses the old adapter or the new one,
+        whole; the old one's memory lives until the last such call is done.
+
+        On CUDA the table keeps its address and its row is written by one copy in the order of the
+        current stream, which the call waits for. Work queued on this stream before has used the old
+        adapter, whose memory may then be reused; what is queued later uses the new one, captured
+        graphs included. Weights in use on another stream as well need what every write in place
+        needs: that stream waits for this one, and this one for that, around the update
+        (``torch.cuda.Stream.wait_stream``).
         """
-        if not hasattr(self, "_table"):
-            raise TypeError("lora_weights: update needs weights made by from_adapters, got stacked")
+        op = "Weights.update"
+        if not hasattr(self, "_layer"):
+            raise TypeError(f"{op}: weights must be made by from_adapters, got stacked ones")
+        slot = integer(op, "slot", slot)
         if not 0 <= slot < self.num_adapters:
-            raise ValueError(f"lora_weights: slot must be in [0, {self.num_adapters}), got {slot}")
-        row = _slices(adapter)
-        packed = _as_tensor(self._checked_row(slot, row, scale))
-        self._table[slot].copy_(packed.view(self.num_slices, 4))
-        self._slots[slot] = row
-        self._note_gradients()
+            raise ValueError(f"{op}: slot must be in [0, {self.num_adapters}), got {slot}")
+        pairs = rows_of.slices_of(op, slot, adapter)
+        row = None if pairs is None else rows_of.make_row(op, slot, pairs, scale, self._layer)
+        new = rows_of.packed([row], self.num_slices)[0]
+        with self._lock:
+            rows, table = [*self._rows], self._table
+            rows[slot] = row
+            if table.is_cuda:
+                table[slot].copy_(new)  # from pageable memory: waits for the stream
+            else:
+                table = table.clone()
+                table[slot] = new
+            self._install(rows, table)
 
     @property
     def num_slices(self) -> int:
@@ -169,106 +202,66 @@ class Weights:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every A and B in use."""
-        if not hasattr(self, "_table"):
+        if not hasattr(self, "_layer"):
             return self._tensors
-        return [t for row in self._slots if row for pair in row if pair for t in pair]
+        return [t for row in self._rows if row for t in row.tensors()]
 
     def workspace_size(self, x: torch.Tensor) -> int:
         """Bytes of workspace that ``apply`` and ``shrink`` need for x [M, K]."""
         sizes = (x.is_cuda, *x.shape, x.dtype, *self._sizes)
         return max(ops.apply_bytes(*sizes), ops.shrink_bytes(*sizes))
 
-    def _checked_row(self, slot: int, row, scale) -> bytes:
-        """The table's row for one adapter, or an error that names what is wrong."""
-        if row is None:
-            return bytes(_ENTRY.size * self.num_slices)
-        if len(row) != self.num_slices:
-            raise ValueError(
-                f"lora_weights: adapter {slot} must have {self.num_slices} slices, got {len(row)}"
-            )
-        per_slice = [scale] * len(row) if isinstance(scale, int | float) else list(scale)
-        if len(per_slice) != len(row):
-            raise ValueError(
-                f"lora_weights: scales of adapter {slot} must be one number or one per slice = "
-                f"{len(row)}, got {len(per_slice)}"
-            )
-        entries = []
-        for s, (pair, factor) in enumerate(zip(row, per_slice, strict=True)):
-            if pair is None:
-                entries.append(bytes(_ENTRY.size))
-                continue
-            self._check_pair(f"lora_weights: {{}} of adapter {slot}, slice {s}", s, *pair)
-            a, b = pair
-            entries.append(_ENTRY.pack(a.data_ptr(), b.data_ptr(), a.shape[0], factor, 0))
-        return b"".join(entries)
+    def _install(self, rows: list[Row | None], table: torch.Tensor) -> None:
+        """Makes these rows the ones that calls use from now on. A call reads one of the attributes
+        that are set here, once."""
+        dtype, _, hidden, widths, max_rank = self._layer
+        known = ops.KnownTable(rows_of.mark_static(table), rows)
+        handle = lib.lora_weights(table, dtype, max_rank, hidden, *widths)
+        handle.memory = known
+        flat = (table, dtype, max_rank, hidden, list(widths))
+        self._rows, self._table = rows, table
+        given = self.tensors()
+        self.requires_grad = any(t.requires_grad for t in given)
+        self.watched = given if self.requires_grad else ()
+        self.handle = handle
+        self.apply_args = (*flat, known.factors(0, 1))
+        self.shrink_args, self.expand_args = (*flat, known.factors(0)), (*flat, known.factors(1))
 
-    def _check_pair(self, where: str, s: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        rank = a.shape[0] if a.ndim else 0
-        for name, t, shape in (("A", a, (rank, self.hidden)), ("B", b, (self.widths[s], rank))):
-            what = where.format(name)
-            if tuple(t.shape) != shape:
-                raise ValueError(f"{what} must have shape {shape}, got {tuple(t.shape)}")
-            if t.dtype != self.dtype:
-                raise TypeError(f"{what} must have dtype {self.dtype}, got {t.dtype}")
-            if t.device != self._table.device:
-                raise TypeError(f"{what} must be on {self._table.device}, got {t.device}")
-            if not t.is_contiguous():
-                raise ValueError(f"{what} must be contiguous, got strides {t.stride()}")
-            if t.data_ptr() % _ALIGNMENT:
-                raise ValueError(
-                    f"{what} must be aligned to {_ALIGNMENT} bytes (clone() it), "
-                    f"got address {t.data_ptr():#x}"
-                )
-        if not 1 <= rank <= self.max_rank:
-            raise ValueError(
-                f"{where.format('A')} must have a rank of 1 to {self.max_rank}, got {rank}"
-            )
+    def _describe(self, dtype: torch.dtype) -> None:
+        described = lib.lora_weights_describe(self.handle)
+        self.max_rank, self.num_adapters, self.hidden, *self.widths = map(int, described)
+        self.dtype = dtype
+        self._sizes = (self.num_adapters, len(self.widths), self.max_rank, dtype)
 
-    def _note_gradients(self) -> None:
-        tensors = self.tensors()
-        self.requires_grad = any(t.requires_grad for t in tensors)
-        self.watched = tensors if self.requires_grad else ()
-
-    def _take_handle(self) -> None:
-        """Weights as eager calls pass them: read and checked once. The aliases hold the memory that
-        the handle points to, even where a tensor is given other memory."""
-        self.handle = lib.lora_weights(*self._flat)
-        self._memory = [t.detach() for t in self._flat if isinstance(t, torch.Tensor)]
-
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name != "handle"}
-
-    def __setstate__(self, state: dict) -> None:
-        vars(self).update(state)
-        self._take_handle()
+    def __reduce__(self) -> tuple:
+        """Of copies and pickles: the tensors, from which weights are made again."""
+        if not hasattr(self, "_layer"):
+            a, b, ranks, scales = self.apply_args
+            given = [*a, *b, ranks, scales]
+            kept = [
+                t if t is None else rows_of.latest(t, alias)
+                for t, alias in zip(given, self.handle.memory, strict=True)
+            ]
+            return Weights.stacked, (kept[: len(a)], kept[len(a) : -2], *kept[-2:])
+        scales = [row and row.scales for row in self._rows]
+        pairs = [row and row.latest() for row in self._rows]
+        return _made_again, (pairs, scales, self._layer)
 
 
-def _slices(adapter: Adapter) -> list[Pair | None] | None:
-    """One entry per slice; a bare (A, B) is an adapter of one slice."""
-    if adapter is None:
-        return None
-    entries = list(adapter)
-    if len(entries) == 2 and all(isinstance(t, torch.Tensor) for t in entries):
-        entries = [(entries[0], entries[1])]
-    for entry in entries:
-        is_pair = isinstance(entry, list | tuple) and len(entry) == 2
-        if entry is not None and not (is_pair and all(isinstance(t, torch.Tensor) for t in entry)):
+def _made_again(pairs: list, scales: list, layer: Layer) -> Weights:
+    tensors = [t for row in pairs if row for pair in row if pair for t in pair]
+    if tensors:  # a pickle may have been loaded to another device
+        layer = layer._replace(device=tensors[0].device)
+    return Weights._of_rows("Weights", pairs, scales, layer, len(pairs))
+
+
+def _check_tensors(name: str, given: Any) -> None:
+    """One tensor per slice, in a list."""
+    if not rows_of.is_sequence(given):
+        got = type(given).__name__
+        raise TypeError(f"Weights.stacked: {name} must be a list of tensors, got {got}")
+    for s, t in enumerate(given):
+        if not isinstance(t, torch.Tensor):
             raise TypeError(
-                "lora_weights: a slice must be a pair of tensors (A, B) or None, got "
-                f"{type(entry).__name__} {'of another kind' if is_pair else ''}".rstrip()
+                f"Weights.stacked: {name}[{s}] must be a tensor, got {type(t).__name__}"
             )
-    return entries
-
-
-def _width(rows, s: int) -> int:
-    for row in rows:
-        if row is not None and s < len(row) and row[s] is not None:
-            b = row[s][1]
-            return b.shape[0] if b.ndim else 0
-    raise ValueError(
-        f"lora_weights: widths must be given, as no adapter has a pair for slice {s}, got None"
-    )
-
-
-def _as_tensor(packed: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(packed), dtype=torch.int64)
