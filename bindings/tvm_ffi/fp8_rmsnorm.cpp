@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+// FP8 RMSNorm as TVM-FFI functions. Optional tensors may be None; 8-bit floats come as what they
+// are (DLPack 1.1 has them). The stream is the framework's current one on the device of the
+// tensors, and a workspace of None is taken from the framework's allocator for the call. Packed
+// calls, in this order:
+//
+//   fp8_rmsnorm_forward   x, x_scale, weight, eps, weight_offset, residual, FORMAT, OUTPUTS, rstd,
+//                         normed, workspace
+//   fp8_rmsnorm_backward  dy, x, x_scale, weight, weight_offset, rstd, residual_grad, dx, dw,
+//                         accumulate_dw, workspace
+//   fp8_quantize          y, FORMAT, OUTPUTS, workspace
+//
+//   FORMAT   scaling, group, pow2_scale, given_scale, numerics, rng
+//   OUTPUTS  q, scale, q_t, scale_t, amax
+//
+// scaling is 0, 1, 2 for tensor, row, group; numerics 0, 1 for fast, compat; rng a tensor or None.
+// And torch_* (packed_call.h): the tensors, rng among them, in that order in a tuple, then the
+// rest.
+#include "mortar/fp8_rmsnorm.h"
+
+#include <tvm/ffi/container/array.h>
+
+#include <optional>
+
+#include "convert.h"
+#include "packed_call.h"
+
+namespace mortar::ffi {
+namespace {
+
+using tvm::ffi::Any;
+
+/// The workspace of a call by its way of handing tensors over: the given one, or `bytes` of the
+/// framework's memory until the call is done.
+template <class Source>
+class Workspace;
+
+template <>
+class Workspace<FfiObjects> {
+ public:
+  Workspace(const Tensor& given, std::int64_t bytes, Device device) : tensor_(given) {
+    if (given.defined() || bytes == 0) return;
+    const DLDevice where{device.type == DeviceType::kCUDA ? kDLCUDA : kDLCPU, device.index};
+    own_ = tvm::ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, tvm::ffi::ShapeView(&bytes, 1),
+                                          DLDataType{kDLUInt, 8, 1}, where);
+    tensor_ = to_tensor(*own_->GetDLTensorPtr());
+  }
+  operator const Tensor&() const { return tensor_; }
+
+ private:
+  Tensor tensor_;
+  std::optional<tvm::ffi::Tensor> own_;
+};
+
+template <>
+class Workspace<TorchObjects> {
+ public:
+  Workspace(const Tensor& given, std::int64_t bytes, Device device) : tensor_(given) {
+    if (given.defined() || bytes == 0) return;
+    own_.emplace(bytes, device);
+    tensor_ = own_->tensor();
+  }
+  operator const Tensor&() const { return tensor_; }
+
+ private:
+  Tensor tensor_;
+  std::optional<TorchBytes> own_;
+};
+
+/// What a query says, or nothing for arguments that the op will refuse.
+template <class Query>
+std::int64_t bytes_of(const Tensor& workspace, const Query& query) {
+  if (workspace.defined()) return 0;
+  try {
+    return query();
+  } catch (const Error&) {
+    return 0;
+  }
+}
+
+template <class Source>
+Fp8Format read_format(ArgReader<Source>& args) {
+  Fp8Format format;
+  format.scaling = static_cast<Fp8Scaling>(args.integer("scaling"));
+  format.group = args.integer("group");
+  format.pow2_scale = args.template value<bool>("pow2_scale");
+  format.given_scale = args.template value<bool>("given_scale");
+  format.numerics = static_cast<Fp8Numerics>(args.integer("numerics"));
+  format.rng = args.tensor("rng");
+  return format;
+}
+
+template <class Source>
+Fp8Quantized read_outputs(ArgReader<Source>& args) {
+  Fp8Quantized out;
+  out.q = args.tensor("q");
+  out.scale = args.tensor("scale");
+  out.q_t = args.tensor("q_t");
+  out.scale_t = args.tensor("scale_t");
+  out.amax = args.tensor("amax");
+  return out;
+}
+
+template <class Source>
+void forward(PackedArgs packed, Any*) {
+  ArgReader<Source> args(packed, "fp8_rmsnorm_forward");
+  const Tensor x = args.tensor("x"), x_scale = args.tensor("x_scale");
+  const Tensor weight = args.tensor("weight");
+  const auto eps = static_cast<float>(args.template value<double>("eps"));
+  const auto offset = static_cast<float>(args.template value<double>("weight_offset"));
+  const Tensor residual = args.tensor("residual");
+  const Fp8Format format = read_format(args);
+  const Fp8Quantized out = read_outputs(args);
+  const Tensor rstd = args.tensor("rstd"), normed = args.tensor("normed");
+  const Tensor given = args.tensor("workspace");
+  const typename Source::Call call(x.device);
+  const std::int64_t bytes =
+      bytes_of(given, [&] { return fp8_rmsnorm_forward_workspace(x, format, out); });
+  const Workspace<Source> workspace(given, bytes, x.device);
+  fp8_rmsnorm_forward(x, x_scale, weight, eps, offset, residual, format, out, rstd, normed,
+                      workspace, call.stream);
+}
+
+template <class Source>
+void backward(PackedArgs packed, Any*) {
+  ArgReader<Source> args(packed, "fp8_rmsnorm_backward");
+  const Tensor dy = args.tensor("dy"), x = args.tensor("x"), x_scale = args.tensor("x_scale");
+  const Tensor weight = args.tensor("weight");
+  const auto offset = static_cast<float>(args.template value<double>("weight_offset"));
+  const Tensor rstd = args.tensor("rstd"), residual_grad = args.tensor("residual_grad");
+  const Tensor dx = args.tensor("dx"), dw = args.tensor("dw");
+  const bool accumulate = args.template value<bool>("accumulate_dw");
+  const Tensor given = args.tensor("workspace");
+  const typename Source::Call call(x.device);
+  const std::int64_t bytes = bytes_of(given, [&] { return fp8_rmsnorm_backward_workspace(x); });
+  const Workspace<Source> workspace(given, bytes, x.device);
+  fp8_rmsnorm_backward(dy, x, x_scale, weight, offset, rstd, residual_grad, dx, dw, accumulate,
+                       workspace, call.stream);
+}
+
+template <class Source>
+void quantize(PackedArgs packed, Any*) {
+  ArgReader<Source> args(packed, "fp8_quantize");
+  const Tensor y = args.tensor("y");
+  const Fp8Format format = read_format(args);
+  const Fp8Quantized out = read_outputs(args);
+  const Tensor given = args.tensor("workspace");
+  const typename Source::Call call(y.device);
+  const std::int64_t bytes =
+      bytes_of(given, [&] { return fp8_quantize_workspace(y, format, out); });
+  const Workspace<Source> workspace(given, bytes, y.device);
+  fp8_quantize(y, format, out, workspace, call.stream);
+}
+
+/// [forward, backward] bytes.
+tvm::ffi::Array<std::int64_t> traffic(std::int64_t rows, std::int64_t hidden, std::int64_t x_bytes,
+                                      std::int64_t group, std::int64_t scale_bytes,
+                                      std::int64_t outputs, std::int64_t dy_bytes) {
+  const Fp8RmsNormTraffic t = fp8_rmsnorm_traffic(rows, hidden, x_bytes, group, scale_bytes,
+                                                  static_cast<int>(outputs), dy_bytes);
+  return {t.forward, t.backward};
+}
+
+}  // namespace
+}  // namespace mortar::ffi
+
+MORTAR_EXPORT_PACKED(fp8_rmsnorm_forward, mortar::ffi::forward<mortar::ffi::FfiObjects>);
+MORTAR_EXPORT_PACKED(fp8_rmsnorm_backward, mortar::ffi::backward<mortar::ffi::FfiObjects>);
+MORTAR_EXPORT_PACKED(fp8_quantize, mortar::ffi::quantize<mortar::ffi::FfiObjects>);
+MORTAR_EXPORT_TORCH(torch_fp8_rmsnorm_forward, forward, TorchObjects);
+MORTAR_EXPORT_TORCH(torch_fp8_rmsnorm_backward, backward, TorchObjects);
+MORTAR_EXPORT_TORCH(torch_fp8_quantize, quantize, TorchObjects);
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_rmsnorm_traffic, mortar::ffi::wrapped<mortar::ffi::traffic>)

@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+// y = z * rstd * w to q, q_t and their scales, and the same for a y that is given.
+//
+// bytes  = M N (e_x + outputs) + M N / G e_s; x is read again for the values after the scales are
+//          known, from the caches where a scale needs no other row
+// A scale of the whole tensor, or of its columns, takes a pass over all rows first; the second pass
+// goes backwards, as the last rows may still lie in the caches. All else is done in blocks of rows.
+#include <omp.h>
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "fp8_rmsnorm/cpu/passes.h"
+#include "fp8_rmsnorm/scale.h"
+
+namespace mortar::fp8_rmsnorm::cpu {
+namespace {
+
+constexpr std::int64_t kBlockRows = 64, kMostBlockRows = 128;
+
+/// float32 [padded N] of weight + offset; [M] of rstd; uint32 [chunks, padded N] of column maxima,
+/// where there are scales by columns.
+struct Workspace {
+  float *weight, *rstd;
+  std::uint32_t* columns;
+
+  static bool has_columns(const Quantize& out) {
+    return out.scaling == Fp8Scaling::kRow && out.q_t.given() && !out.given_scale;
+  }
+  static std::int64_t bytes(std::int64_t rows, std::int64_t columns, const Quantize& out) {
+    const std::int64_t matrix = has_columns(out) ? RowChunks(rows).count : 0;
+    return static_cast<std::int64_t>(sizeof(float)) *
+           ((1 + matrix) * padded(columns) + padded(rows));
+  }
+  Workspace(std::byte* p, std::int64_t m, std::int64_t n)
+      : weight(reinterpret_cast<float*>(p)),
+        rstd(weight + padded(n)),
+        columns(reinterpret_cast<std::uint32_t*>(rstd + padded(m))) {}
+};
+
+struct Scratch {
+  alignas(64) float z[kRun + kPadding], y[kRun + kPadding], t[kRun + kPadding];
+  alignas(64) float factors[kRun + kPadding];    ///< by which the columns are multiplied for q_t
+  alignas(64) float q_factors[kRun + kPadding];  ///< and for q
+  alignas(64) std::uint32_t maxima[kRun + kPadding], draws[kRun + kPadding];
+  /// Bytes of q_t before they are turned over. The pitch keeps rows out of each other's cache sets.
+  static constexpr std::int64_t kPitch = kRun + 64;
+  alignas(64) std::uint8_t tile[kMostBlockRows * kPitch];
+};
+
+class Forward {
+ public:
+  explicit Forward(const ForwardProblem& p)
+      : p_(p),
+        in_(p.input),
+        out_(p.out),
+        norm_(p.weight.given()),
+        compat_(norm_ && p.out.numerics == Fp8Numerics::kCompat),
+        divides_(p.out.numerics == Fp8Numerics::kCompat),
+        largest_(largest_value(p.out.dtype)),
+        chunks_(p.input.rows),
+        memory_(p.workspace, p.input.rows, p.input.hidden),
+        rstd_(p.rstd != nullptr ? p.rstd : memory_.rstd),
+        k_(row_kernels({.x = p.input.x.dtype,
+                        .x_scale = p.input.x_scale.dtype,
+                        .weight = p.weight.dtype,
+                        .side = p.residual.dtype,
+                        .q = p.out.dtype})) {}
+
+  void run() const {
+    if (norm_) widen_weight(k_, p_.weight, p_.weight_offset, in_.hidden, memory_.weight);
+    if (out_.needs_whole_tensor()) {
+      finish(measure());
+      emit_all<false>();
+    } else {
+      const std::uint32_t amax = emit_all<true>();
+      if (out_.amax != nullptr) *out_.amax = std::bit_cast<float>(amax);
+    }
+  }
+
+ private:
+  using Scaling = Fp8Scaling;
+
+  bool needs_amax() const {
+    if (out_.scaling == Scaling::kTensor) return !out_.given_scale || out_.amax != nullptr;
+    return out_.scaling == Scaling::kRow && out_.q.given() && !out_.given_scale;
+  }
+
+  /// The first pass where the second needs all of it. Returns the largest |y| as bits.
+  std::uint32_t measure() const {
+    std::uint32_t most = 0;
+#pragma omp parallel for schedule(static) reduction(max : most) if (chunks_.count > 1)
+    for (std::int64_t chunk = 0; chunk < chunks_.count; ++chunk) {
+      Scratch s;
+      std::uint32_t* columns = nullptr;
+      if (Workspace::has_columns(out_)) {
+        columns = memory_.columns + chunk * padded(in_.hidden);
+        std::fill_n(columns, padded(in_.hidden), 0u);
+      }
+      for (std::int64_t row = chunks_.begin(chunk); row < chunks_.end(chunk); ++row) {
+        most = std::max(most, measure_row(row, columns, s));
+      }
+    }
+    return most;
+  }
+
+  /// rstd, the scale of the row and its residual. Returns the largest |y| as bits, if it is needed.
+  std::uint32_t measure_row(std::int64_t row, std::uint32_t* columns, Scratch& s) const {
+    Maxima maxima;
+    if (norm_) {
+      Sums sums;
+      for_runs(in_.hidden, [&](std::int64_t c, std::int64_t n) {
+        load(row, c, n, /*first=*/true, s);
+        k_.sum_squares(s.z, memory_.weight + c, n, &sums, &maxima);
+      });
+      const float mean = sums.total() / static_cast<float>(in_.hidden);
+      rstd_[row] = 1.0f / std::sqrt(mean + p_.eps);
+    }
+    std::uint32_t most = maxima.total();
+    const bool by_elements = needs_amax() && (!norm_ || compat_);
+    if (by_elements || columns != nullptr) {
+      Maxima of_y;
+      for_runs(in_.hidden, [&](std::int64_t c, std::int64_t n) {
+        make_y(row, c, n, s);
+        k_.max_row(s.y, n, &of_y);
+        if (columns != nullptr) k_.max_columns(s.y, n, columns + c);
+      });
+      most = of_y.total();
+    } else if (norm_) {
+      // Rounding keeps order, so the largest |z w| times rstd is the largest |y|, to the bit.
+      most = std::bit_cast<std::uint32_t>(std::bit_cast<float>(most) * rstd_[row]) & 0x7fffffffu;
+    }
+    if (out_.scaling == Scaling::kRow && needs_amax()) {
+      out_.scale.data[row * out_.scale.row_stride] =
+          scale_of(std::bit_cast<float>(most), largest_, out_.pow2_scale);
+    }
+    return most;
+  }
+
+  /// The scales that all rows share.
+  void finish(std::uint32_t most) const {
+    const float amax = std::bit_cast<float>(most);
+    if (out_.scaling == Scaling::kTensor) {
+      *out_.scale.data =
+          divides_ ? compat_scale_of(amax, largest_) : scale_of(amax, largest_, out_.pow2_scale);
+      if (out_.amax != nullptr) *out_.amax = amax;
+    }
+    if (!Workspace::has_columns(out_)) return;
+    for (std::int64_t c = 0; c < in_.hidden; ++c) {
+      std::uint32_t of_column = 0;
+      for (std::int64_t chunk = 0; chunk < chunks_.count; ++chunk) {
+        of_column = std::max(of_column, memory_.columns[chunk * padded(in_.hidden) + c]);
+      }
+      out_.scale_t.data[c * out_.scale_t.row_stride] =
+          scale_of(std::bit_cast<float>(of_column), largest_, out_.pow2_scale);
+    }
+  }
+
+  /// The pass that writes. kMeasures: rows are measured on the way, and the largest |y| returned.
+  template <bool kMeasures>
+  std::uint32_t emit_all() const {
+    const std::int64_t size = block_rows(), blocks = ceil_div(in_.rows, size);
+    std::uint32_t most = 0;
+#pragma omp parallel reduction(max : most) if (blocks > 1)
+    {
+      Scratch s;
+#pragma omp for schedule(static)
+      for (std::int64_t i = 0; i < blocks; ++i) {
+        const std::int64_t block = kMeasures ? i : blocks - 1 - i;
+        const std::int64_t first = block * size, last = std::min(first + size, in_.rows);
+        if (kMeasures && (norm_ || needs_amax())) {
+          for (std::int64_t row = first; row < last; ++row) {
+            most = std::max(most, measure_row(row, nullptr, s));
+          }
+        }
+        emit_block(first, last, s);
+      }
+    }
+    return most;
+  }
+
+  /// Rows of a block: whole groups of q_t, few enough for all threads to have some.
+  std::int64_t block_rows() const {
+    if (!out_.q_t.given()) return 1;
+    const std::int64_t share = ceil_div<std::int64_t>(in_.rows, omp_get_max_threads());
+    const std::int64_t group = out_.scaling == Scaling::kGroup ? out_.group : 16;
+    return std::max(group, std::min(kBlockRows, round_up<std::int64_t>(share, 16)) / group * group);
+  }
+
+  void emit_block(std::int64_t first, std::int64_t last, Scratch& s) const {
+    const bool own = out_.q_t.given() && out_.scaling != Scaling::kTensor;
+    for_runs(in_.hidden, [&](std::int64_t c, std::int64_t n) {
+      for (std::int64_t row = first; row < last; ++row) {
+        const bool new_group = out_.scaling == Scaling::kGroup && row % out_.group == 0;
+        if (own && (row == first || new_group)) {
+          find_factors(row, std::min(row + out_.group, last), c, n, s);
+        }
+        emit_run(row, c, n, s, s.tile + (row - first) * Scratch::kPitch);
+      }
+      if (out_.q_t.given()) {
+        k_.transpose(s.tile, Scratch::kPitch, last - first, n,
+                     static_cast<std::uint8_t*>(element(out_.q_t, c, first)), out_.q_t.row_stride);
+      }
+    });
+  }
+
+  /// 1 / scale_t of columns [c, c + n), for the group of rows [first, last) if there are groups.
+  void find_factors(std::int64_t first, std::int64_t last, std::int64_t c, std::int64_t n,
+                    Scratch& s) const {
+    const std::int64_t group = out_.scaling == Scaling::kGroup ? first / out_.group : 0;
+    float* scale = out_.scale_t.data + group * out_.scale_t.group_stride;
+    if (out_.scaling == Scaling::kGroup && !out_.given_scale) {
+      std::fill_n(s.maxima, padded(n), 0u);
+      for (std::int64_t row = first; row < last; ++row) {
+        make_y(row, c, n, s);
+        k_.max_columns(s.y, n, s.maxima);
+      }
+      for (std::int64_t i = 0; i < n; ++i) {
+        scale[(c + i) * out_.scale_t.row_stride] =
+            scale_of(std::bit_cast<float>(s.maxima[i]), largest_, out_.pow2_scale);
+      }
+    }
+    std::fill_n(s.factors, padded(n), 0.0f);
+    for (std::int64_t i = 0; i < n; ++i) {
+      s.factors[i] = inverse_of(scale[(c + i) * out_.scale_t.row_stride]);
+    }
+  }
+
+  /// Elements [c, c + n) of a row of q and normed, and of q_t into `tile`.
+  void emit_run(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s,
+                std::uint8_t* tile) const {
+    make_y(row, c, n, s);
+    if (compat_) k_.round_bf16(n, s.y);
+    if (p_.normed.given()) k_.narrow_bf16(s.y, n, element(p_.normed, row, c));
+    const std::uint32_t* draws = nullptr;
+    if (out_.rng != nullptr) {
+      k_.draw(out_.rng, static_cast<std::uint64_t>(row * in_.hidden + c), n, s.draws);
+      draws = s.draws;
+    }
+    const bool whole = out_.scaling == Scaling::kTensor;
+    if (out_.q.given() || whole) {
+      scale_run(row, c, n, s);
+      void* q = out_.q.given() ? element(out_.q, row, c) : nullptr;
+      if (whole && out_.q_t.given()) {
+        k_.narrow_q(s.t, draws, n, tile);
+        if (q != nullptr) std::memcpy(q, tile, static_cast<std::size_t>(n));
+      } else {
+        k_.narrow_q(s.t, draws, n, q);
+      }
+    }
+    if (out_.q_t.given() && !whole) {
+      k_.multiply_each(s.y, s.factors, n, s.t);
+      k_.narrow_q(s.t, draws, n, tile);
+    }
+  }
+
+  /// t = y / scale for q, with scales of groups made on the way.
+  void scale_run(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s) const {
+    const Scales& scale = out_.scale;
+    float* of_row = scale.data + row * scale.row_stride;
+    if (divides_) return k_.divide(s.y, *of_row, n, s.t);
+    if (out_.scaling != Scaling::kGroup) return k_.multiply(s.y, inverse_of(*of_row), n, s.t);
+    const std::int64_t group = out_.group;
+    if (!out_.given_scale) k_.max_groups(s.y, out_.group, n, s.t);  // t: one maximum a group
+    for (std::int64_t i = 0; i * group < n; ++i) {
+      float& of_group = of_row[(c / group + i) * scale.group_stride];
+      if (!out_.given_scale) of_group = scale_of(s.t[i], largest_, out_.pow2_scale);
+      std::fill_n(s.q_factors + i * group, std::min(group, padded(n) - i * group),
+                  inverse_of(of_group));
+    }
+    k_.multiply_each(s.y, s.q_factors, n, s.t);
+  }
+
+  /// y of a run, before any rounding of compat.
+  void make_y(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s) const {
+    if (!norm_) return k_.widen_x(element(in_.x, row, c), nullptr, 0, n, s.y);
+    load(row, c, n, /*first=*/false, s);
+    const auto normalise = compat_ ? k_.normalise_compat : k_.normalise;
+    normalise(s.z, memory_.weight + c, rstd_[row], n, s.y);
+  }
+
+  /// z of a run. The first time the residual is added to and written; then it is what is read.
+  void load(std::int64_t row, std::int64_t c, std::int64_t n, bool first, Scratch& s) const {
+    void* residual = p_.residual.given() ? element(p_.residual, row, c) : nullptr;
+    if (residual == nullptr || first) {
+      k_.widen_x(element(in_.x, row, c), scale_at(in_, row, c), in_.x_group, n, s.z);
+    }
+    if (residual == nullptr) return;
+    if (first) {
+      k_.widen_side(residual, n, s.y);
+      k_.add(s.y, n, s.z);
+      k_.narrow_side(s.z, n, residual);
+    }
+    k_.widen_side(residual, n, s.z);
+  }
+
+  const ForwardProblem& p_;
+  const Input& in_;
+  const Quantize& out_;
+  bool norm_;     ///< else y is x
+  bool compat_;   ///< y by COAT's chain
+  bool divides_;  ///< q = y / scale, and COAT's rounding of the scale
+  float largest_;
+  RowChunks chunks_;
+  Workspace memory_;
+  float* rstd_;
+  RowKernels k_;
+};
+
+}  // namespace
+
+void forward(const ForwardProblem& p, Stream) { Forward(p).run(); }
+
+void quantize(const QuantizeProblem& p, Stream) {
+  ForwardProblem whole;
+  whole.input = p.input;
+  whole.out = p.out;
+  whole.workspace = p.workspace;
+  Forward(whole).run();
+}
+
+std::int64_t forward_workspace(const ForwardProblem& p, Device) {
+  return Workspace::bytes(p.input.rows, p.input.hidden, p.out);
+}
+
+std::int64_t quantize_workspace(const QuantizeProblem& p, Device) {
+  return Workspace::bytes(p.input.rows, p.input.hidden, p.out);
+}
+
+}  // namespace mortar::fp8_rmsnorm::cpu

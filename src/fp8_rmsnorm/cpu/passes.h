@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the two passes of the CPU backend share: how rows are split up, where the workspace's pieces
+// lie, and the addresses of elements.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "fp8_rmsnorm/cpu/row_kernels.h"
+#include "fp8_rmsnorm/problem.h"
+
+namespace mortar::fp8_rmsnorm::cpu {
+
+/// Rows in at most 64 chunks of whole blocks of 16, by their number alone. dw is summed row by row
+/// within a block, block by block within a chunk, chunk by chunk at the end: a fixed tree, whatever
+/// the number of threads.
+struct RowChunks {
+  static constexpr std::int64_t kBlock = 16, kMost = 64;
+  std::int64_t rows, size, count;
+
+  explicit RowChunks(std::int64_t rows_)
+      : rows(rows_),
+        size(kBlock * std::max<std::int64_t>(1, ceil_div(rows_, kBlock * kMost))),
+        count(ceil_div(rows_, size)) {}
+
+  std::int64_t begin(std::int64_t chunk) const { return chunk * size; }
+  std::int64_t end(std::int64_t chunk) const { return std::min(rows, (chunk + 1) * size); }
+};
+
+/// Elements of a float32 row of scratch in the workspace.
+inline std::int64_t padded(std::int64_t n) { return round_up<std::int64_t>(n, kPadding); }
+
+inline void* element(const Rows& r, std::int64_t row, std::int64_t column) {
+  return static_cast<std::byte*>(r.data) + (row * r.row_stride + column) * dtype_size(r.dtype);
+}
+
+/// The scale of the first group of columns [column, ...) of a row of x; null without scales.
+inline const void* scale_at(const Input& in, std::int64_t row, std::int64_t column) {
+  return in.x_group > 0 ? element(in.x_scale, row, column / in.x_group) : nullptr;
+}
+
+/// Runs body(column, n) for the runs of a row.
+template <class Body>
+void for_runs(std::int64_t columns, const Body& body) {
+  for (std::int64_t c = 0; c < columns; c += kRun) body(c, std::min(kRun, columns - c));
+}
+
+/// weight + offset of all columns into float32 scratch.
+inline void widen_weight(const RowKernels& k, const Rows& weight, float offset,
+                         std::int64_t columns, float* w) {
+  for_runs(columns, [&](std::int64_t c, std::int64_t n) {
+    k.widen_weight(element(weight, 0, c), n, w + c);
+    if (offset != 0.0f) k.add_constant(offset, n, w + c);
+  });
+}
+
+void forward(const ForwardProblem& p, Stream);
+void backward(const BackwardProblem& p, Stream);
+void quantize(const QuantizeProblem& p, Stream);
+std::int64_t forward_workspace(const ForwardProblem& p, Device);
+std::int64_t backward_workspace(const BackwardProblem& p, Device);
+std::int64_t quantize_workspace(const QuantizeProblem& p, Device);
+
+}  // namespace mortar::fp8_rmsnorm::cpu
