@@ -99,11 +99,15 @@ struct PairExpand {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   }
-  static MORTAR_INLINE void update(const Vec (&sum)[kTileVecs], bool add, BFloat16* y) {
+  static MORTAR_INLINE void update(const Vec (&sum)[kTileVecs], float scale, bool add,
+                                   BFloat16* y) {
+    const Vec factor = _mm512_set1_ps(scale);
+    const auto scaled = [&](Vec v, const BFloat16* at) __attribute__((always_inline)) {
+      return add ? _mm512_fmadd_ps(v, factor, widen(at)) : _mm512_mul_ps(v, factor);
+    };
     MORTAR_UNROLL
     for (int v = 0; v < kTileVecs; v += 2, y += 2 * kLanes) {
-      const Vec low = add ? _mm512_add_ps(widen(y), sum[v]) : sum[v];
-      const Vec high = add ? _mm512_add_ps(widen(y + kLanes), sum[v + 1]) : sum[v + 1];
+      const Vec low = scaled(sum[v], y), high = scaled(sum[v + 1], y + kLanes);
       _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(high, low));
     }
   }

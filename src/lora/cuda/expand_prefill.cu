@@ -226,7 +226,7 @@ struct Worker {
       for (int half = 0; half < 2; ++half) {
         const uint4 out =
             add_products<T>(*reinterpret_cast<const uint4*>(from + half * 8 * kCols * 2), acc[g],
-                            half, p.add_inputs);
+                            half, t.scale, p.add_inputs);
         const std::int64_t offset = t.y[row + 8 * half];
         if (offset < 0 || left <= 0) continue;
         char* to = static_cast<char*>(p.y.data) + offset + at * 16;

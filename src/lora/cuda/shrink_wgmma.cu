@@ -316,7 +316,7 @@ void launch_traits(const ShrinkParams& p, int num_rows, bool cluster, Stream str
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(ceil_div(num_rows, Tr::kRows)),
                 static_cast<unsigned>(cluster ? 2 : p.h.num_slabs),
-                p.zero_rows != nullptr ? shrink_depth(p) : static_cast<unsigned>(runs));
+                p.zero_rows.data != nullptr ? shrink_depth(p) : static_cast<unsigned>(runs));
   l.cluster_y = cluster ? 2 : 1;
   l.threads = Tr::kThreads;
   l.smem = kSmem<Tr>;
