@@ -16,6 +16,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/cpu_target.h"
 #include "core/float16.h"
 #include "core/int_math.h"
 
@@ -125,10 +126,7 @@ struct PairExpand {
 namespace mortar::lora::cpu {
 
 std::unique_ptr<Kernels> avx512_bf16_kernels(const Kernels& base) {
-  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
-    return nullptr;
-  }
+  if (!has_avx512_bf16()) return nullptr;
   auto table = std::make_unique<Kernels>(base);
   table->level = "AVX512-BF16";
   table->shrink[1][1] = avx512_bf16::shrink<avx512_bf16::PairShrink>;
