@@ -11,9 +11,10 @@ find_library(PCRE2_LIBRARY NAMES libpcre2-8.a pcre2-8 REQUIRED)
 
 set(patterns src/core/*.cpp)
 foreach(family IN LISTS MORTAR_FAMILIES)
-  list(APPEND patterns src/${family}/*.cpp src/${family}/cpu/*.cpp)
+  list(APPEND patterns src/${family}/*.cpp src/${family}/cpu/*.cpp
+    src/${family}/train/*.cpp src/${family}/train/cpu/*.cpp)
   if(MORTAR_HAS_CUDA)
-    list(APPEND patterns src/${family}/cuda/*.cu)
+    list(APPEND patterns src/${family}/cuda/*.cu src/${family}/train/cuda/*.cu)
   endif()
 endforeach()
 file(GLOB sources CONFIGURE_DEPENDS ${patterns})

@@ -20,8 +20,7 @@
 
 #include <tvm/ffi/container/array.h>
 
-#include <optional>
-
+#include "call_workspace.h"
 #include "convert.h"
 #include "packed_call.h"
 
@@ -29,54 +28,6 @@ namespace mortar::ffi {
 namespace {
 
 using tvm::ffi::Any;
-
-/// The workspace of a call by its way of handing tensors over: the given one, or `bytes` of the
-/// framework's memory until the call is done.
-template <class Source>
-class Workspace;
-
-template <>
-class Workspace<FfiObjects> {
- public:
-  Workspace(const Tensor& given, std::int64_t bytes, Device device) : tensor_(given) {
-    if (given.defined() || bytes == 0) return;
-    const DLDevice where{device.type == DeviceType::kCUDA ? kDLCUDA : kDLCPU, device.index};
-    own_ = tvm::ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, tvm::ffi::ShapeView(&bytes, 1),
-                                          DLDataType{kDLUInt, 8, 1}, where);
-    tensor_ = to_tensor(*own_->GetDLTensorPtr());
-  }
-  operator const Tensor&() const { return tensor_; }
-
- private:
-  Tensor tensor_;
-  std::optional<tvm::ffi::Tensor> own_;
-};
-
-template <>
-class Workspace<TorchObjects> {
- public:
-  Workspace(const Tensor& given, std::int64_t bytes, Device device) : tensor_(given) {
-    if (given.defined() || bytes == 0) return;
-    own_.emplace(bytes, device);
-    tensor_ = own_->tensor();
-  }
-  operator const Tensor&() const { return tensor_; }
-
- private:
-  Tensor tensor_;
-  std::optional<TorchBytes> own_;
-};
-
-/// What a query says, or nothing for arguments that the op will refuse.
-template <class Query>
-std::int64_t bytes_of(const Tensor& workspace, const Query& query) {
-  if (workspace.defined()) return 0;
-  try {
-    return query();
-  } catch (const Error&) {
-    return 0;
-  }
-}
 
 template <class Source>
 Fp8Format read_format(ArgReader<Source>& args) {

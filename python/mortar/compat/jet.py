@@ -20,8 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .._dynamic_conv_ops import step_into
-from ..dynamic_conv import dynamic_conv
+from ..dynamic_conv import dynamic_conv, step_into
 from ..nn import DynamicShortConvolution
 
 __all__ = [

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lora/train/cpu/operands.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace mortar::lora::train::cpu {
+namespace {
+
+/// to[i] = from[i * stride], elements of `size` bytes.
+void gather(const char* from, std::int64_t stride, std::int64_t count, std::int64_t size,
+            char* to) {
+  if (stride == 1) {
+    std::memcpy(to, from, count * size);
+  } else if (size == 4) {
+    for (std::int64_t i = 0; i < count; ++i) std::memcpy(to + 4 * i, from + 4 * i * stride, 4);
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) std::memcpy(to + 2 * i, from + 2 * i * stride, 2);
+  }
+}
+
+/// Elements of 2 or 4 bytes, (rows, columns) from any strides to any strides.
+template <class T>
+void copy_elements(const T* from, std::int64_t from_row, std::int64_t from_col, std::int64_t rows,
+                   std::int64_t columns, T* to, std::int64_t to_row, std::int64_t to_col) {
+  // Blocks of 64 rows, so that neither side leaves the cache.
+  for (std::int64_t r0 = 0; r0 < rows; r0 += 64) {
+    for (std::int64_t c0 = 0; c0 < columns; c0 += 64) {
+      const std::int64_t r1 = std::min(r0 + 64, rows), c1 = std::min(c0 + 64, columns);
+      for (std::int64_t r = r0; r < r1; ++r) {
+        for (std::int64_t c = c0; c < c1; ++c) {
+          to[r * to_row + c * to_col] = from[r * from_row + c * from_col];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void copy_columns(const Matrix& m, std::int64_t rows, Columns columns, std::int64_t width,
+                  char* to) {
+  const auto copy = [&]<class T>(T) {
+    copy_elements(static_cast<const T*>(m.data) + columns.first * m.col_stride, m.row_stride,
+                  m.col_stride, rows, columns.count, reinterpret_cast<T*>(to) + columns.first,
+                  width, std::int64_t{1});
+  };
+  m.dtype == DType::kFloat32 ? copy(std::uint32_t()) : copy(std::uint16_t());
+}
+
+Packed::Packed(std::uint32_t* to, std::int64_t rank, DType dtype)
+    : words(to),
+      units(ceil_div<std::int64_t>(rank * dtype_size(dtype), 4)),
+      panel_stride(units * lora::cpu::kPackColumns) {}
+
+std::int64_t Packed::bytes(std::int64_t columns, std::int64_t rank, DType dtype) {
+  return ceil_div(columns, lora::cpu::kPackColumns) * Packed(nullptr, rank, dtype).panel_stride * 4;
+}
+
+void Packed::clear(Columns columns) const {
+  const std::int64_t first = columns.first / lora::cpu::kPackColumns;
+  const std::int64_t last = ceil_div(columns.first + columns.count, lora::cpu::kPackColumns);
+  std::fill(words + first * panel_stride, words + last * panel_stride, 0u);
+}
+
+void Packed::put(const Matrix& m, Columns columns, std::int64_t first_rank,
+                 std::int64_t rank) const {
+  constexpr std::int64_t kPanel = lora::cpu::kPackColumns;
+  const auto put_panel = [&]<class T>(T, std::int64_t first, std::int64_t count) {
+    constexpr std::int64_t kPerWord = 4 / sizeof(T);  // elements of a word
+    T* panel = reinterpret_cast<T*>(words + first / kPanel * panel_stride);
+    const T* from = static_cast<const T*>(m.data) + first * m.row_stride;
+    for (std::int64_t r = 0; r < rank; ++r) {
+      const std::int64_t at = first_rank + r;
+      T* to = panel + at / kPerWord * kPanel * kPerWord + at % kPerWord;
+      copy_elements(from + r * m.col_stride, m.row_stride, 1, count, 1, to, kPerWord, 1);
+    }
+  };
+  for (std::int64_t c = columns.first; c < columns.first + columns.count; c += kPanel) {
+    const std::int64_t count = std::min(kPanel, columns.first + columns.count - c);
+    m.dtype == DType::kFloat32 ? put_panel(std::uint32_t(), c, count)
+                               : put_panel(std::uint16_t(), c, count);
+  }
+}
+
+void Mask::apply(std::int64_t row, std::int64_t begin, std::int64_t count, DType dtype,
+                 void* values) const {
+  if (threshold == 0) return;
+  const std::int64_t size = dtype_size(dtype);
+  char* to = static_cast<char*>(values);
+  if (threshold >= kDropAll) {
+    std::memset(to, 0, count * size);
+    return;
+  }
+  const std::uint64_t index = static_cast<std::uint64_t>(row) * columns + first + begin;
+  for (std::int64_t i = 0; i < count;) {
+    const std::uint64_t group = (index + i) / kMaskGroup;
+    const int from = static_cast<int>((index + i) % kMaskGroup);
+    const auto n = static_cast<int>(std::min<std::int64_t>(kMaskGroup - from, count - i));
+    const std::uint32_t keep = keep_bits(seed, offset, group, threshold) >> from;
+    if (size == 4) {
+      auto* word = reinterpret_cast<std::uint32_t*>(to) + i;
+      for (int j = 0; j < n; ++j) word[j] &= 0u - (keep >> j & 1u);
+    } else {
+      auto* word = reinterpret_cast<std::uint16_t*>(to) + i;
+      for (int j = 0; j < n; ++j) word[j] &= static_cast<std::uint16_t>(0u - (keep >> j & 1u));
+    }
+    i += n;
+  }
+}
+
+const void* WideRows::row(std::int64_t index, void* copy) const {
+  const std::int64_t size = dtype_size(matrix->dtype);
+  const char* from = static_cast<const char*>(matrix->data) + index * matrix->row_stride * size;
+  if (!copies()) return from;
+  gather(from, matrix->col_stride, width, size, static_cast<char*>(copy));
+  mask.apply(index, 0, width, matrix->dtype, copy);
+  return copy;
+}
+
+}  // namespace mortar::lora::train::cpu

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lora/train/cpu/passes.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/dtype_visitor.h"
+
+namespace mortar::lora::train::cpu {
+
+using lora::cpu::ExpandBlock;
+using lora::cpu::float_index;
+using lora::cpu::kernels;
+using lora::cpu::kMaxShrinkRanks;
+using lora::cpu::kPackColumns;
+using lora::cpu::ShrinkBlock;
+
+namespace {
+
+constexpr std::int64_t kFloatBytes = sizeof(float);
+
+/// `count` elements from element `begin` of a row, in float32.
+void load_row(const Matrix& m, std::int64_t row, std::int64_t begin, std::int64_t count,
+              float* to) {
+  const std::int64_t at = row * m.row_stride + begin * m.col_stride;
+  if (m.col_stride == 1 || count == 1) {
+    const char* from = static_cast<const char*>(m.data) + at * dtype_size(m.dtype);
+    if (m.dtype == DType::kFloat32) {
+      std::memcpy(to, from, count * kFloatBytes);
+    } else {
+      kernels().convert(from, m.dtype, 1.0f, count, to, DType::kFloat32);
+    }
+    return;
+  }
+  visit_dtype<FloatDTypes>(m.dtype, "lora_train", [&](auto tag) {
+    const auto* from = static_cast<const typename decltype(tag)::type*>(m.data) + at;
+    for (std::int64_t i = 0; i < count; ++i) to[i] = to_float(from[i * m.col_stride]);
+  });
+}
+
+void store_row(const Matrix& m, std::int64_t row, std::int64_t begin, std::int64_t count,
+               const float* from) {
+  const std::int64_t at = row * m.row_stride + begin * m.col_stride;
+  if (m.col_stride == 1 || count == 1) {
+    kernels().convert(from, DType::kFloat32, 1.0f, count,
+                      static_cast<char*>(m.data) + at * dtype_size(m.dtype), m.dtype);
+    return;
+  }
+  visit_dtype<FloatDTypes>(m.dtype, "lora_train", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    T* to = static_cast<T*>(m.data) + at;
+    for (std::int64_t i = 0; i < count; ++i) to[i * m.col_stride] = from_float<T>(from[i]);
+  });
+}
+
+}  // namespace
+
+Scratch::Scratch(Arena* arena, std::int64_t width, std::int64_t hidden_width) {
+  const std::int64_t entry_columns = round_up<std::int64_t>(hidden_width, 8);
+  rows = static_cast<char*>(arena->take(kCopyRows * width * kFloatBytes));
+  panel = static_cast<float*>(arena->take(kStepRows * kPackColumns * kFloatBytes));
+  tile = static_cast<float*>(arena->take(kStepRows * kTileColumns * kFloatBytes));
+  entries = static_cast<float*>(arena->take(kStepRows * entry_columns * kFloatBytes));
+  h = static_cast<char*>(arena->take(kStepRows * hidden_width * kFloatBytes));
+  ds = static_cast<char*>(arena->take(kStepRows * hidden_width * kFloatBytes));
+}
+
+void shrink_rows(const WideRows& wide, const StepRows& rows, const Matrix& a, std::int64_t rank,
+                 float factor, const NarrowRows& to, std::int64_t first_column, DType dtype,
+                 Scratch* scratch) {
+  float sums[kStepRows * kMaxShrinkRanks];
+  const void* pointers[kStepRows];
+  const std::int64_t size = dtype_size(dtype);
+  const std::int64_t row_bytes = wide.width * dtype_size(wide.matrix->dtype);
+  const std::int64_t most = wide.copies() ? kCopyRows : kStepRows;
+  for (std::int64_t begin = 0; begin < rows.count; begin += most) {
+    ShrinkBlock block;
+    block.num_tokens = std::min(most, rows.count - begin);
+    for (std::int64_t i = 0; i < block.num_tokens; ++i) {
+      pointers[i] = wide.row(rows.row(begin + i), scratch->rows + i * row_bytes);
+    }
+    block.x_rows = pointers;
+    block.a_row_stride = a.row_stride;
+    block.hidden = wide.width;
+    block.out = sums;
+    block.out_stride = kMaxShrinkRanks;
+    for (std::int64_t r = 0; r < rank; r += kMaxShrinkRanks) {
+      block.a = static_cast<const char*>(a.data) + r * a.row_stride * size;
+      block.num_ranks = std::min(kMaxShrinkRanks, rank - r);
+      kernels().shrink[float_index(wide.matrix->dtype)][float_index(dtype)](block);
+      for (std::int64_t i = 0; i < block.num_tokens; ++i) {
+        kernels().convert(sums + i * kMaxShrinkRanks, DType::kFloat32, factor, block.num_ranks,
+                          to.at(rows, begin + i) + (first_column + r) * size, dtype);
+      }
+    }
+  }
+}
+
+void expand_rows(const OutRows& out, const StepRows& rows, const Packed& b, std::int64_t stride,
+                 DType weight, Scratch* scratch) {
+  void* pointers[kStepRows];
+  const bool in_place = out.in_place();
+  const std::int64_t size = dtype_size(out.out.dtype);
+  const std::int64_t step = in_place ? std::max<std::int64_t>(out.width, 1) : kTileColumns;
+  static_assert(kTileColumns % kPackColumns == 0, "a tile is whole panels");
+  ExpandBlock block;
+  block.h = scratch->entries;
+  block.h_stride = stride;
+  block.num_tokens = block.num_rows = rows.count;
+  block.panel_stride = b.panel_stride;
+  block.units = b.units;
+  block.y_rows = pointers;
+  block.add = in_place && out.base.data != nullptr;
+  const DType dtype = in_place ? out.out.dtype : DType::kFloat32;
+  for (std::int64_t c = 0; c < out.width; c += step) {
+    block.num_columns = std::min(step, out.width - c);
+    block.b = b.words + c / kPackColumns * b.panel_stride;
+    for (std::int64_t i = 0; i < rows.count; ++i) {
+      pointers[i] = in_place
+                        ? static_cast<char*>(out.out.data) + rows.row(i) * out.out.row_stride * size
+                        : reinterpret_cast<char*>(scratch->tile + i * kTileColumns);
+    }
+    kernels().expand[float_index(weight)][float_index(dtype)](block);
+    for (std::int64_t i = 0; !in_place && i < rows.count; ++i) {
+      float base[kTileColumns];
+      float* sum = scratch->tile + i * kTileColumns;
+      out.mask.apply(rows.row(i), c, block.num_columns, DType::kFloat32, sum);
+      if (out.base.data != nullptr) {
+        load_row(out.base, rows.row(i), c, block.num_columns, base);
+        for (std::int64_t j = 0; j < block.num_columns; ++j) sum[j] += base[j];
+      }
+      store_row(out.out, rows.row(i), c, block.num_columns, sum);
+    }
+  }
+}
+
+void copy_rows(const OutRows& out, const StepRows& rows, Scratch* scratch) {
+  if (out.base.data == out.out.data && out.base.data != nullptr) return;
+  for (std::int64_t i = 0; i < rows.count; ++i) {
+    for (std::int64_t c = 0; c < out.width; c += kTileColumns) {
+      const std::int64_t count = std::min(kTileColumns, out.width - c);
+      if (out.base.data == nullptr) {
+        std::fill_n(scratch->tile, count, 0.0f);
+      } else {
+        load_row(out.base, rows.row(i), c, count, scratch->tile);
+      }
+      store_row(out.out, rows.row(i), c, count, scratch->tile);
+    }
+  }
+}
+
+void outer_rows(const WideRows& wide, const StepRows& rows, std::int64_t rank, bool add,
+                float* sums, Scratch* scratch) {
+  void* pointers[8 * kLoraMaxRank];
+  ExpandBlock block;
+  block.h = scratch->entries;
+  block.h_stride = kStepRows;
+  block.num_tokens = block.num_rows = rank;
+  block.b = reinterpret_cast<const std::uint32_t*>(scratch->panel);
+  block.units = rows.count;
+  block.y_rows = pointers;
+  block.add = add;
+  for (std::int64_t c = 0; c < wide.width; c += kPackColumns) {
+    block.num_columns = std::min(kPackColumns, wide.width - c);
+    for (std::int64_t i = 0; i < rows.count; ++i) {
+      float* to = scratch->panel + i * kPackColumns;
+      load_row(*wide.matrix, rows.row(i), c, block.num_columns, to);
+      wide.mask.apply(rows.row(i), c, block.num_columns, DType::kFloat32, to);
+      std::fill(to + block.num_columns, to + kPackColumns, 0.0f);
+    }
+    for (std::int64_t r = 0; r < rank; ++r) pointers[r] = sums + r * wide.width + c;
+    kernels().expand[float_index(DType::kFloat32)][float_index(DType::kFloat32)](block);
+  }
+}
+
+}  // namespace mortar::lora::train::cpu

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// The three products of LoRA training on up to kStepRows rows, made of serving's block kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "lora/train/cpu/config.h"
+#include "lora/train/cpu/operands.h"
+
+namespace mortar::lora::train::cpu {
+
+/// One thread's buffers.
+struct Scratch {
+  Scratch() = default;
+  /// Takes them from an arena: for rows of up to `width` columns and `hidden_width` columns of h.
+  Scratch(Arena* arena, std::int64_t width, std::int64_t hidden_width);
+
+  char* rows = nullptr;      ///< [kCopyRows, width]
+  float* panel = nullptr;    ///< [kStepRows, kPackColumns]
+  float* tile = nullptr;     ///< [kStepRows, kTileColumns]
+  float* entries = nullptr;  ///< [kStepRows, hidden_width] or [hidden_width, kStepRows]
+  char* h = nullptr;         ///< [kStepRows, hidden_width], of the dtype of the weights
+  char* ds = nullptr;
+};
+
+/// Rows of the step: row(i) is the i-th row's index in the batch.
+struct StepRows {
+  const std::int32_t* sorted = nullptr;  ///< null: rows lie one after the other
+  std::int64_t first = 0, count = 0;
+  std::int64_t row(std::int64_t i) const {
+    return sorted == nullptr ? first + i : sorted[first + i];
+  }
+};
+
+/// Rows of h or ds: those of the batch, or of the step.
+struct NarrowRows {
+  char* data = nullptr;
+  std::int64_t stride = 0;  ///< bytes from one row to the next
+  bool by_step = false;
+  char* at(const StepRows& rows, std::int64_t i) const {
+    return data + (by_step ? i : rows.row(i)) * stride;
+  }
+};
+
+/// to[m, first_column + r] = factor * sum_c wide[m, c] a[r, c], rounded to `dtype`.
+void shrink_rows(const WideRows& wide, const StepRows& rows, const Matrix& a, std::int64_t rank,
+                 float factor, const NarrowRows& to, std::int64_t first_column, DType dtype,
+                 Scratch* scratch);
+
+/// Where an expand writes.
+struct OutRows {
+  Matrix out;
+  Matrix base;  ///< null: nothing is added
+  std::int64_t width = 0;
+  Mask mask;
+  bool in_place() const {
+    const bool same =
+        base.data == nullptr || (base.data == out.data && base.row_stride == out.row_stride);
+    return mask.threshold == 0 && (out.col_stride == 1 || width == 1) && same;
+  }
+};
+
+/// out[m, c] = base[m, c] + mask * sum_r h[m, r] b[c, r] with h in `scratch->entries` (float32,
+/// `stride` apart) and b packed.
+void expand_rows(const OutRows& out, const StepRows& rows, const Packed& b, std::int64_t stride,
+                 DType weight, Scratch* scratch);
+
+/// out = base for rows without an adapter.
+void copy_rows(const OutRows& out, const StepRows& rows, Scratch* scratch);
+
+/// sums[r, c] (+)= sum over rows of s[r, row] wide[row, c], with s in `scratch->entries` (float32,
+/// [rank, kStepRows]); rows of sums are `width` apart.
+void outer_rows(const WideRows& wide, const StepRows& rows, std::int64_t rank, bool add,
+                float* sums, Scratch* scratch);
+
+}  // namespace mortar::lora::train::cpu

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lora/train/cpu/row_chunks.h"
+
+#include "lora/cpu/groups.h"
+#include "lora/train/cpu/config.h"
+
+namespace mortar::lora::train::cpu {
+
+void RowChunks::cut(std::int64_t adapter, std::int64_t start, std::int64_t count, std::int64_t size,
+                    std::vector<Chunk>* to) {
+  for (std::int64_t at = 0; at < count; at += size) {
+    to->push_back({adapter, start + at, std::min(size, count - at)});
+  }
+}
+
+RowChunks::RowChunks(const Problem& p) {
+  const std::int64_t size = chunk_rows(p.num_rows);
+  if (p.rows.plan != nullptr) {
+    const PlanLayout layout = PlanLayout::make(p.num_rows, p.num_adapters);
+    GroupsView view;
+    view.plan = p.rows.plan;
+    view.sorted = p.rows.plan + layout.sorted;
+    const lora::cpu::GroupList groups(view, p.num_rows, p.num_adapters);
+    sorted_ = view.sorted;
+    std::int64_t active = 0;
+    for (std::int64_t g = 0; g < groups.size(); ++g) {
+      const lora::cpu::Group group = groups.get(g);
+      cut(group.adapter, group.start, group.count, size, &chunks_);
+      active += group.count;
+    }
+    cut(-1, active, p.num_rows - active, size, &base_);
+    return;
+  }
+  if (p.rows.offsets == nullptr) {
+    cut(0, 0, p.num_rows, size, &chunks_);
+    return;
+  }
+  for (std::int64_t l = 0; l < p.num_adapters; ++l) {
+    const std::int64_t start = p.rows.offsets[l];
+    cut(l, start, p.rows.offsets[l + 1] - start, size, &chunks_);
+  }
+}
+
+std::int64_t most_chunks(const Problem& p) {
+  return ceil_div(p.num_rows, chunk_rows(p.num_rows)) +
+         (p.num_adapters > 1 ? std::min(p.num_adapters, p.num_rows) : 0);
+}
+
+}  // namespace mortar::lora::train::cpu
