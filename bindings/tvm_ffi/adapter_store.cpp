@@ -48,8 +48,8 @@ class AdapterRef : public ObjectRef {
 
 StoreRef new_store() { return StoreRef(tvm::ffi::make_object<StoreObj>()); }
 
-std::int64_t open(const StoreRef& store, const String& name, const String& folder) {
-  return store->store.open(name, folder);
+std::int64_t open(const StoreRef& store, const String& name, const String& folder, bool mapped) {
+  return store->store.open(name, folder, mapped ? AdapterMemory::kMapped : AdapterMemory::kCopied);
 }
 void close(const StoreRef& store, const String& name) { store->store.close(name); }
 std::int64_t id(const StoreRef& store, const String& name) { return store->store.id(name); }
@@ -83,7 +83,7 @@ Description describe(const AdapterRef& ref) {
                      scales);
 }
 
-/// Lends mapped bytes to a tensor and keeps the mapping alive as long as the tensor.
+/// Lends an adapter's bytes to a tensor and keeps the adapter alive as long as the tensor.
 struct Lend {
   std::shared_ptr<const Adapter> owner;
   void* data;

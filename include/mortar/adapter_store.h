@@ -13,8 +13,20 @@
 
 namespace mortar {
 
-/// A and B of one target module of one adapter: y += scale * (x A^T) B^T. Views into the mapped
-/// file, dense and aligned to their elements.
+/// Where the weights of an adapter lie.
+enum class AdapterMemory {
+  /// In memory of this process, read when the adapter is opened. What happens to the file later
+  /// does not matter.
+  kCopied,
+  /// In the file, mapped into memory: opened in no time, read when they are touched, shared by all
+  /// processes that map the file. A file that is cut short while it is mapped ends the process
+  /// (SIGBUS) when the lost part is touched, and one that is written to changes the weights:
+  /// choose this only for files that are replaced by renaming and never changed.
+  kMapped,
+};
+
+/// A and B of one target module of one adapter: y += scale * (x A^T) B^T. Views into the adapter's
+/// memory, dense and aligned to their elements.
 struct AdapterModule {
   std::string name;  ///< as in the base model: "model.layers.0.self_attn.q_proj"
   int rank = 0;      ///< 1 .. kLoraMaxRank
@@ -23,10 +35,8 @@ struct AdapterModule {
   Tensor b;          ///< [N, rank], the dtype of a
 };
 
-/// One adapter folder, mapped into memory and fully checked.
-///
-/// The mapping is private: writing through a view changes neither the file nor another process.
-/// Do not truncate the file while an adapter is in use; replace it by renaming.
+/// One adapter folder, fully checked. Writing through a view changes neither the file nor another
+/// process.
 struct Adapter {
   std::string name;
   std::string path;
@@ -34,8 +44,8 @@ struct Adapter {
   /// The base model stores its weights as [K, N] (GPT-2's Conv1D). It says nothing about a and b:
   /// PEFT transposes B A only to merge it into such a weight.
   bool fan_in_fan_out = false;
-  std::vector<AdapterModule> modules;   ///< sorted by name, at least one
-  std::shared_ptr<const void> mapping;  ///< keeps the views alive
+  std::vector<AdapterModule> modules;  ///< sorted by name, at least one
+  std::shared_ptr<const void> memory;  ///< keeps the views alive
 
   /// The module of that name, null if this adapter leaves it alone.
   const AdapterModule* find(std::string_view module) const {
@@ -46,8 +56,7 @@ struct Adapter {
   }
 };
 
-/// Registered adapters by name and id. Opening reads and checks headers only; the bytes of the
-/// weights stay in the file until they are used. Safe to use from several threads.
+/// Registered adapters by name and id. Safe to use from several threads.
 class AdapterStore {
  public:
   AdapterStore();
@@ -55,13 +64,15 @@ class AdapterStore {
   AdapterStore(AdapterStore&&) noexcept;
   AdapterStore& operator=(AdapterStore&&) noexcept;
 
-  /// Opens a PEFT adapter folder under a new name and returns its id (0, 1, 2, ...).
+  /// Opens a PEFT adapter folder under a new name and returns its id (0, 1, 2, ...). A file is
+  /// refused by its header, before weights are read.
   ///
   /// Throws Error and leaves the store as it was: a value error if the name is taken, the folder
   /// or a file is missing, malformed, or holds an adapter that Mortar cannot serve (DoRA,
   /// modules_to_save, a bias, another PEFT type, ...: the message has the reason); a type error
-  /// for a dtype; a runtime error if the machine cannot read or map a file.
-  std::int64_t open(const std::string& name, const std::string& folder);
+  /// for a dtype; a runtime error if the machine cannot read a file or has no memory for it.
+  std::int64_t open(const std::string& name, const std::string& folder,
+                    AdapterMemory memory = AdapterMemory::kCopied);
   /// Forgets an adapter; its id is not used again. Whoever holds it from get() keeps it alive.
   void close(const std::string& name);
 

@@ -2,15 +2,16 @@
 """Reads LoRA adapters as PEFT saves them: ``adapter_config.json`` + ``adapter_model.safetensors``.
 
     store = mortar.AdapterStore()
-    store.open("support", "adapters/support")            # checks everything, reads headers only
+    store.open("support", "adapters/support")            # checks everything, then reads it
     module = store.get("support").find("model.layers.0.self_attn.q_proj")
-    module.a, module.b, module.scale                     # views into the mapped file
+    module.a, module.b, module.scale                     # views into the store's memory
 
 Works without PyTorch: ``a`` and ``b`` are then ``tvm_ffi.Tensor``, which any framework takes
 through DLPack (``numpy.from_dlpack``).
 """
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -37,8 +38,8 @@ class AdapterModule:
 
     @cached_property
     def a(self) -> Any:
-        """[rank, K] on the CPU, float32, float16 or bfloat16: a view into the mapped file, which
-        it keeps alive. Copy on write: changing it changes neither the file nor other processes."""
+        """[rank, K] on the CPU, float32, float16 or bfloat16: a view into the adapter's memory,
+        which it keeps alive. Changing it changes neither the file nor other processes."""
         return self._view(False)
 
     @cached_property
@@ -79,21 +80,33 @@ class Adapter:
 
     def find(self, module: str) -> AdapterModule | None:
         """The module of that name, None if this adapter leaves it alone."""
-        return self._by_name.get(module)
+        return self._by_name.get(_text("Adapter.find", "module", module))
 
     def __repr__(self) -> str:
         return f"Adapter({self.name!r}, {self.path!r}, {len(self.modules)} modules)"
 
 
 class AdapterStore:
-    """Registered adapters by name and id. The bytes of the weights stay in the files until used."""
+    """Registered adapters by name and id. May be used from several threads: one may close a name
+    and open it again with another folder while others ``get`` it."""
 
     def __init__(self) -> None:
         self._handle = lib.adapter_store_new()
+        # Held where an adapter is closed, and where one is looked up and kept: no closed adapter
+        # is kept. Reentrant for `slices`.
+        self._lock = threading.RLock()
         self._adapters: dict[str, Adapter] = {}
 
-    def open(self, name: str, folder: str | os.PathLike) -> int:
+    def open(self, name: str, folder: str | os.PathLike, *, mapped: bool = False) -> int:
         """Opens a PEFT adapter folder under a new name.
+
+        Args:
+            name: any text that is not in use.
+            folder: holds adapter_config.json and adapter_model.safetensors.
+            mapped: True maps the weights instead of reading them into memory: opened in no time,
+                and processes share the memory. A file that is cut short while it is mapped ends
+                the process (SIGBUS), and one that is written to changes the weights. Only for
+                files that are replaced by renaming and never changed.
 
         Returns:
             Its id: 0, 1, 2, ... An id is never used again.
@@ -103,10 +116,16 @@ class AdapterStore:
                 adapter is one that Mortar cannot serve (DoRA, modules_to_save, a bias, another
                 PEFT type, ...); the message has the reason.
             TypeError: a tensor has another dtype than float32, float16 and bfloat16.
-            RuntimeError: the machine cannot read or map a file.
+            RuntimeError: the machine cannot read a file or has no memory for it.
         After an error the store is as it was.
         """
-        return lib.adapter_store_open(self._handle, name, os.fspath(folder))
+        op = "AdapterStore.open"
+        _text(op, "name", name)
+        if not isinstance(folder, str | bytes | os.PathLike):
+            raise TypeError(f"{op}: folder must be a path, got {type(folder).__name__}")
+        if not isinstance(mapped, bool):
+            raise TypeError(f"{op}: mapped must be a bool, got {type(mapped).__name__}")
+        return lib.adapter_store_open(self._handle, name, os.fsdecode(folder), mapped)
 
     def close(self, name: str) -> None:
         """Forgets an adapter. Tensors taken from it stay valid.
@@ -114,8 +133,10 @@ class AdapterStore:
         Raises:
             ValueError: no adapter of that name is open.
         """
-        lib.adapter_store_close(self._handle, name)
-        self._adapters.pop(name, None)
+        _text("AdapterStore.close", "name", name)
+        with self._lock:
+            lib.adapter_store_close(self._handle, name)
+            self._adapters.pop(name, None)
 
     def names(self) -> list[str]:
         """The names of the open adapters, in the order of their ids."""
@@ -123,22 +144,27 @@ class AdapterStore:
 
     def id(self, name: str) -> int:
         """The id of an open adapter; ValueError if there is none of that name."""
-        return lib.adapter_store_id(self._handle, name)
+        return lib.adapter_store_id(self._handle, _text("AdapterStore.id", "name", name))
 
     def get(self, name: str) -> Adapter:
         """An open adapter; ValueError if there is none of that name."""
-        if name not in self._adapters:
-            self._adapters[name] = Adapter(name, lib.adapter_store_get(self._handle, name))
-        return self._adapters[name]
+        _text("AdapterStore.get", "name", name)
+        with self._lock:
+            if name not in self._adapters:
+                self._adapters[name] = Adapter(name, lib.adapter_store_get(self._handle, name))
+            return self._adapters[name]
 
-    def __contains__(self, name: str) -> bool:
-        return bool(lib.adapter_store_contains(self._handle, name))
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and bool(lib.adapter_store_contains(self._handle, name))
 
     def __len__(self) -> int:
         return lib.adapter_store_size(self._handle)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
+
+    def __reduce__(self) -> tuple:
+        raise TypeError("AdapterStore: a store cannot be copied or pickled, open its folders again")
 
     def slices(
         self,
@@ -166,12 +192,20 @@ class AdapterStore:
 
         Raises:
             ValueError: an adapter is not open.
+            RuntimeError: PyTorch is not installed.
         """
-        modules = [modules] if isinstance(modules, str) else list(modules)
-        names = self.names() if adapters is None else adapters
+        op = "AdapterStore.slices"
+        if torch is None:
+            raise RuntimeError(f"{op}: PyTorch must be installed, got an environment without it")
+        modules = [modules] if isinstance(modules, str) else _texts(op, "modules", modules)
+        with self._lock:  # so that no other thread closes one of these in between
+            names = (
+                self.names() if adapters is None else _texts(op, "adapters", adapters, or_none=True)
+            )
+            chosen = [None if name is None else self.get(name) for name in names]
         pairs, scales = [], []
-        for name in names:
-            found = [None if name is None else self.get(name).find(m) for m in modules]
+        for adapter in chosen:
+            found = [None if adapter is None else adapter.find(m) for m in modules]
             row = [m and (_place(m.a, device, dtype), _place(m.b, device, dtype)) for m in found]
             pairs.append(row if any(row) else None)
             scales.append([m.scale if m else 1.0 for m in found])
@@ -182,3 +216,18 @@ def _place(tensor: Any, device: Any, dtype: Any) -> Any:
     """The tensor on a device, dense and aligned for the kernels; itself if it is so already."""
     placed = tensor.to(device=device, dtype=dtype)
     return placed if placed.data_ptr() % _ALIGNMENT == 0 else placed.clone()
+
+
+def _text(op: str, name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{op}: {name} must be a str, got {type(value).__name__}")
+    return value
+
+
+def _texts(op: str, name: str, values: Any, or_none: bool = False) -> list:
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise TypeError(f"{op}: {name} must be a list of str, got {type(values).__name__}")
+    return [
+        value if value is None and or_none else _text(op, f"{name}[{i}]", value)
+        for i, value in enumerate(values)
+    ]

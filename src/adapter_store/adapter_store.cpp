@@ -40,12 +40,14 @@ AdapterStore::~AdapterStore() = default;
 AdapterStore::AdapterStore(AdapterStore&&) noexcept = default;
 AdapterStore& AdapterStore::operator=(AdapterStore&&) noexcept = default;
 
-std::int64_t AdapterStore::open(const std::string& name, const std::string& folder) {
+std::int64_t AdapterStore::open(const std::string& name, const std::string& folder,
+                                AdapterMemory memory) {
   {
     const std::lock_guard lock(impl_->mutex);
     impl_->check_new(name);
   }
-  auto adapter = std::make_shared<const Adapter>(adapter_store::read_peft_adapter(name, folder));
+  auto adapter =
+      std::make_shared<const Adapter>(adapter_store::read_peft_adapter(name, folder, memory));
   const std::lock_guard lock(impl_->mutex);
   impl_->check_new(name);  // another thread may have been faster
   impl_->slots.emplace(name, Impl::Slot{impl_->next_id, std::move(adapter)});

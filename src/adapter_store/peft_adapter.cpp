@@ -138,6 +138,7 @@ std::vector<AdapterModule> peft_modules(std::span<std::byte> file, const PeftCon
                                         const FileCheck& check) {
   const std::vector<SafetensorsEntry> entries = parse_safetensors(file, check);
   std::vector<AdapterModule> modules;
+  PatternBudget budget = config.budget;
   for (const auto& [name, factors] : pair_factors(entries, check)) {
     const auto [a, b] = factors;
     check.require(a != nullptr && b != nullptr, "module ", Quoted{name},
@@ -146,8 +147,8 @@ std::vector<AdapterModule> peft_modules(std::span<std::byte> file, const PeftCon
     module.name = name;
     module.a = to_view(*a, file, check);
     module.b = to_view(*b, file, check);
-    module.rank = config.rank_of(name, check);
-    module.scale = config.scale_of(name, module.rank, check);
+    module.rank = config.rank_of(name, budget, check);
+    module.scale = config.scale_of(name, module.rank, budget, check);
     check.require(module.a.size(0) == module.rank, "tensor ", Quoted{a->name},
                   " must have shape (rank, K) with the rank of the config, ", module.rank, ", got ",
                   shape_string(module.a));
@@ -162,21 +163,25 @@ std::vector<AdapterModule> peft_modules(std::span<std::byte> file, const PeftCon
   return modules;
 }
 
-Adapter read_peft_adapter(const std::string& name, const std::string& folder) {
+Adapter read_peft_adapter(const std::string& name, const std::string& folder,
+                          AdapterMemory memory) {
   check_folder(folder);
   const FileCheck config_check(folder + "/adapter_config.json");
   const PeftConfig config =
       parse_peft_config(read_file(config_check, kMaxConfigBytes), config_check);
   const FileCheck model_check(folder + "/adapter_model.safetensors");
-  const auto mapping = std::make_shared<MappedFile>(model_check);
+  const auto file = std::make_shared<FileBytes>(model_check, memory);
+  file->load(std::min(kLengthBytes, file->bytes().size()), model_check);
+  file->load(safetensors_header_end(file->bytes()), model_check);
 
   Adapter adapter;
   adapter.name = name;
   adapter.path = folder;
   adapter.base_model = config.base_model;
   adapter.fan_in_fan_out = config.fan_in_fan_out;
-  adapter.modules = peft_modules(mapping->bytes(), config, model_check);
-  adapter.mapping = mapping;
+  adapter.modules = peft_modules(file->bytes(), config, model_check);
+  file->load(file->bytes().size(), model_check);
+  adapter.memory = file;
   return adapter;
 }
 

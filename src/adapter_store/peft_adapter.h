@@ -26,6 +26,6 @@ std::vector<AdapterModule> peft_modules(std::span<std::byte> file, const PeftCon
                                         const FileCheck& check);
 
 /// Opens a folder with adapter_config.json and adapter_model.safetensors.
-Adapter read_peft_adapter(const std::string& name, const std::string& folder);
+Adapter read_peft_adapter(const std::string& name, const std::string& folder, AdapterMemory memory);
 
 }  // namespace mortar::adapter_store

@@ -111,8 +111,8 @@ class ConfigReader {
     config.fan_in_fan_out = flag("fan_in_fan_out");
     config.rank = rank(required("r"), "r");
     config.alpha = alpha(required("lora_alpha"), "lora_alpha");
-    config.rank_pattern = patterns<int>("rank_pattern", &ConfigReader::rank);
-    config.alpha_pattern = patterns<double>("alpha_pattern", &ConfigReader::alpha);
+    config.rank_pattern = patterns<int>("rank_pattern", &ConfigReader::rank, config.budget);
+    config.alpha_pattern = patterns<double>("alpha_pattern", &ConfigReader::alpha, config.budget);
     return config;
   }
 
@@ -154,15 +154,16 @@ class ConfigReader {
 
   template <class T>
   PatternMap<T> patterns(const char* name,
-                         T (ConfigReader::*convert)(const json&, const std::string&) const) const {
+                         T (ConfigReader::*convert)(const json&, const std::string&) const,
+                         PatternBudget& budget) const {
     PatternMap<T> map;
     const json& value = field(name);
     check_.require(value.is_null() || value.is_object(), name, " must be an object, got ",
                    brief(value));
     if (value.is_null() || value.empty()) return map;
     for (const std::string& key : document_.inner_keys.at(name)) {
-      map.add(NamePattern(key, check_),
-              (this->*convert)(value.at(key), concat(name, '[', Quoted{key}, ']')));
+      map.add(key, (this->*convert)(value.at(key), concat(name, '[', Quoted{key}, ']')), budget,
+              check_);
     }
     return map;
   }
@@ -206,12 +207,14 @@ class ConfigReader {
 
 }  // namespace
 
-int PeftConfig::rank_of(std::string_view module, const FileCheck& check) const {
-  return rank_pattern.get(module, rank, check);
+int PeftConfig::rank_of(std::string_view module, PatternBudget& left,
+                        const FileCheck& check) const {
+  return rank_pattern.get(module, rank, left, check);
 }
 
-float PeftConfig::scale_of(std::string_view module, int own_rank, const FileCheck& check) const {
-  const double own_alpha = alpha_pattern.get(module, alpha, check);
+float PeftConfig::scale_of(std::string_view module, int own_rank, PatternBudget& left,
+                           const FileCheck& check) const {
+  const double own_alpha = alpha_pattern.get(module, alpha, left, check);
   const double scale = own_alpha / (use_rslora ? std::sqrt(double(own_rank)) : own_rank);
   const auto rounded = static_cast<float>(scale);
   check.require(std::isfinite(rounded) && rounded > 0, "lora_alpha must give a scale that float32 ",

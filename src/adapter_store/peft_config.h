@@ -20,11 +20,13 @@ struct PeftConfig {
   double alpha = 0;
   PatternMap<int> rank_pattern;
   PatternMap<double> alpha_pattern;
+  PatternBudget budget;  ///< what reading the patterns has left for matching them
 
-  int rank_of(std::string_view module, const FileCheck& check) const;
+  int rank_of(std::string_view module, PatternBudget& left, const FileCheck& check) const;
   /// alpha / own_rank, or alpha / sqrt(own_rank) with rslora: in float64 and rounded once, as
   /// PEFT's Python number is when it meets a float32 tensor.
-  float scale_of(std::string_view module, int own_rank, const FileCheck& check) const;
+  float scale_of(std::string_view module, int own_rank, PatternBudget& left,
+                 const FileCheck& check) const;
 };
 
 /// Reads a config and refuses, with the reason, every adapter that is not served by

@@ -200,17 +200,27 @@ void check_coverage(const std::vector<SafetensorsEntry>& sorted, std::size_t dat
                 " bytes of data, got ", covered - data_start);
 }
 
-}  // namespace
-
-std::vector<SafetensorsEntry> parse_safetensors(std::span<const std::byte> file,
-                                                const FileCheck& check) {
-  constexpr std::size_t kLengthBytes = 8;
-  check.require(file.size() >= kLengthBytes,
-                "must start with 8 bytes of header length, got a file of ", file.size(), " bytes");
+std::uint64_t header_length(std::span<const std::byte> file) {
   std::uint64_t length = 0;
   for (std::size_t i = 0; i < kLengthBytes; ++i) {
     length |= std::to_integer<std::uint64_t>(file[i]) << (8 * i);
   }
+  return length;
+}
+
+}  // namespace
+
+std::size_t safetensors_header_end(std::span<const std::byte> file) {
+  if (file.size() < kLengthBytes) return file.size();
+  const std::uint64_t rest = file.size() - kLengthBytes;
+  return kLengthBytes + std::min<std::uint64_t>({header_length(file), rest, kMaxHeaderBytes});
+}
+
+std::vector<SafetensorsEntry> parse_safetensors(std::span<const std::byte> file,
+                                                const FileCheck& check) {
+  check.require(file.size() >= kLengthBytes,
+                "must start with 8 bytes of header length, got a file of ", file.size(), " bytes");
+  const std::uint64_t length = header_length(file);
   check.require(length <= kMaxHeaderBytes, "the header length must be at most ", kMaxHeaderBytes,
                 ", got ", length);
   check.require(length <= file.size() - kLengthBytes, "the header length must be at most ",

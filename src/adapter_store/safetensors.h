@@ -16,6 +16,7 @@
 
 namespace mortar::adapter_store {
 
+inline constexpr std::size_t kLengthBytes = 8;               ///< before the header
 inline constexpr std::size_t kMaxHeaderBytes = 100'000'000;  ///< the format's own limit
 inline constexpr std::size_t kMaxTensorDims = 8;
 
@@ -29,6 +30,9 @@ struct SafetensorsEntry {
   std::size_t offset = 0;  ///< from the start of the file; any alignment
   std::size_t bytes = 0;
 };
+
+/// Where the header of a file ends by its first 8 bytes, if it is as short as it has to be.
+std::size_t safetensors_header_end(std::span<const std::byte> file);
 
 /// Reads and checks the header of a whole file; the tensors' bytes are not touched.
 ///

@@ -263,9 +263,49 @@ TEST_F(AdapterStoreRefusalTest, RefusesWrongConfigs) {
   refused(peft_config("\"rank_pattern\": {\"(\": 1}"), "pattern '(' must be a regular expression");
   refused(peft_config("\"rank_pattern\": {\"" + std::string(5000, '*') + "\": 1}"),
           "pattern '****");
-  expect_refused(peft_config("\"rank_pattern\": {\"(x+x+)+[^x]\": 1}"),
-                 safetensors(make_module(std::string(60, 'x'), "F32", 4, 6, 10)),
-                 "must match a module name within 1000000 steps");
+}
+
+/// "rank_pattern": {"<key>": 4, ...}
+std::string rank_pattern(const std::vector<std::string>& keys) {
+  std::string field = "\"rank_pattern\": {";
+  for (const std::string& key : keys) field += (&key == &keys[0] ? "\"" : ", \"") + key + "\": 4";
+  return peft_config(field + "}");
+}
+
+TEST_F(AdapterStoreRefusalTest, PatternsShareOneBudget) {
+  const std::string kSteps = "must match all modules within 32000000 steps";
+  const auto modules = [](int count, const std::string& name) {
+    std::vector<FileTensor> tensors;
+    for (int i = 0; i < count; ++i) {
+      tensors = std::move(tensors) + make_module(name + std::to_string(i), "BF16", 4, 1, 1);
+    }
+    return safetensors(tensors);
+  };
+  // One match that never ends, and many of which each takes a million steps.
+  expect_refused(rank_pattern({"(x+x+)+[^x]"}), modules(1, std::string(60, 'x') + "."), kSteps);
+  std::vector<std::string> slow;
+  for (int i = 0; i < 100; ++i) slow.push_back("(x+x+)+[^x0-9]{" + std::to_string(i + 1) + "}");
+  expect_refused(rank_pattern(slow), modules(100, std::string(16, 'x')), kSteps);
+  // The same for plain keys: many lengths, and many places of dots.
+  std::vector<std::string> plain;
+  for (int i = 0; i < 1 << 13; ++i) {
+    std::string key = "xxxxxxxxxxxxx";
+    for (int bit = 0; bit < 13; ++bit) {
+      if (i >> bit & 1) key[bit] = '.';
+    }
+    plain.push_back("y" + key);
+  }
+  expect_refused(rank_pattern(plain), modules(5000, "xxxxxxxxxx"), kSteps);
+}
+
+TEST_F(AdapterStoreRefusalTest, PatternsHaveLimitedMemory) {
+  std::vector<std::string> keys;
+  for (int i = 0; i < 200; ++i) keys.push_back("(?:xxxxxxxx|y){" + std::to_string(700 + i) + "}");
+  expect_refused(rank_pattern(keys), safetensors(one_module()),
+                 "must take at most 4194304 bytes as compiled regular expressions");
+  expect_refused(rank_pattern({"x+"}),
+                 safetensors(make_module(std::string(1025, 'm'), "F32", 4, 6, 10)),
+                 "must have a name of at most 1024 bytes");
 }
 
 TEST_F(AdapterStoreRefusalTest, RefusesAdaptersThatMortarCannotServe) {

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <thread>
 
 namespace mortar {
@@ -56,6 +57,65 @@ TEST_F(AdapterStoreTest, WritingThroughAViewLeavesTheFileAlone) {
   AdapterStore other;
   other.open("again", folder_.string());
   EXPECT_EQ(bytes_of(other.get("again")->modules[0].a), before);
+}
+
+TEST_F(AdapterStoreTest, WhatIsInMemoryOutlivesTheFile) {
+  const auto adapter = store_.get("first");
+  std::filesystem::resize_file(folder_.path() / "adapter_model.safetensors", 0);
+  EXPECT_EQ(bytes_of(adapter->modules[0].a), one_module()[0].payload);
+  EXPECT_EQ(bytes_of(adapter->modules[0].b), one_module()[1].payload);
+}
+
+TEST_F(AdapterStoreTest, MapsTheFileIfAsked) {
+  store_.open("mapped", folder_.string(), AdapterMemory::kMapped);
+  const auto adapter = store_.get("mapped");
+  EXPECT_EQ(bytes_of(adapter->modules[0].a), one_module()[0].payload);
+  const std::string before = bytes_of(adapter->modules[0].b);
+  std::memset(adapter->modules[0].b.data, 0x7F, before.size());
+  store_.open("again", folder_.string(), AdapterMemory::kMapped);
+  EXPECT_EQ(bytes_of(store_.get("again")->modules[0].b), before);
+}
+
+/// Sizes around pages and the header, which is read first.
+TEST_F(AdapterStoreTest, FilesOfManySizes) {
+  for (const std::int64_t hidden : {1, 2, 500, 511, 512, 513, 1023, 4096, 100'001}) {
+    const auto tensors = make_module("m", "F32", 4, hidden, 3);
+    testing::TemporaryFolder folder;
+    folder.write_adapter(peft_config(), safetensors(tensors));
+    AdapterStore store;
+    store.open("x", folder.string());
+    EXPECT_EQ(bytes_of(store.get("x")->modules[0].a), tensors[0].payload);
+    EXPECT_EQ(bytes_of(store.get("x")->modules[0].b), tensors[1].payload);
+  }
+}
+
+/// As adapters with a rank for each of thousands of modules have them.
+TEST_F(AdapterStoreTest, ThousandsOfPlainKeys) {
+  std::vector<FileTensor> tensors;
+  std::string ranks, alphas;
+  const auto add = [](std::string& field, const std::string& key, int value) {
+    field += (field.empty() ? "\"" : ", \"") + key + "\": " + std::to_string(value);
+  };
+  const auto rank_of = [](int i) { return 1 + i % 5; };
+  const int count = 6000;
+  for (int i = 0; i < count; ++i) {
+    const std::string name = "model.layers." + std::to_string(i) + ".self_attn.q_proj";
+    tensors = std::move(tensors) + make_module(name, "BF16", rank_of(i), 1, 1);
+    add(ranks, name.substr(i % 2 ? 0 : 6), rank_of(i));
+    add(alphas, name, i + 1);
+  }
+  testing::TemporaryFolder folder;
+  folder.write_adapter(
+      peft_config("\"rank_pattern\": {" + ranks + "}, \"alpha_pattern\": {" + alphas + "}"),
+      safetensors(tensors));
+  store_.open("x", folder.string());
+  const auto adapter = store_.get("x");
+  for (int i = 0; i < count; ++i) {
+    const auto* m = adapter->find("model.layers." + std::to_string(i) + ".self_attn.q_proj");
+    ASSERT_NE(m, nullptr);
+    EXPECT_EQ(m->rank, rank_of(i));
+    EXPECT_EQ(m->scale, static_cast<float>((i + 1.0) / rank_of(i)));
+  }
 }
 
 TEST_F(AdapterStoreTest, ModulesAreSortedAndFound) {

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdapterStore on folders made here: views, life times, errors, and the way into mortar.lora."""
 
+import copy
 import gc
 import json
 import os
+import pickle
 import re
 import struct
 import subprocess
@@ -37,6 +39,17 @@ def store(tmp_path):
     assert opened.names() == ["first"]
     assert opened.id("first") == 0
     assert torch.equal(opened.get("first").modules[0].a, before)
+
+
+def run_python(program: str) -> subprocess.CompletedProcess:
+    """Runs a program with what this process imports from."""
+    package = str(Path(mortar.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([package, *sys.path])},
+    )
 
 
 def mapped(path: Path) -> bool:
@@ -83,16 +96,14 @@ def test_names_ids_and_length(tmp_path):
         with pytest.raises(ValueError, match="must be that of an open adapter, got 'nobody'"):
             call("nobody")
     assert store.names() == ["z", "ü 漢", "a"]
-    with pytest.raises(TypeError):
-        store.open(3, folder)
 
 
-def test_open_reads_no_weights(tmp_path):
+def test_mapped_files_are_not_read(tmp_path):
     tensors = random_module("m", 4, 1 << 20, 1 << 20)  # 32 MiB
     write_adapter(tmp_path, tensors)
     file = tmp_path / "adapter_model.safetensors"
     store = mortar.AdapterStore()
-    store.open("x", tmp_path)
+    store.open("x", tmp_path, mapped=True)
     module = store.get("x").modules[0]
     assert module.a.shape == (4, 1 << 20)
     # Touching the header maps what lies around it in the page cache, up to one large page.
@@ -112,7 +123,7 @@ def test_tensors_keep_the_mapping_alive(tmp_path):
     tensors = random_module("m", 4, 600, 10)
     file = write_adapter(tmp_path, tensors) / "adapter_model.safetensors"
     store = mortar.AdapterStore()
-    store.open("x", tmp_path)
+    store.open("x", tmp_path, mapped=True)
     a = store.get("x").modules[0].a
     store.close("x")
     del store
@@ -129,23 +140,46 @@ def test_tensors_keep_the_mapping_alive(tmp_path):
     assert not mapped(file)
 
 
-def test_writing_to_a_view_leaves_the_file_alone(tmp_path):
+@pytest.mark.parametrize("how", [False, True], ids=["copied", "mapped"])
+def test_writing_to_a_view_leaves_the_file_alone(tmp_path, how):
     file = write_adapter(tmp_path, random_module("m", 4, 6, 10)) / "adapter_model.safetensors"
     before = file.read_bytes()
     store = mortar.AdapterStore()
-    store.open("x", tmp_path)
+    store.open("x", tmp_path, mapped=how)
     store.get("x").modules[0].a.mul_(3)
     assert file.read_bytes() == before
     other = mortar.AdapterStore()
-    other.open("x", tmp_path)
+    other.open("x", tmp_path, mapped=how)
     assert not torch.equal(other.get("x").modules[0].a, store.get("x").modules[0].a)
 
 
-def test_a_replaced_file_does_not_change_an_open_adapter(tmp_path):
+def test_a_file_that_is_cut_or_changed_does_not_matter(tmp_path):
+    """In a process of its own, which a mapped file would end."""
+    tensors = random_module("m", 4, 600, 100)
+    file = write_adapter(tmp_path, tensors) / "adapter_model.safetensors"
+    torch.save(tensors[A], tmp_path / "wanted.pt")
+    program = f"""
+import torch, mortar
+store = mortar.AdapterStore()
+store.open("x", {str(tmp_path)!r})
+with open({str(file)!r}, "r+b") as file:
+    file.truncate(100)
+    file.seek(0)
+    file.write(b"overwritten")
+assert torch.equal(store.get("x").modules[0].a, torch.load({str(tmp_path / "wanted.pt")!r}))
+print(store.get("x").modules[0].b.sum())
+"""
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+    assert not mapped(file)
+
+
+@pytest.mark.parametrize("how", [False, True], ids=["copied", "mapped"])
+def test_a_replaced_file_does_not_change_an_open_adapter(tmp_path, how):
     tensors = random_module("m", 4, 6, 10)
     write_adapter(tmp_path, tensors)
     store = mortar.AdapterStore()
-    store.open("x", tmp_path)
+    store.open("x", tmp_path, mapped=how)
     new = tmp_path / "new"
     new.write_bytes(safetensors_bytes(random_module("m", 4, 6, 10)))
     os.replace(new, tmp_path / "adapter_model.safetensors")
@@ -319,18 +353,46 @@ try:
     store.open("y", "nowhere")
 except ValueError as error:
     print(error)
+try:
+    store.slices("m")
+except RuntimeError as error:
+    print(error)
 """
-    package = str(Path(mortar.__file__).parents[1])
-    out = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([package, *sys.path])},
-    ).stdout.splitlines()
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout.splitlines()
     store = mortar.AdapterStore()
     store.open("x", tmp_path)
     total, rank, scale = out[0].split()
     assert float(total) == pytest.approx(store.get("x").modules[0].a.double().sum().item())
     assert (rank, scale) == ("4", "2.0")
     assert out[1].startswith("AdapterStore.open: folder must be an existing directory")
+    assert out[2] == "AdapterStore.slices: PyTorch must be installed, got an environment without it"
+
+
+WRONG_TYPES = [
+    (lambda s: s.open(3, "x"), "AdapterStore.open: name must be a str, got int"),
+    (lambda s: s.open("x", None), "AdapterStore.open: folder must be a path, got NoneType"),
+    (lambda s: s.open("x", ["x"]), "AdapterStore.open: folder must be a path, got list"),
+    (lambda s: s.open("x", "x", mapped=1), "AdapterStore.open: mapped must be a bool, got int"),
+    (lambda s: s.close(None), "AdapterStore.close: name must be a str, got NoneType"),
+    (lambda s: s.get(["first"]), "AdapterStore.get: name must be a str, got list"),
+    (lambda s: s.id(0), "AdapterStore.id: name must be a str, got int"),
+    (lambda s: s.get("first").find(0), "Adapter.find: module must be a str, got int"),
+    (lambda s: s.slices(None), "AdapterStore.slices: modules must be a list of str, got NoneType"),
+    (lambda s: s.slices(["m", 3]), "AdapterStore.slices: modules[1] must be a str, got int"),
+    (
+        lambda s: s.slices("m", "first"),
+        "AdapterStore.slices: adapters must be a list of str, got s",
+    ),
+    (lambda s: s.slices("m", [0]), "AdapterStore.slices: adapters[0] must be a str, got int"),
+    (pickle.dumps, "AdapterStore: a store cannot be copied or pickled, open its folders again"),
+    (copy.deepcopy, "AdapterStore: a store cannot be copied or pickled, open its folders again"),
+]
+
+
+@pytest.mark.parametrize("call, message", WRONG_TYPES, ids=[case[1] for case in WRONG_TYPES])
+def test_wrong_types_are_named(store, call, message):
+    with pytest.raises(TypeError, match="^" + re.escape(message)):
+        call(store)
+    assert 3 not in store and None not in store
