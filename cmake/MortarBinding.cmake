@@ -7,8 +7,8 @@ execute_process(COMMAND ${Python3_EXECUTABLE} -m tvm_ffi.config --cmakedir
 set(Python_EXECUTABLE ${Python3_EXECUTABLE})  # which tvm_ffi's package file asks for its paths
 find_package(tvm_ffi CONFIG REQUIRED)
 
-list(TRANSFORM MORTAR_FAMILIES REPLACE "(.+)" "bindings/tvm_ffi/\\1.cpp;bindings/tvm_ffi/\\1_train.cpp"
-  OUTPUT_VARIABLE patterns)
+list(TRANSFORM MORTAR_FAMILIES REPLACE "(.+)"
+  "bindings/tvm_ffi/\\1.cpp;bindings/tvm_ffi/\\1_train.cpp" OUTPUT_VARIABLE patterns)
 file(GLOB binding_sources CONFIGURE_DEPENDS bindings/tvm_ffi/library.cpp ${patterns})
 if(binding_sources)
   add_library(mortar_ffi MODULE ${binding_sources})

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What this build of the library can do.
 #include "convert.h"
+#include "core/cpu_target.h"
 #include "torch_objects.h"
 
 namespace mortar::ffi {
@@ -14,8 +15,11 @@ bool has_cuda() {
 #endif
 }
 
+std::string cpu_target() { return mortar::cpu_target(); }
+
 }  // namespace
 }  // namespace mortar::ffi
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(has_cuda, mortar::ffi::wrapped<mortar::ffi::has_cuda>)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_target, mortar::ffi::wrapped<mortar::ffi::cpu_target>)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lend_torch, mortar::ffi::wrapped<mortar::ffi::TorchHost::lend>)

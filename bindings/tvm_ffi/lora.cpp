@@ -6,38 +6,30 @@
 //   lora_apply   x, y, workspace, offset, scale, add_inputs, GROUPS, WEIGHTS
 //   lora_weights WEIGHTS -> handle
 //
-//   GROUPS   plan                       or None, sorted_tokens, ids, counts, starts, num_groups
+//   GROUPS   plan, num_tokens, num_adapters
+//            or None, sorted_tokens, ids, counts, starts, num_groups
 //   WEIGHTS  None, ranks, scales, len(a), *a, *b    or table, dtype, max_rank, hidden, *widths
 //            or handle: the same, read and checked before; whoever made it keeps the memory alive
 //
 // num_groups: only the first that many segments are looked at. A stacked tensor may have an extra
 // dimension of size 1 after its first ([L, 1, R, K]).
 //
-// torch_lora_* (packed_call.h) take a missing workspace from PyTorch's allocator, and weights as a
-// handle alone. The result may also be 2 from
-//
-//   torch_vllm_shrink  (no_lora_flag, x, h, zero_rows, SEGMENTS, *a), scale, num_groups
-//   torch_vllm_expand  (no_lora_flag, h, y, SEGMENTS, *b), offset, add_inputs, num_groups
-//
-//   SEGMENTS  sorted_tokens, ids, counts, starts, num_groups_tensor
-//
-// where the flag, a boolean on the CPU, is set: nothing was done. num_groups_tensor is None, or an
-// integer on the CPU that overrides num_groups.
+// torch_lora_* (packed_call.h) take a workspace that is None from PyTorch's allocator, for the time
+// of the call.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/dtype.h>
 #include <tvm/ffi/object.h>
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <optional>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "convert.h"
 #include "mortar/lora.h"
 #include "packed_call.h"
-#include "workspace_pool.h"
 
 namespace mortar::ffi {
 namespace {
@@ -58,10 +50,6 @@ class WeightsRef : public tvm::ffi::ObjectRef {
   TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(WeightsRef, ObjectRef, WeightsObj);
 };
 
-/// Larger batches keep the device busy for longer than the host takes to launch, and a graph starts
-/// 0.5 to 1.4 us later than a launch.
-constexpr std::int64_t kChainedTokens = 256;
-
 /// The two ways in which tensors arrive, with the workspace of an op.
 struct FfiViews : FfiObjects {
   using FfiObjects::FfiObjects;
@@ -71,7 +59,6 @@ struct FfiViews : FfiObjects {
     const Tensor& workspace(const Tensor& given, const Tensor&, const LoraWeights&) const {
       return given;
     }
-    void submit(const char*) const {}
   };
 };
 struct TorchViews : TorchObjects {
@@ -87,31 +74,16 @@ struct TorchViews : TorchObjects {
         bytes = kQuery(x, weights);
       } catch (const Error&) {  // the op will say what is wrong
       }
-      if (bytes == 0) return given;
-      const bool chained = x.ndim > 0 && x.shape[0] <= kChainedTokens;
-      const Tensor memory = pooled.emplace(bytes, device, stream, chained).tensor();
-      return memory.defined() ? memory : own.emplace(bytes, device).tensor();
-    }
-    /// The op's launches have been made when this returns.
-    void submit(const char* op) {
-      if (pooled.has_value()) pooled->submit(op);
+      return bytes == 0 ? given : own.emplace(bytes, device).tensor();
     }
     Device device;
-    std::optional<PooledWorkspace> pooled;
     std::optional<TorchBytes> own;
   };
-};
-
-/// The same for vLLM's drop-ins, which always have segments and stacked weights.
-struct VllmViews : TorchViews {
-  using TorchViews::TorchViews;
 };
 
 template <class Source>
 class LoraArgs : public ArgReader<Source> {
  public:
-  static constexpr bool kVllm = std::is_same_v<Source, VllmViews>;
-
   using ArgReader<Source>::ArgReader;
   using ArgReader<Source>::integer;
   using ArgReader<Source>::op;
@@ -119,25 +91,16 @@ class LoraArgs : public ArgReader<Source> {
   using ArgReader<Source>::remaining_tensors;
   using ArgReader<Source>::tensor;
 
-  /// The workspace; vLLM's drop-ins have none to give.
-  Tensor workspace() { return kVllm ? Tensor{} : tensor("workspace"); }
-
-  /// True where the flag of vLLM's drop-ins is set.
-  bool nothing_to_do() {
-    if constexpr (kVllm) return this->source().element().value_or(0) != 0;
-    return false;
-  }
-
   LoraGroups groups() {
-    const Tensor plan = kVllm ? Tensor{} : tensor("plan");
-    if (plan.defined()) return LoraGroups::from_plan(plan);
+    const Tensor plan = tensor("plan");
+    if (plan.defined()) {
+      const std::int64_t num_tokens = integer("num_tokens");
+      return LoraGroups::from_plan(plan, num_tokens, integer("num_adapters"));
+    }
     const Tensor sorted_tokens = tensor("sorted_tokens");
     Tensor ids = tensor("ids"), counts = tensor("counts");
     const Tensor starts = tensor("starts");
-    auto num_groups = integer("num_groups");
-    if constexpr (kVllm) {
-      num_groups = this->source().element().value_or(num_groups);
-    }
+    const std::int64_t num_groups = integer("num_groups");
     for (Tensor* t : {&ids, &counts}) {
       if (t->ndim == 1) t->shape[0] = std::min(t->shape[0], std::max<std::int64_t>(num_groups, 0));
     }
@@ -145,10 +108,7 @@ class LoraArgs : public ArgReader<Source> {
   }
 
   /// Valid as long as the reader and the arguments.
-  const LoraWeights& weights(bool of_shrink = false) {
-    if constexpr (kVllm) {
-      return read_weights_.emplace(stacked_weights({}, {}, of_shrink ? remaining_tensors() : 0));
-    }
+  const LoraWeights& weights() {
     if (remaining() > 0) {
       if (const auto* handle = this->peek().template as<WeightsObj>()) return handle->weights;
     }
@@ -161,8 +121,9 @@ class LoraArgs : public ArgReader<Source> {
  private:
   LoraWeights table_weights(const Tensor& table) {
     const DType dtype = this->dtype("dtype");
+    constexpr std::int64_t kLargest = std::numeric_limits<int>::max();
     const int max_rank =
-        static_cast<int>(std::clamp<std::int64_t>(integer("max_rank"), -1, kLoraMaxRank + 1));
+        static_cast<int>(std::clamp<std::int64_t>(integer("max_rank"), -1, kLargest));
     const std::int64_t hidden = integer("hidden");
     std::array<std::int64_t, kLoraMaxSlices + 1> widths{};
     const int count = std::min<int>(remaining(), static_cast<int>(widths.size()));
@@ -202,30 +163,21 @@ class LoraArgs : public ArgReader<Source> {
 };
 
 template <class Source>
-void shrink(PackedArgs packed, Any* result) {
+void shrink(PackedArgs packed, Any*) {
   LoraArgs<Source> args(packed, "lora_shrink");
-  if (args.nothing_to_do()) {
-    *result = kNothingToDo;
-    return;
-  }
-  const Tensor x = args.tensor("x"), h = args.tensor("h"), workspace = args.workspace();
+  const Tensor x = args.tensor("x"), h = args.tensor("h"), workspace = args.tensor("workspace");
   const auto scale = static_cast<float>(args.template value<double>("scale"));
   const Tensor zero_rows = args.tensor("zero_rows");
   const LoraGroups groups = args.groups();
-  const LoraWeights& weights = args.weights(true);
+  const LoraWeights& weights = args.weights();
   typename Source::Call call(x.device);
   lora_shrink(x, weights, groups, h, scale, zero_rows,
               call.template workspace<lora_shrink_workspace>(workspace, x, weights), call.stream);
-  call.submit(args.op());
 }
 
 template <class Source>
-void expand(PackedArgs packed, Any* result) {
+void expand(PackedArgs packed, Any*) {
   LoraArgs<Source> args(packed, "lora_expand");
-  if (args.nothing_to_do()) {
-    *result = kNothingToDo;
-    return;
-  }
   const Tensor h = args.tensor("h"), y = args.tensor("y");
   const auto offset = args.integer("offset");
   const auto add_inputs = args.template value<bool>("add_inputs");
@@ -247,7 +199,6 @@ void apply(PackedArgs packed, Any*) {
   typename Source::Call call(x.device);
   lora_apply(x, weights, groups, y, offset, scale, add_inputs,
              call.template workspace<lora_apply_workspace>(workspace, x, weights), call.stream);
-  call.submit(args.op());
 }
 
 template <class Source>
@@ -330,8 +281,6 @@ MORTAR_EXPORT_TORCH(torch_lora_plan, plan, TorchViews);
 MORTAR_EXPORT_TORCH(torch_lora_shrink, shrink, TorchViews);
 MORTAR_EXPORT_TORCH(torch_lora_expand, expand, TorchViews);
 MORTAR_EXPORT_TORCH(torch_lora_apply, apply, TorchViews);
-MORTAR_EXPORT_TORCH(torch_vllm_shrink, shrink, VllmViews);
-MORTAR_EXPORT_TORCH(torch_vllm_expand, expand, VllmViews);
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_weights_describe, wrapped<mortar::ffi::describe_weights>)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_plan_size, wrapped<mortar::ffi::plan_size>)

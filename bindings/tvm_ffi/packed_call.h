@@ -17,7 +17,7 @@
 namespace mortar::ffi {
 
 /// Results of the torch_* functions.
-constexpr std::int64_t kUnread = 0, kDone = 1, kNothingToDo = 2;
+constexpr std::int64_t kUnread = 0, kDone = 1;
 
 /// The argument `name`, and the next one after it.
 inline AnyView take_argument(PackedArgs args, int* next, const char* op, const char* name) {
@@ -50,7 +50,6 @@ class ArgReader {
   ArgReader(PackedArgs args, const char* op) : args_(args), op_(op), source_(args, &next_) {}
 
   const char* op() const { return op_; }
-  Source& source() { return source_; }
   /// Arguments left to read, of any kind, and tensors.
   int remaining() const { return args_.size() - next_; }
   int remaining_tensors() const { return source_.remaining(args_, next_); }

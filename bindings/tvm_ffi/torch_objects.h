@@ -103,31 +103,6 @@ struct TorchObjects {
     return to_tensor(t, op, name);
   }
 
-  /// The one element of a tensor of booleans or integers on the CPU; nothing for None.
-  std::optional<std::int64_t> element() {
-    DLTensor t{};
-    if (!view(&t)) return {};
-    std::int64_t elements = 1;
-    for (int d = 0; d < t.ndim; ++d) elements *= t.shape[d];
-    const bool integral =
-        t.dtype.code == kDLBool || t.dtype.code == kDLInt || t.dtype.code == kDLUInt;
-    if (t.device.device_type != kDLCPU || elements != 1 || !integral || t.dtype.lanes != 1 ||
-        !has_memory(t)) {
-      throw Indirect();
-    }
-    const void* data = static_cast<const char*>(t.data) + t.byte_offset;
-    switch (t.dtype.bits) {
-      case 8:
-        return *static_cast<const std::int8_t*>(data);
-      case 32:
-        return *static_cast<const std::int32_t*>(data);
-      case 64:
-        return *static_cast<const std::int64_t*>(data);
-      default:
-        throw Indirect();
-    }
-  }
-
   static Stream stream(Device device) {
     if (device.type == DeviceType::kCPU) return {};
     void* stream = nullptr;

@@ -70,8 +70,9 @@ int main() {
   const Tensor workspace_view(workspace.data(), DType::kUInt8, {std::ssize(workspace)});
   const Tensor map(token_adapter.data(), DType::kInt32, {kTokens});
   mortar::lora_plan(map, kAdapters, plan_view, {});
-  mortar::lora_apply(x_view, weights, mortar::LoraGroups::from_plan(plan_view), y_view,
-                     /*offset=*/0, kScale, /*add_inputs=*/true, workspace_view, {});
+  const auto groups = mortar::LoraGroups::from_plan(plan_view, kTokens, kAdapters);
+  mortar::lora_apply(x_view, weights, groups, y_view, /*offset=*/0, kScale, /*add_inputs=*/true,
+                     workspace_view, {});
 
   double error = 0, largest = 0;
   for (std::size_t i = 0; i < y.size(); ++i) {
@@ -84,8 +85,7 @@ int main() {
               right ? "right" : "WRONG");
 
   try {  // a mistake is one clear sentence, and nothing has been written
-    mortar::lora_apply(x_view, weights, mortar::LoraGroups::from_plan(plan_view), x_view, 0, kScale,
-                       true, workspace_view, {});
+    mortar::lora_apply(x_view, weights, groups, x_view, 0, kScale, true, workspace_view, {});
     return 1;
   } catch (const mortar::Error& mistake) {
     std::printf("refused: %s\n", mistake.what());

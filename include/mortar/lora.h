@@ -2,7 +2,7 @@
 // Multi-LoRA: y[t] (+)= scale_a * (x[t] A_a^T) B_a^T, where a is token t's own adapter.
 //
 // Dimensions: M tokens, L adapters, S slices that share x (q/k/v, gate/up), K hidden size in,
-// N_s hidden size out of slice s, R rank. All strides are in elements.
+// N_s hidden size out of slice s, R rank. All strides are in elements, those of rows 0 or more.
 //
 // The method is that of Punica (arXiv:2310.18547) and S-LoRA (arXiv:2311.03285): group the
 // tokens of a batch by adapter once per step, then *shrink* (x A^T) and *expand* (h B^T) every
@@ -85,9 +85,15 @@ struct LoraWeights {
 /// sorted_tokens that no group owns are never read; ids, counts have G entries, starts at least G.
 struct LoraGroups {
   Tensor plan;
+  std::int64_t num_tokens = 0, num_adapters = 0;  ///< M and L that the plan was made for
   Tensor sorted_tokens, ids, counts, starts;
 
-  static LoraGroups from_plan(const Tensor& plan);
+  /// A plan that lora_plan has made, or will have made, of so many tokens and adapters. It may be
+  /// larger than they need. The ops refuse other sizes than their own; a plan that holds others
+  /// than said here they refuse on the CPU, and on CUDA, where nothing is read back, they leave
+  /// their outputs untouched.
+  static LoraGroups from_plan(const Tensor& plan, std::int64_t num_tokens,
+                              std::int64_t num_adapters);
   static LoraGroups from_segments(const Tensor& sorted_tokens, const Tensor& ids,
                                   const Tensor& counts, const Tensor& starts);
 };
@@ -97,9 +103,9 @@ std::int64_t lora_plan_size(std::int64_t num_tokens, std::int64_t num_adapters);
 
 /// Groups tokens by adapter, stably, in one launch.
 ///
-/// token_adapter: int32 [M], dense; -1 is a base token, and any id outside [0, L) is treated as
-///   one (and counted for lora_plan_report). plan: int32 [>= lora_plan_size(M, L)], dense,
-///   16-byte aligned, written whole. M <= kLoraMaxTokens, L <= kLoraMaxAdapters.
+/// token_adapter: int32 or int64 [M], dense; -1 is a base token, and any id outside [0, L) is
+///   treated as one (and counted for lora_plan_report). plan: int32 [>= lora_plan_size(M, L)],
+///   dense, 16-byte aligned, written whole. M <= kLoraMaxTokens, L <= kLoraMaxAdapters.
 /// A captured CUDA graph may be replayed after token_adapter has changed.
 void lora_plan(const Tensor& token_adapter, std::int64_t num_adapters, const Tensor& plan,
                Stream stream);
@@ -120,8 +126,9 @@ LoraPlanReport lora_plan_report(const Tensor& plan, Stream stream);
 /// x: [M, K] float32/float16/bfloat16. weights: `a` of any of these dtypes. h: [S, M, R] with
 /// R >= max_rank, float32 or the dtype of x, last dimension dense. Columns past an adapter's rank
 /// are written as zero. Rows of base tokens are left untouched, unless `zero_rows` is given:
-/// int32 [M], rows whose entry lies outside [0, L) are then written as zero.
-/// workspace: uint8 [>= lora_shrink_workspace(...)], 16-byte aligned.
+/// int32 or int64 [M], rows whose entry lies outside [0, L) are then written as zero.
+/// workspace: uint8 [>= lora_shrink_workspace(...)], 16-byte aligned; never more than twice h in
+/// float32 and 16 MB, for lora_apply as well.
 void lora_shrink(const Tensor& x, const LoraWeights& weights, const LoraGroups& groups,
                  const Tensor& h, float scale, const Tensor& zero_rows, const Tensor& workspace,
                  Stream stream);
@@ -138,7 +145,8 @@ void lora_expand(const Tensor& h, const LoraWeights& weights, const LoraGroups& 
                  const Tensor& y, std::int64_t offset, bool add_inputs, Stream stream);
 
 /// lora_shrink and lora_expand in one call; h stays in the workspace. The groups must be a plan.
-/// y must not overlap x or the workspace.
+/// y must not overlap x or the workspace. Scales multiply the finished sums over the rank, in
+/// float32: an h that is rounded to 16 bits on the way has none in it.
 void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& groups,
                 const Tensor& y, std::int64_t offset, float scale, bool add_inputs,
                 const Tensor& workspace, Stream stream);

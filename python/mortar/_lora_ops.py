@@ -2,7 +2,8 @@
 """``torch.ops.mortar.lora_*``: thin shells that pass flat arguments to the library.
 
 Every op writes into its arguments and returns nothing. ``workspace=None`` takes what the op needs
-from PyTorch's allocator on the current stream; nothing else is ever allocated.
+from PyTorch's allocator on the current stream, for the time of the call; nothing else is ever
+allocated. A plan is its tensor here: only ``mortar.lora.Plan`` remembers what it was made for.
 """
 
 import functools
@@ -23,6 +24,15 @@ shrink_bytes = functools.lru_cache(maxsize=4096)(lib.lora_shrink_workspace)
 apply_bytes = functools.lru_cache(maxsize=4096)(lib.lora_apply_workspace)
 
 
+def workspace_bytes(x, num_tokens, weights) -> int:
+    """What ``lora_apply`` needs, and so ``lora_shrink``, which needs no more; 0 if the query fails:
+    the op will say why."""
+    try:
+        return apply_bytes(x.is_cuda, num_tokens, weights.hidden, x.dtype, *weights.sizes)
+    except (TypeError, ValueError):
+        return 0
+
+
 def new_workspace(query, x, num_adapters, num_slices, max_rank, dtype) -> torch.Tensor | None:
     """A tensor of what the query asks for; None if that is 0 bytes, or if the query fails: the op
     will say why."""
@@ -40,6 +50,12 @@ def stacked_workspace(query, x, a) -> torch.Tensor | None:
         return None
     max_rank = max([size[-2] for size in sizes])
     return new_workspace(query, x, sizes[0][0], len(a), max_rank, a[0].dtype)
+
+
+def sizes_of(x, first) -> tuple[int, int]:
+    """(M, L) of a call whose plan is a bare tensor; ``first`` is a tensor of all adapters. 0 where
+    an argument has no dimensions: the op will say why."""
+    return x.shape[0] if x.ndim else 0, first.shape[0] if first is not None and first.ndim else 0
 
 
 def wants_gradient(tensors) -> bool:
@@ -127,7 +143,8 @@ def _shrink_impl(x, plan, a, ranks, scales, h, scale=1.0, zero_rows=None, worksp
         guard_autograd("lora_shrink", (x, h, *a), h)
     if workspace is None:
         workspace = stacked_workspace(shrink_bytes, x, a)
-    _shrink(x, h, workspace, scale, zero_rows, plan, None, ranks, scales, len(a), *a)
+    sizes = sizes_of(x, a[0] if a else None)
+    _shrink(x, h, workspace, scale, zero_rows, plan, *sizes, None, ranks, scales, len(a), *a)
 
 
 def _shrink_table_impl(
@@ -149,13 +166,15 @@ def _shrink_table_impl(
     table = _pointing_to(a, table, 0)
     if workspace is None:
         workspace = new_workspace(shrink_bytes, x, table.shape[0], len(widths), max_rank, dtype)
-    _shrink(x, h, workspace, scale, zero_rows, plan, table, dtype, max_rank, hidden, *widths)
+    plan_and_table = (plan, *sizes_of(x, table), table, dtype, max_rank, hidden, *widths)
+    _shrink(x, h, workspace, scale, zero_rows, *plan_and_table)
 
 
 def _expand_impl(h, plan, b, ranks, y, offset=0, add_inputs=True):
     if _is_grad_enabled():
         guard_autograd("lora_expand", (h, y, *b), y)
-    _expand(h, y, offset, add_inputs, plan, None, ranks, None, 0, *b)
+    sizes = sizes_of(y, b[0] if b else None)
+    _expand(h, y, offset, add_inputs, plan, *sizes, None, ranks, None, 0, *b)
 
 
 def _expand_table_impl(
@@ -164,7 +183,8 @@ def _expand_table_impl(
     if _is_grad_enabled():
         guard_autograd("lora_expand", (h, y, *b), y)
     table = _pointing_to(b, table, 1)
-    _expand(h, y, offset, add_inputs, plan, table, dtype, max_rank, hidden, *widths)
+    plan_and_table = (plan, *sizes_of(y, table), table, dtype, max_rank, hidden, *widths)
+    _expand(h, y, offset, add_inputs, *plan_and_table)
 
 
 def _apply_impl(
@@ -174,7 +194,9 @@ def _apply_impl(
         guard_autograd("lora_apply", (x, y, *a, *b), y)
     if workspace is None:
         workspace = stacked_workspace(apply_bytes, x, a)
-    _apply(x, y, workspace, offset, scale, add_inputs, plan, None, ranks, scales, len(a), *a, *b)
+    stacked = (None, ranks, scales, len(a), *a, *b)
+    sizes = sizes_of(x, a[0] if a else None)
+    _apply(x, y, workspace, offset, scale, add_inputs, plan, *sizes, *stacked)
 
 
 def _apply_table_impl(
@@ -197,9 +219,8 @@ def _apply_table_impl(
     table = _pointing_to(ab, table, 0, 1)
     if workspace is None:
         workspace = new_workspace(apply_bytes, x, table.shape[0], len(widths), max_rank, dtype)
-    _apply(
-        x, y, workspace, offset, scale, add_inputs, plan, table, dtype, max_rank, hidden, *widths
-    )
+    plan_and_table = (plan, *sizes_of(x, table), table, dtype, max_rank, hidden, *widths)
+    _apply(x, y, workspace, offset, scale, add_inputs, *plan_and_table)
 
 
 def _fake(op: str):

@@ -52,6 +52,8 @@ class Weights:
     """What an eager call looks at for gradients."""
     handle: Handle
     """What an eager call passes."""
+    sizes: tuple[int, int, int, torch.dtype]
+    """What a workspace depends on beside x: L, S, the largest rank, the dtype."""
 
     @classmethod
     def stacked(
@@ -208,7 +210,7 @@ class Weights:
 
     def workspace_size(self, x: torch.Tensor) -> int:
         """Bytes of workspace that ``apply`` and ``shrink`` need for x [M, K]."""
-        sizes = (x.is_cuda, *x.shape, x.dtype, *self._sizes)
+        sizes = (x.is_cuda, *x.shape, x.dtype, *self.sizes)
         return max(ops.apply_bytes(*sizes), ops.shrink_bytes(*sizes))
 
     def _install(self, rows: list[Row | None], table: torch.Tensor) -> None:
@@ -231,7 +233,7 @@ class Weights:
         described = lib.lora_weights_describe(self.handle)
         self.max_rank, self.num_adapters, self.hidden, *self.widths = map(int, described)
         self.dtype = dtype
-        self._sizes = (self.num_adapters, len(self.widths), self.max_rank, dtype)
+        self.sizes = (self.num_adapters, len(self.widths), self.max_rank, dtype)
 
     def __reduce__(self) -> tuple:
         """Of copies and pickles: the tensors, from which weights are made again."""

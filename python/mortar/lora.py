@@ -20,6 +20,12 @@ return nothing, work on CPU and CUDA on the current stream, never synchronise, a
 into CUDA graphs or traced by ``torch.compile(fullgraph=True)``. They are for inference: arguments
 that require gradients are refused (RuntimeError) while gradients are enabled.
 
+A plan also keeps the workspace that ``apply`` and ``shrink`` need between their kernels: a tensor
+of PyTorch's allocator, taken by the first layer, shared by all, larger where a layer needs more.
+A plan therefore belongs to one stream at a time. (Used on another, it takes a workspace anew;
+threads that share a plan have one each.) A call that is captured into a CUDA graph takes its own,
+from the graph's memory, so that what a plan keeps never enters a graph.
+
 A wrong argument raises ValueError (shape, size, stride, alignment, overlap) or TypeError (dtype,
 device) before anything is written. Ids outside [-1, L) count as -1; ``check`` reports them.
 
@@ -27,6 +33,7 @@ The method is that of Punica (arXiv:2310.18547) and S-LoRA (arXiv:2311.03285).
 """
 
 import os
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -65,13 +72,50 @@ def _plan_size(num_tokens, num_adapters):
     return lib.lora_plan_size(num_tokens, num_adapters)
 
 
-class Plan(NamedTuple):
-    """A batch's tokens grouped by adapter; made by ``plan``, used by every layer of a step."""
+def _memory_place(x: torch.Tensor) -> tuple[int, int] | None:
+    """(device, stream) that a workspace of calls with this x belongs to. None where it must not
+    outlive its call: while the stream is being captured, as the memory is then the graph's, and on
+    another device than the current one, whose streams PyTorch does not tell about."""
+    if not x.is_cuda:
+        return (-1, 0) if x.is_cpu else None
+    device = x.get_device()
+    if device != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing():
+        return None
+    return (device, torch._C._cuda_getCurrentRawStream(device))
 
+
+class _PlanFields(NamedTuple):
     data: torch.Tensor
-    """int32, on the device of the tokens."""
     num_tokens: int
     num_adapters: int
+
+
+class Plan(_PlanFields):
+    """A batch's tokens grouped by adapter; made by ``plan``, used by every layer of a step.
+
+    Attributes:
+        data: int32, on the device of the tokens.
+        num_tokens: M.
+        num_adapters: L.
+    """
+
+    def workspace(self, x: torch.Tensor, weights: Weights) -> torch.Tensor | None:
+        """What ``apply`` and ``shrink`` take for x [M, K] where no workspace is given: uint8, kept
+        for the calls that follow on this thread and stream. None: one for the call alone, or none.
+        """
+        place = _memory_place(x)
+        if place is None:
+            return None
+        size = ops.workspace_bytes(x, self.num_tokens, weights)
+        if not size:
+            return None
+        kept = vars(self).setdefault("_kept", {})
+        thread = get_ident()
+        own_place, own_size, memory = kept.get(thread, (None, 0, None))
+        if own_place != place or own_size < size:
+            memory = torch.empty(size, dtype=torch.uint8, device=x.device)
+            kept[thread] = (place, size, memory)
+        return memory
 
 
 class PlanReport(NamedTuple):
@@ -93,8 +137,8 @@ def plan(token_adapter: torch.Tensor, num_adapters: int, out: Plan | None = None
     """Groups tokens by adapter, stably, in one launch and without waiting for the device.
 
     Args:
-        token_adapter: int32 [M], contiguous, M up to 2^20: each token's adapter in [0, L), or -1
-            for a base token. Ids outside [-1, L) count as -1.
+        token_adapter: int32 or int64 [M], contiguous, M up to 2^20: each token's adapter in
+            [0, L), or -1 for a base token. Ids outside [-1, L) count as -1.
         num_adapters: L, 1 to 4096; the L of the weights that the plan is used with.
         out: a plan to overwrite, large enough for (M, L). A CUDA graph that was captured with it
             may be replayed after ``token_adapter`` has changed in place.
@@ -136,6 +180,16 @@ def check(plan: Plan) -> PlanReport:
     return report
 
 
+def _check_plan(op: str, plan: Plan, rows: torch.Tensor, weights: Weights) -> None:
+    """What the library checks in eager calls; the ops know the plan's tensor alone."""
+    sizes = (rows.shape[0], weights.num_adapters) if rows.ndim else plan[1:]
+    if plan[1:] != sizes:
+        raise ValueError(
+            f"{op}: plan must be made for {sizes[0]} tokens and {sizes[1]} adapters, got one for "
+            f"{plan[1]} and {plan[2]}"
+        )
+
+
 def _refuse_gradients(op: str, weights: Weights) -> None:
     if weights.requires_grad and _is_grad_enabled():
         ops.guard_autograd(op, weights.tensors(), [])
@@ -168,19 +222,20 @@ def apply(
         add_inputs: False overwrites instead of adding.
         offset: column of y where the first slice begins.
         workspace: uint8 [weights.workspace_size(x)], 16-byte aligned. Must not be shared by calls
-            on different streams. None takes it from PyTorch's allocator, and one of up to 4 MB
-            on CUDA, outside graph captures, from those that Mortar keeps: one per stream in use.
+            on different streams. None: the plan's own.
 
     Returns:
         y.
     """
-    data = plan.data
+    data, *sizes = plan
     if is_eager(x):
         if _is_grad_enabled():
             ops.guard_autograd("lora_apply", (x, y, *weights.watched), y)
-        tensors = (x, y, workspace, data)
-        if _apply_now(id(tensors), offset, scale, add_inputs, weights.handle):
+        memory = plan.workspace(x, weights) if workspace is None else workspace
+        tensors = (x, y, memory, data)
+        if _apply_now(id(tensors), offset, scale, add_inputs, *sizes, weights.handle):
             return y
+    _check_plan("lora_apply", plan, x, weights)
     _refuse_gradients("lora_apply", weights)
     weights.call_apply(x, data, *weights.apply_args, y, offset, scale, add_inputs, workspace)
     return y
@@ -202,8 +257,9 @@ def shrink(
         weights, plan, scale: as for ``apply``.
         h: [S, M, R >= weights.max_rank], float32 or the dtype of x; a float32 one is made if None.
             Columns past an adapter's rank become 0.
-        zero_rows: int32 [M] (the token -> adapter map): rows whose id lies outside [0, L) become 0.
-            Without it rows of base tokens are untouched, and hold anything in an h made here.
+        zero_rows: int32 or int64 [M] (the token -> adapter map): rows whose id lies outside
+            [0, L) become 0. Without it rows of base tokens are untouched, and hold anything in an
+            h made here.
         workspace: as for ``apply``.
 
     Returns:
@@ -212,13 +268,15 @@ def shrink(
     if h is None:
         shape = (weights.num_slices, x.shape[0], weights.max_rank)
         h = torch.empty(shape, dtype=torch.float32, device=x.device)
-    data = plan.data
+    data, *sizes = plan
     if is_eager(x):
         if _is_grad_enabled():
             ops.guard_autograd("lora_shrink", (x, h, *weights.watched), h)
-        tensors = (x, h, workspace, zero_rows, data)
-        if _shrink_now(id(tensors), scale, weights.handle):
+        memory = plan.workspace(x, weights) if workspace is None else workspace
+        tensors = (x, h, memory, zero_rows, data)
+        if _shrink_now(id(tensors), scale, *sizes, weights.handle):
             return h
+    _check_plan("lora_shrink", plan, x, weights)
     _refuse_gradients("lora_shrink", weights)
     weights.call_shrink(x, data, *weights.shrink_args, h, scale, zero_rows, workspace)
     return h
@@ -242,13 +300,14 @@ def expand(
     Returns:
         y.
     """
-    data = plan.data
+    data, *sizes = plan
     if is_eager(h):
         if _is_grad_enabled():
             ops.guard_autograd("lora_expand", (h, y, *weights.watched), y)
         tensors = (h, y, data)
-        if _expand_now(id(tensors), offset, add_inputs, weights.handle):
+        if _expand_now(id(tensors), offset, add_inputs, *sizes, weights.handle):
             return y
+    _check_plan("lora_expand", plan, y, weights)
     _refuse_gradients("lora_expand", weights)
     weights.call_expand(h, data, *weights.expand_args, y, offset, add_inputs)
     return y

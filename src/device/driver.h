@@ -24,17 +24,11 @@ inline void cuda_check(CUresult status, const char* what) {
 /// parameters 0.5 us.
 struct Driver {
   decltype(&cuLaunchKernelEx) launch;
-  decltype(&cuGraphLaunch) launch_graph;
-  decltype(&cuGraphKernelNodeGetParams) get_node;
-  decltype(&cuGraphExecKernelNodeSetParams) set_node;
 
   static const Driver& get() {
     static const Driver driver = [] {
       Driver d{};
       find(d.launch, "cuLaunchKernelEx");
-      find(d.launch_graph, "cuGraphLaunch");
-      find(d.get_node, "cuGraphKernelNodeGetParams");
-      find(d.set_node, "cuGraphExecKernelNodeSetParams");
       return d;
     }();
     return driver;

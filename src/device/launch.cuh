@@ -12,7 +12,6 @@
 
 #include "core/check.h"
 #include "device/driver.h"
-#include "device/launch_chain.h"
 #include "mortar/stream.h"
 
 namespace mortar::device {
@@ -144,8 +143,6 @@ void launch(const char* op, const Launch& l, const Params& params) {
     attributes[config.numAttrs++].value.clusterDim.z = 1;
   }
   const CUfunction function = function_of<kKernel>(op, device);
-  LaunchChain* chain = l.cooperative ? nullptr : LaunchChain::active();
-  if (chain != nullptr && chain->add(config, function, &params, sizeof(Params), op)) return;
   void* arguments[] = {const_cast<Params*>(&params)};
   CUresult result = Driver::get().launch(&config, function, arguments, nullptr);
   if (result == CUDA_ERROR_INVALID_CONTEXT) [[unlikely]] {

@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lora/checks.h"
 
-#include <limits>
-
 namespace mortar::lora {
 namespace {
+
+/// Rows, and slices of rows, that lie one after the other: kernels count rows from the first byte.
+void check_rows_ascend(const ArgCheck& arg, const Tensor& t, const char* name) {
+  for (int d = 0; d + 1 < t.ndim; ++d) {
+    check(t.strides[d] >= 0 || t.shape[d] <= 1, arg.op(), ": ", name,
+          " must have strides of 0 or more, got ", t.strides[d], " in dimension ", d);
+  }
+}
 
 RowsView rows_view(const Tensor& t) {
   RowsView v;
@@ -14,6 +20,11 @@ RowsView rows_view(const Tensor& t) {
   v.slice_stride = t.ndim == 3 ? t.stride(0) : 0;
   v.width = t.size(-1);
   return v;
+}
+
+void check_num_tokens(const ArgCheck& arg, const char* name, std::int64_t num_tokens) {
+  check(num_tokens <= kLoraMaxTokens, arg.op(), ": ", name, " must have at most ", kLoraMaxTokens,
+        " rows, got ", num_tokens);
 }
 
 void check_float(const ArgCheck& arg, const Tensor& t, const char* name) {
@@ -36,8 +47,8 @@ RowsView check_x(const ArgCheck& arg, const Tensor& x) {
   arg.ndim(x, "x", 2);
   check_float(arg, x, "x");
   arg.last_dim_dense(x, "x");
-  check(x.shape[0] <= std::numeric_limits<std::int32_t>::max(), arg.op(),
-        ": x must have fewer than 2^31 rows, got ", x.shape[0]);
+  check_rows_ascend(arg, x, "x");
+  check_num_tokens(arg, "x", x.shape[0]);
   return rows_view(x);
 }
 
@@ -47,6 +58,7 @@ RowsView check_h(const ArgCheck& arg, const Tensor& h, const LoraWeights& weight
   check_float(arg, h, "h");
   arg.device(h, "h", device);
   arg.last_dim_dense(h, "h");
+  check_rows_ascend(arg, h, "h");
   check(h.shape[2] >= weights.max_rank, arg.op(), ": h must have at least ", weights.max_rank,
         " columns (the largest rank), got ", h.shape[2]);
   return rows_view(h);
@@ -58,6 +70,8 @@ RowsView check_y(const ArgCheck& arg, const Tensor& y, const LoraWeights& weight
   check_float(arg, y, "y");
   arg.device(y, "y", device);
   arg.last_dim_dense(y, "y");
+  check_rows_ascend(arg, y, "y");
+  check_num_tokens(arg, "y", num_tokens);
   arg.no_self_overlap(y, "y");
   check(offset >= 0, arg.op(), ": offset must be at least 0, got ", offset);
   std::int64_t width = 0;
@@ -117,6 +131,9 @@ GroupsView check_groups(const ArgCheck& arg, const LoraGroups& groups, std::int6
   if (groups.plan.defined()) {
     v.plan = check_ints(arg, groups.plan, "plan", device);
     arg.aligned(groups.plan, "plan", 16);
+    check(groups.num_tokens == num_tokens && groups.num_adapters == num_adapters, arg.op(),
+          ": plan must be made for ", num_tokens, " tokens and ", num_adapters,
+          " adapters, got one for ", groups.num_tokens, " and ", groups.num_adapters);
     const PlanLayout layout = PlanLayout::make(num_tokens, num_adapters);
     const std::int64_t size = layout.size;
     v.sorted = v.plan + layout.sorted;

@@ -34,8 +34,8 @@ RowsView check_y(const ArgCheck& arg, const Tensor& y, const LoraWeights& weight
 WeightsView check_weights(const ArgCheck& arg, const LoraWeights& weights, Needs needs,
                           Device device);
 
-/// A plan large enough for (M, L), or four segment tensors that agree. On the CPU the plan's
-/// header is compared with (M, L) as well; on a GPU the kernels do that.
+/// A plan said to be made for (M, L) and large enough for them, or four segment tensors that agree.
+/// On the CPU the plan's header is compared with (M, L) as well; on a GPU the kernels do that.
 GroupsView check_groups(const ArgCheck& arg, const LoraGroups& groups, std::int64_t num_tokens,
                         std::int64_t num_adapters, Device device);
 

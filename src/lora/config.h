@@ -53,8 +53,8 @@ inline constexpr std::int64_t kLightBatch = 16 * 1024;  ///< more were not measu
 /// Bytes of slabs of a tile from which on a kernel of its own adds them: every CTA of expand would.
 /// (qkv, one adapter, 16 tokens: rank 64 5.6 us against 6.3; but rank 32 5.0 against 4.1.)
 inline constexpr std::int64_t kFinishBytes = 48 << 10;
-/// Workspace that an op may take whatever the problem's size.
-inline constexpr std::int64_t kWorkspaceFloor = 4 << 20;
+/// Bytes that slabs with their h may take, whatever the problem's size: they stay in L2.
+inline constexpr std::int64_t kSlabBudgetFloor = 4 << 20;
 /// Elements of B from which on a CTA of the decode kernel has long to stream.
 inline constexpr std::int64_t kLongStream = 16 * 1024;
 /// Two column blocks of B of a larger rank do not fit an SM beside y.
@@ -84,11 +84,11 @@ inline std::int64_t finished_bytes(const LoraShape& s) {
   return s.num_tokens * s.num_slices * h_width(s) * (s.one_type ? 2 : 4);
 }
 
-/// Bytes of workspace that an op may use: 1 % of the bytes of a 16-bit x, but at least
-/// kWorkspaceFloor. As x is only one of the operands, 1 % of it is less than 1 % of the traffic.
-inline std::int64_t workspace_budget(const LoraShape& s) {
+/// Bytes that slabs with their h may take: 1 % of the bytes of a 16-bit x, but at least
+/// kSlabBudgetFloor. Writing and reading them then costs little beside what the op moves anyway.
+inline std::int64_t slab_budget(const LoraShape& s) {
   const std::int64_t bytes = s.num_tokens * s.hidden * 2;
-  return std::max(kWorkspaceFloor, bytes / 100);
+  return std::max(kSlabBudgetFloor, bytes / 100);
 }
 
 /// Tokens of an adapter if all of those loaded have as many.
@@ -96,9 +96,18 @@ inline std::int64_t tokens_per_adapter(const LoraShape& s) {
   return ceil_div(s.num_tokens, std::max<std::int64_t>(1, std::min(s.num_tokens, s.num_adapters)));
 }
 
-/// Whether all of a split shrink's slabs fit the workspace, with h beside them.
+/// Whether all of a split shrink's slabs fit their budget, with h beside them.
 inline bool slabs_fit(const LoraShape& s) {
-  return slab_bytes(s) + finished_bytes(s) <= workspace_budget(s);
+  return slab_bytes(s) + finished_bytes(s) <= slab_budget(s);
+}
+
+/// Workspace of the two ops, whatever the launch choices below: slabs where there may be any, and
+/// for lora_apply h whole beside them.
+inline std::int64_t most_shrink_bytes(const LoraShape& s) {
+  return slabs_fit(s) ? slab_bytes(s) : 0;
+}
+inline std::int64_t most_apply_bytes(const LoraShape& s) {
+  return finished_bytes(s) + most_shrink_bytes(s);
 }
 
 /// Tiles of 16 start sooner and waste less of a tile on few tokens of an adapter; tiles of 64 read
@@ -169,6 +178,17 @@ inline ExpandConfig choose_expand(const LoraShape& s, bool prefill = true) {
   }
   c.cols = even_cols(s, cols, c.block_cols);
   return c;
+}
+
+/// Rows of 16 tokens along y and z of a grid: z is 1 up to 65,535 rows, the most of y. Batches that
+/// have more are tiles of 64, so their number is a multiple of four.
+struct TileRowGrid {
+  unsigned y = 0, z = 1;
+};
+inline TileRowGrid tile_row_grid(int num_tiles, int tile_tokens) {
+  TileRowGrid grid{static_cast<unsigned>(num_tiles) * static_cast<unsigned>(tile_tokens / 16), 1};
+  for (; grid.y > 65535 && grid.y % 2 == 0; grid.y /= 2) grid.z *= 2;
+  return grid;
 }
 
 inline ShrinkConfig choose_shrink(const LoraShape& s) {

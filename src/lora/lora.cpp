@@ -48,6 +48,16 @@ void check_plan_range(const ArgCheck& arg, std::int64_t num_tokens, std::int64_t
         ": num_adapters must be 1 to ", kLoraMaxAdapters, ", got ", num_adapters);
 }
 
+/// One id per token, int32 or int64; without `num_tokens`, any number of them.
+lora::IdsView check_ids(const ArgCheck& arg, const Tensor& ids, const char* name,
+                        std::int64_t num_tokens, Device device) {
+  arg.shape(ids, name, {num_tokens});
+  arg.dtype(ids, name, {DType::kInt32, DType::kInt64});
+  arg.device(ids, name, device);
+  arg.contiguous(ids, name);
+  return {ids.data, ids.dtype == DType::kInt64};
+}
+
 /// The checks that lora_plan_report and lora_plan share.
 void check_plan_tensor(const ArgCheck& arg, const Tensor& plan) {
   arg.ndim(plan, "plan", 1);
@@ -67,8 +77,8 @@ void lora_plan(const Tensor& token_adapter, std::int64_t num_adapters, const Ten
                Stream stream) {
   const ArgCheck arg("lora_plan");
   arg.ndim(token_adapter, "token_adapter", 1);
-  arg.dtype(token_adapter, "token_adapter", {DType::kInt32});
-  arg.contiguous(token_adapter, "token_adapter");
+  const lora::IdsView ids =
+      check_ids(arg, token_adapter, "token_adapter", -1, token_adapter.device);
   const std::int64_t num_tokens = token_adapter.shape[0];
   check_plan_range(arg, num_tokens, num_adapters);
   check_plan_tensor(arg, plan);
@@ -77,9 +87,7 @@ void lora_plan(const Tensor& token_adapter, std::int64_t num_adapters, const Ten
   check(plan.shape[0] >= size, arg.op(), ": plan must have at least ", size, " elements for ",
         num_tokens, " tokens and ", num_adapters, " adapters, got ", plan.shape[0]);
   arg.disjoint(plan, "plan", token_adapter, "token_adapter");
-  backend(arg, plan.device)
-      .plan(token_adapter.ptr<const std::int32_t>(), num_tokens, num_adapters,
-            plan.ptr<std::int32_t>(), stream);
+  backend(arg, plan.device).plan(ids, num_tokens, num_adapters, plan.ptr<std::int32_t>(), stream);
 }
 
 LoraPlanReport lora_plan_report(const Tensor& plan, Stream stream) {
@@ -115,12 +123,8 @@ void lora_shrink(const Tensor& x, const LoraWeights& weights, const LoraGroups& 
   arg.no_self_overlap(h, "h");
   p.groups = lora::check_groups(arg, groups, p.num_tokens, weights.num_adapters, x.device);
   if (zero_rows.defined()) {
-    arg.shape(zero_rows, "zero_rows", {p.num_tokens});
-    arg.dtype(zero_rows, "zero_rows", {DType::kInt32});
-    arg.device(zero_rows, "zero_rows", x.device);
-    arg.contiguous(zero_rows, "zero_rows");
+    p.zero_rows = check_ids(arg, zero_rows, "zero_rows", p.num_tokens, x.device);
     arg.disjoint(h, "h", zero_rows, "zero_rows");
-    p.zero_rows = zero_rows.ptr<const std::int32_t>();
   }
   const Backend& be = backend(arg, x.device);
   p.workspace = lora::check_workspace(arg, workspace,

@@ -93,6 +93,22 @@ struct WeightsView {
   }
 };
 
+/// Ids of adapters, one per token: int32, or int64 where `wide`.
+struct IdsView {
+  const void* data = nullptr;
+  bool wide = false;
+
+  /// The id of a token; -2, which no adapter has, for what does not fit 32 bits.
+  template <class Id>
+  MORTAR_HOST_DEVICE int get(std::int64_t token) const {
+    const Id id = static_cast<const Id*>(data)[token];
+    return static_cast<int>(id) == id ? static_cast<int>(id) : -2;
+  }
+  MORTAR_HOST_DEVICE int get(std::int64_t token) const {
+    return wide ? get<std::int64_t>(token) : get<std::int32_t>(token);
+  }
+};
+
 struct GroupsView {
   const std::int32_t* plan = nullptr;  ///< null: segments
   const std::int32_t* sorted = nullptr;
@@ -120,7 +136,7 @@ struct ShrinkProblem {
   WeightsView weights;
   GroupsView groups;
   float scale = 1;
-  const std::int32_t* zero_rows = nullptr;
+  IdsView zero_rows;  ///< without data: rows of base tokens stay as they are
   void* workspace = nullptr;
 };
 
@@ -155,8 +171,8 @@ struct WorkspaceQuery {
 
 /// What every backend does. Arguments are checked; M and K may be 0.
 struct Backend {
-  void (*plan)(const std::int32_t* token_adapter, std::int64_t num_tokens,
-               std::int64_t num_adapters, std::int32_t* plan, Stream stream);
+  void (*plan)(const IdsView& token_adapter, std::int64_t num_tokens, std::int64_t num_adapters,
+               std::int32_t* plan, Stream stream);
   /// Copies kPlanHeaderWords words to the host and waits for them.
   void (*read_plan_header)(const std::int32_t* plan, std::int32_t* header, Stream stream);
   void (*shrink)(const ShrinkProblem& p, Stream stream);

@@ -120,9 +120,12 @@ LoraWeights LoraWeights::from_table(const Tensor& table, DType dtype, int max_ra
   return w;
 }
 
-LoraGroups LoraGroups::from_plan(const Tensor& plan) {
+LoraGroups LoraGroups::from_plan(const Tensor& plan, std::int64_t num_tokens,
+                                 std::int64_t num_adapters) {
   LoraGroups groups;
   groups.plan = plan;
+  groups.num_tokens = num_tokens;
+  groups.num_adapters = num_adapters;
   return groups;
 }
 

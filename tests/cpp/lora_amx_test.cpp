@@ -84,9 +84,9 @@ struct TileModel {
       }
     }
   }
-  static void update(const float* sums, std::int64_t columns, bool add, BFloat16* y) {
+  static void update(const float* sums, std::int64_t columns, float scale, bool add, BFloat16* y) {
     for (std::int64_t n = 0; n < columns; ++n) {
-      y[n] = from_float<BFloat16>(add ? to_float(y[n]) + sums[n] : sums[n]);
+      y[n] = from_float<BFloat16>(std::fma(sums[n], scale, add ? to_float(y[n]) : -0.0f));
     }
   }
 };

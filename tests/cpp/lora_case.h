@@ -119,7 +119,7 @@ class LoraOperands {
   LoraGroups groups() const {
     return c.segments ? LoraGroups::from_segments(sorted_.view(), ids_.view(), counts_.view(),
                                                   starts_.view())
-                      : LoraGroups::from_plan(plan.view());
+                      : LoraGroups::from_plan(plan.view(), c.tokens, c.adapters);
   }
 
   /// Of exactly the size that lora_apply or lora_shrink asks for.

@@ -52,6 +52,23 @@ TEST(LoraConfig, SomeMapMakesAsManyTilesAsTheBound) {
   }
 }
 
+TEST(LoraConfig, TileRowsFitAGrid) {
+  const auto expect_fits = [](std::int64_t tokens, std::int64_t adapters, int tile) {
+    const auto tiles = static_cast<int>(max_tiles(tokens, adapters, tile));
+    const TileRowGrid grid = tile_row_grid(tiles, tile);
+    EXPECT_EQ(std::int64_t{grid.y} * grid.z, std::int64_t{tiles} * (tile / 16));
+    EXPECT_LE(grid.y, 65535u) << tokens << " tokens, " << adapters << " adapters";
+    EXPECT_EQ(grid.z > 1, std::int64_t{tiles} * (tile / 16) > 65535);
+  };
+  for (const std::int64_t adapters : {1, 2, 500, 4096}) {
+    for (const std::int64_t tokens :
+         {1, 64, 65, 700'000, 790'527, 790'528, 1'048'512, 1'048'513, 1'048'576}) {
+      expect_fits(tokens, adapters, 64);
+    }
+    for (const std::int64_t tokens : {1, 17, 16 * 1024}) expect_fits(tokens, adapters, 16);
+  }
+}
+
 template <int kTiles>
 void expect_runs(int log_tile) {
   const std::int64_t run = std::int64_t{kTiles} << log_tile;

@@ -16,6 +16,27 @@ std::vector<BadCall> group_calls() {
        },
        kValue,
        {"lora_apply: plan must have at least", "elements for 4 tokens and 3 adapters", "got"}},
+      {"PlanOfOtherTokens",
+       [](Call& c) {
+         c.groups = LoraGroups::from_plan(c.plan, 5, 3);
+         c.apply();
+       },
+       kValue,
+       {"lora_apply: plan must be made for 4 tokens and 3 adapters", "got one for 5 and 3"}},
+      {"PlanOfOtherAdapters",
+       [](Call& c) {
+         c.groups = LoraGroups::from_plan(c.plan, 4, 2);
+         c.shrink();
+       },
+       kValue,
+       {"lora_shrink: plan must be made for 4 tokens and 3 adapters", "got one for 4 and 2"}},
+      {"PlanOfOtherTokensForExpand",
+       [](Call& c) {
+         c.groups = LoraGroups::from_plan(c.plan, 3, 3);
+         c.expand();
+       },
+       kValue,
+       {"lora_expand: plan must be made for 4 tokens and 3 adapters", "got one for 3 and 3"}},
       {"PlanDtype",
        [](Call& c) {
          c.groups.plan = with_dtype(c.plan, kF32);
@@ -101,11 +122,11 @@ std::vector<BadCall> group_calls() {
        {"lora_plan: token_adapter must have 1 dimension", "got shape (2, 2)"}},
       {"MapDtype",
        [](Call& c) {
-         c.token_adapter = with_dtype(c.token_adapter, DType::kInt64);
+         c.token_adapter = with_dtype(c.token_adapter, kF32);
          c.make_plan();
        },
        kType,
-       {"lora_plan: token_adapter must have dtype int32", "got int64"}},
+       {"lora_plan: token_adapter must have dtype int32 or int64", "got float32"}},
       {"MapStride",
        [](Call& c) {
          c.token_adapter = with_stride(c.token_adapter, 0, 2);

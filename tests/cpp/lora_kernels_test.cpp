@@ -9,8 +9,10 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <string>
 #include <vector>
 
+#include "core/cpu_target.h"
 #include "core/float_element.h"
 #include "lora/cpu/kernels.h"
 
@@ -116,6 +118,15 @@ TEST(LevelChoice, SmallFirstIsInUseAndAnotherCanBeChosen) {
   }
   lora::cpu::use_kernels(nullptr);
   EXPECT_EQ(&lora::cpu::kernels(), tables.front());
+}
+
+TEST(LevelChoice, SmallTheTargetNamesTheBestLevel) {
+  const std::string best = lora::cpu::supported_kernels().front()->level, target = cpu_target();
+  EXPECT_EQ(best == "AMX", target == "AMX-BF16");
+  EXPECT_EQ(best == "AVX512-BF16", target == "AVX512-BF16");
+  EXPECT_EQ(best == "N_AVX3", target == "AVX-512");
+  EXPECT_EQ(best == "N_AVX2", target == "AVX2");
+  EXPECT_EQ(best == "N_NEON", target == "NEON");
 }
 
 std::string level_name(const ::testing::TestParamInfo<const lora::cpu::Kernels*>& level) {

@@ -52,6 +52,41 @@ std::vector<BadCall> op_calls() {
        },
        kValue,
        {"lora_shrink: x must have K = 16 columns", "got 15"}},
+      {"XNegativeStride",
+       [](Call& c) {
+         c.x = with_stride(c.x, 0, -16);
+         c.shrink();
+       },
+       kValue,
+       {"lora_shrink: x must have strides of 0 or more", "got -16 in dimension 0"}},
+      {"YNegativeStride",
+       [](Call& c) {
+         c.y = with_stride(c.y, 0, -32);
+         c.apply();
+       },
+       kValue,
+       {"lora_apply: y must have strides of 0 or more", "got -32 in dimension 0"}},
+      {"HNegativeStride",
+       [](Call& c) {
+         c.h = with_stride(c.h, 0, -32);
+         c.expand();
+       },
+       kValue,
+       {"lora_expand: h must have strides of 0 or more", "got -32 in dimension 0"}},
+      {"XTooManyRows",
+       [](Call& c) {
+         c.x.shape[0] = kLoraMaxTokens + 1;
+         c.shrink();
+       },
+       kValue,
+       {"lora_shrink: x must have at most 1048576 rows", "got 1048577"}},
+      {"YTooManyRows",
+       [](Call& c) {
+         c.y.shape[0] = kLoraMaxTokens + 1;
+         c.expand();
+       },
+       kValue,
+       {"lora_expand: y must have at most 1048576 rows", "got 1048577"}},
       {"YDims",
        [](Call& c) {
          c.y = reshaped(c.y, {32});

@@ -181,6 +181,27 @@ TEST_P(LoraPlan, SmallBufferIsReusedForAnotherMap) {
   }
 }
 
+/// int64 ids give the plan of the same ids in int32; what does not fit 32 bits is out of range.
+TEST_P(LoraPlan, SmallWideIds) {
+  constexpr std::int64_t kHigh = std::int64_t{1} << 32;
+  for (std::int64_t tokens : {1, 5, 256, 257, 3000, 16385}) {
+    for (std::int32_t adapters : {1, 5, 300}) {
+      SCOPED_TRACE(std::to_string(tokens) + " tokens, " + std::to_string(adapters) + " adapters");
+      Planned p = make(random_map(tokens, -3, adapters, 19), adapters);
+      GuardedTensor ids(DType::kInt64, {tokens}, {}, GetParam());
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const std::int64_t id = p.map[t];
+        // Low halves that would be an adapter's, and the base token's.
+        ids.data<std::int64_t>()[t] = id < -1 ? (t % 2 == 0 ? kHigh : kHigh * 7 - 1) : id;
+      }
+      ids.upload();
+      lora_plan(ids.view(), adapters, p.plan.view(), Stream{});
+      p.plan.download();
+      expect_right(p);
+    }
+  }
+}
+
 TEST_P(LoraPlan, RepeatsItselfBitwise) {
   const std::vector<std::int32_t> map = random_map(5000, -2, 40, 17);
   const Planned first = make(map, 40);

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import mortar.dynamic_conv as module
+import mortar._dynamic_conv_ops as module
 from dynamic_conv_cases import assert_bitwise, random_case, run, with_mortar
 from mortar._ffi import WRITTEN
 from mortar.compat import jet

@@ -160,9 +160,9 @@ def h_expanded(c):
     return ValueError, "h must not overlap itself"
 
 
-def zero_rows_of_long(c):
-    c.options["zero_rows"] = c.t.token_adapter.long()
-    return TypeError, "zero_rows must have dtype int32, got int64"
+def zero_rows_of_floats(c):
+    c.options["zero_rows"] = c.t.token_adapter.float()
+    return TypeError, "zero_rows must have dtype int32 or int64, got float32"
 
 
 def zero_rows_too_short(c):
@@ -238,7 +238,7 @@ SPOILT = {
         x_of_three_dimensions, x_of_another_width, x_of_integers, x_of_double, x_transposed,
         x_of_more_rows, h_of_two_dimensions, h_of_other_tokens, h_of_other_slices, h_too_narrow,
         h_of_another_16_bit_type, h_of_integers, h_strided, h_expanded, h_overlaps_x,
-        zero_rows_of_long, zero_rows_too_short, plan_too_small, plan_of_long, plan_misaligned,
+        zero_rows_of_floats, zero_rows_too_short, plan_too_small, plan_of_long, plan_misaligned,
         workspace_of_floats,
     ],
     "expand": [
@@ -273,17 +273,36 @@ def test_the_call_is_right_before_it_is_spoilt(device, form):
         Call(device, form).run(op)
 
 
-def test_plan_for_another_batch(device):
-    """On the CPU the header says so; on a GPU nobody may wait for it, and the kernels write
-    nothing."""
+@pytest.mark.parametrize("tracing", [False, True])
+@pytest.mark.parametrize("op", ["apply", "shrink", "expand"])
+@pytest.mark.parametrize("tokens, adapters", [(24, 2), (6, 2), (12, 3), (12, 1)])
+def test_plan_for_another_batch(device, op, tokens, adapters, tracing, monkeypatch):
+    """Said by the plan's own sizes, without a look at the device; also where the op itself, which
+    has the plan's tensor alone, is called."""
     call = Call(device, "table")
-    call.plan = lora.plan(call.t.token_adapter.repeat(2), 2)
+    ids = call.t.token_adapter.repeat(2)[:tokens].contiguous()
+    call.plan = lora.plan(ids, adapters, out=lora.Plan(call.plan.data.new_empty(5000), 0, 0))
+    before = call.y.clone(), call.h.clone()
+    monkeypatch.setattr(lora, "is_eager", lambda first: not tracing)
+    message = f"^lora_{op}: plan must be made for 12 tokens and 2 adapters, got one for {tokens} "
+    with pytest.raises(ValueError, match=f"{message}and {adapters}$"):
+        call.run(op)
+    assert torch.equal(call.y, before[0])
+    assert torch.equal(call.h, before[1])
+
+
+def test_bare_plan_for_another_batch(device):
+    """torch.ops get a tensor: on the CPU its header is looked at; on a GPU nobody may wait for it,
+    and the kernels write nothing."""
+    call = Call(device, "table")
+    data = lora.plan(call.t.token_adapter.repeat(2), 2).data
     before = call.y.clone()
+    args = (call.x, data, *call.weights.apply_args, call.y)
     if device.type == "cpu":
         with pytest.raises(ValueError, match="plan must be made for 12 tokens and 2 adapters"):
-            call.run("apply")
+            torch.ops.mortar.lora_apply.table(*args)
     else:
-        call.run("apply")
+        torch.ops.mortar.lora_apply.table(*args)
     assert torch.equal(call.y, before)
 
 
@@ -309,7 +328,7 @@ def test_tables_are_checked(device, kind):
 
 
 PLAN = [
-    (lambda ids: (ids.long(), 2), TypeError, "token_adapter must have dtype int32, got int64"),
+    (lambda ids: (ids.float(), 2), TypeError, "must have dtype int32 or int64, got float32"),
     (lambda ids: (ids[None], 2), ValueError, "token_adapter must have 1 dimension"),
     (lambda ids: (ids[::2], 2), ValueError, "token_adapter must be contiguous, got strides"),
     (lambda ids: (ids, 0), ValueError, "num_adapters must be 1 to 4096, got 0"),

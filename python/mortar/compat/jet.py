@@ -20,7 +20,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..dynamic_conv import dynamic_conv, step_into
+from .._dynamic_conv_ops import step_into
+from ..dynamic_conv import dynamic_conv
 from ..nn import DynamicShortConvolution
 
 __all__ = [

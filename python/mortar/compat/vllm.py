@@ -30,7 +30,7 @@ The functions are the ops ``torch.ops.mortar.vllm_lora_shrink`` and ``vllm_lora_
 
 import torch
 
-from .._ffi import WRITTEN, lib, torch_function
+from .._ffi import lib, torch_function
 from .._library import define, is_eager, shortcut
 from .._lora_ops import (
     guard_autograd,
@@ -43,9 +43,13 @@ from .._lora_ops import (
 __all__ = ["lora_expand", "lora_shrink"]
 
 _shrink, _expand = lib.lora_shrink, lib.lora_expand
-# These look at the flag themselves, and return 0 for what the other two take or refuse.
-_shrink_now, _expand_now = torch_function("torch_vllm_shrink"), torch_function("torch_vllm_expand")
+# These return 0 for what the other two take or refuse.
+_shrink_now, _expand_now = torch_function("torch_lora_shrink"), torch_function("torch_lora_expand")
 _is_grad_enabled = torch.is_grad_enabled
+
+
+def _number(value: int | torch.Tensor) -> int:
+    return value if type(value) is int else value.item()
 
 
 def _shrink_impl(
@@ -76,7 +80,7 @@ def _shrink_impl(
         lora_ids,
         num_tokens_per_lora,
         lora_token_start_loc,
-        num_active_loras if type(num_active_loras) is int else num_active_loras.item(),
+        _number(num_active_loras),
         None,
         None,
         None,
@@ -113,7 +117,7 @@ def _expand_impl(
         lora_ids,
         num_tokens_per_lora,
         lora_token_start_loc,
-        num_active_loras if type(num_active_loras) is int else num_active_loras.item(),
+        _number(num_active_loras),
         None,
         None,
         None,
@@ -153,12 +157,12 @@ _call_expand, _call_expand_tensor = _define_both(
 
 
 def _run_now(run, tensors, numbers, inputs, weights, output) -> bool:
-    """Whether an eager call is done: it has run, or the flag says that there is nothing to do."""
+    """Whether an eager call is done."""
     grad = _is_grad_enabled()
     if grad and wants_gradient((inputs, output, *weights)):
         return False
     done = run(id(tensors), *numbers)
-    if grad and done == WRITTEN:
+    if grad and done:
         increment_version(output)
     return bool(done)
 
@@ -188,20 +192,24 @@ def lora_shrink(
     The rest is described at the top of the module.
     """
     if is_eager(inputs):
-        is_number = type(num_active_loras) is int
+        if no_lora_flag_cpu.item():
+            return
         tensors = (
-            no_lora_flag_cpu,
             inputs,
             output_tensor,
+            None,
             token_lora_mapping,
+            None,
             token_indices_sorted_by_lora_ids,
             lora_ids,
             num_tokens_per_lora,
             lora_token_start_loc,
-            None if is_number else num_active_loras,
+            None,
+            None,
+            None,
             *lora_a_weights,
         )
-        numbers = (scaling, num_active_loras if is_number else 0)
+        numbers = (scaling, _number(num_active_loras), len(lora_a_weights))
         if _run_now(_shrink_now, tensors, numbers, inputs, lora_a_weights, output_tensor):
             return
     is_tensor = isinstance(num_active_loras, torch.Tensor)
@@ -247,19 +255,22 @@ def lora_expand(
     The rest is described at the top of the module.
     """
     if is_eager(inputs):
-        is_number = type(num_active_loras) is int
+        if no_lora_flag_cpu.item():
+            return
         tensors = (
-            no_lora_flag_cpu,
             inputs,
             output_tensor,
+            None,
             token_indices_sorted_by_lora_ids,
             lora_ids,
             num_tokens_per_lora,
             lora_token_start_loc,
-            None if is_number else num_active_loras,
+            None,
+            None,
+            None,
             *lora_b_weights,
         )
-        numbers = (offset_start, add_inputs, num_active_loras if is_number else 0)
+        numbers = (offset_start, add_inputs, _number(num_active_loras), 0)
         if _run_now(_expand_now, tensors, numbers, inputs, lora_b_weights, output_tensor):
             return
     is_tensor = isinstance(num_active_loras, torch.Tensor)

@@ -7,14 +7,12 @@
 
 #if defined(__x86_64__) && defined(__linux__) && (defined(__GNUC__) || defined(__clang__))
 
-#include <cpuid.h>
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 
+#include "core/cpu_target.h"
 #include "core/float16.h"
 
 // Everything between these lines, and nothing else, may use the instructions.
@@ -77,14 +75,17 @@ struct AmxTiles {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
   }
 
-  static void update(const float* sums, std::int64_t columns, bool add, BFloat16* y) {
+  static void update(const float* sums, std::int64_t columns, float scale, bool add, BFloat16* y) {
+    const __m512 factor = _mm512_set1_ps(scale);
     for (std::int64_t n = 0; n < columns; n += 16) {
       const std::int64_t left = columns - n;
       const auto mask = static_cast<__mmask16>(left >= 16 ? 0xffffu : (1u << left) - 1);
       __m512 sum = _mm512_load_ps(sums + n);
       if (add) {
         const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, y + n));
-        sum = _mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), sum);
+        sum = _mm512_fmadd_ps(sum, factor, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
+      } else {
+        sum = _mm512_mul_ps(sum, factor);
       }
       _mm256_mask_storeu_epi16(y + n, mask, (__m256i)_mm512_cvtneps_pbh(sum));
     }
@@ -101,28 +102,9 @@ struct AmxTiles {
 #endif
 
 namespace mortar::lora::cpu {
-namespace {
-
-/// AMX-BF16 and AMX-TILE in the processor, and AVX512-BF16 for the rest.
-bool processor_has_tiles() {
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
-  return (edx & kAmxBf16) != 0 && (edx & kAmxTile) != 0;
-}
-
-/// Linux hands out the tiles' 8 KB of state on request only, to the whole process.
-bool kernel_grants_tiles() {
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
-}  // namespace
 
 std::unique_ptr<Kernels> amx_kernels(const Kernels& base) {
-  if (base.expand_pairs == nullptr || !processor_has_tiles() || !kernel_grants_tiles()) {
-    return nullptr;
-  }
+  if (base.expand_pairs == nullptr || !has_amx_bf16()) return nullptr;
   AmxShrink<AmxTiles>::pack = base.pack;
   auto table = std::make_unique<Kernels>(base);
   table->level = "AMX";

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/cpu_target.h"
 #include "core/float16.h"
 #include "core/int_math.h"
 
@@ -99,11 +100,15 @@ struct PairExpand {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   }
-  static MORTAR_INLINE void update(const Vec (&sum)[kTileVecs], bool add, BFloat16* y) {
+  static MORTAR_INLINE void update(const Vec (&sum)[kTileVecs], float scale, bool add,
+                                   BFloat16* y) {
+    const Vec factor = _mm512_set1_ps(scale);
+    const auto scaled = [&](Vec v, const BFloat16* at) __attribute__((always_inline)) {
+      return add ? _mm512_fmadd_ps(v, factor, widen(at)) : _mm512_mul_ps(v, factor);
+    };
     MORTAR_UNROLL
     for (int v = 0; v < kTileVecs; v += 2, y += 2 * kLanes) {
-      const Vec low = add ? _mm512_add_ps(widen(y), sum[v]) : sum[v];
-      const Vec high = add ? _mm512_add_ps(widen(y + kLanes), sum[v + 1]) : sum[v + 1];
+      const Vec low = scaled(sum[v], y), high = scaled(sum[v + 1], y + kLanes);
       _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(high, low));
     }
   }
@@ -121,10 +126,7 @@ struct PairExpand {
 namespace mortar::lora::cpu {
 
 std::unique_ptr<Kernels> avx512_bf16_kernels(const Kernels& base) {
-  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
-    return nullptr;
-  }
+  if (!has_avx512_bf16()) return nullptr;
   auto table = std::make_unique<Kernels>(base);
   table->level = "AVX512-BF16";
   table->shrink[1][1] = avx512_bf16::shrink<avx512_bf16::PairShrink>;

@@ -16,7 +16,8 @@ void zero_rows(const ShrinkProblem& p, int num_threads) {
   const std::int64_t size = dtype_size(p.h.dtype);
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
   for (std::int64_t t = 0; t < p.num_tokens; ++t) {
-    if (p.zero_rows[t] >= 0 && p.zero_rows[t] < p.weights.num_adapters) continue;
+    const int id = p.zero_rows.get(t);
+    if (id >= 0 && id < p.weights.num_adapters) continue;
     for (int s = 0; s < p.weights.num_slices; ++s) {
       char* h = static_cast<char*>(p.h.data) + (s * p.h.slice_stride + t * p.h.row_stride) * size;
       std::fill(h, h + p.h.width * size, 0);
@@ -33,7 +34,7 @@ std::int64_t sum_widths(const WeightsView& weights) {
 void shrink(const ShrinkProblem& p, Stream) {
   const GroupList groups(p.groups, p.num_tokens, p.weights.num_adapters);
   const Batch batch = measure(groups, p.weights, p.weights.hidden);
-  if (p.zero_rows != nullptr) zero_rows(p, batch.num_threads);
+  if (p.zero_rows.data != nullptr) zero_rows(p, batch.num_threads);
   ShrinkPass pass(p.x, p.weights, groups, {p.h, true, 0}, p.scale, true, {0, batch.num_rows},
                   batch.num_threads);
 #pragma omp parallel num_threads(batch.num_threads) if (batch.num_threads > 1)
@@ -43,7 +44,7 @@ void shrink(const ShrinkProblem& p, Stream) {
 void expand(const ExpandProblem& p, Stream) {
   const GroupList groups(p.groups, p.num_tokens, p.weights.num_adapters);
   const Batch batch = measure(groups, p.weights, sum_widths(p.weights));
-  ExpandPass pass({p.h, true, 0}, p.weights, groups, p.y, p.offset, p.add_inputs,
+  ExpandPass pass({p.h, true, 0}, p.weights, groups, p.y, p.offset, {}, p.add_inputs,
                   {0, batch.num_rows}, batch.num_threads);
 #pragma omp parallel num_threads(batch.num_threads) if (batch.num_threads > 1)
   pass.run();
@@ -73,8 +74,8 @@ void apply(const ApplyProblem& p, Stream) {
   for (std::int64_t row = 0; row < batch.num_rows; row += step) {
     const RowRange rows{row, std::min(batch.num_rows, row + step)};
     h.first_row = row;
-    ShrinkPass first(p.x, w, groups, h, p.scale, false, rows, batch.num_threads);
-    ExpandPass second(h, w, groups, p.y, p.offset, p.add_inputs, rows, batch.num_threads);
+    ShrinkPass first(p.x, w, groups, h, {}, false, rows, batch.num_threads);
+    ExpandPass second(h, w, groups, p.y, p.offset, p.scale, p.add_inputs, rows, batch.num_threads);
 #pragma omp parallel num_threads(batch.num_threads) if (batch.num_threads > 1)
     {
       first.run();

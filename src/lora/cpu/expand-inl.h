@@ -15,7 +15,8 @@
 //   Vec, Packed   kLanes floats, kLanes packed units;  zero(), load(const std::uint32_t*)
 //   kParts        entries of h in a unit (steps that one unit of B makes)
 //   part<i>(Packed), broadcast(Entry), multiply(h, b, Vec)
-//   update(Vec (&)[kTileVecs], bool add, Y*), which adds or stores a tile of a row
+//   update(Vec (&)[kTileVecs], float scale, bool add, Y*), which scales a tile of a row, and adds
+//                 or stores it
 
 namespace mortar {
 namespace MORTAR_LEVEL_NAMESPACE {
@@ -98,11 +99,11 @@ struct ExpandTile {
     for (int t = 0; t < kTokens; ++t) {
       Y* y = row(block, token + t, column);
       if (columns >= kColumns) {
-        Unit::update(sum[t], block.add, y);
+        Unit::update(sum[t], block.scale, block.add, y);
       } else {
         Y edge[kColumns] = {};
         std::memcpy(edge, y, columns * sizeof(Y));
-        Unit::update(sum[t], block.add, edge);
+        Unit::update(sum[t], block.scale, block.add, edge);
         std::memcpy(y, edge, columns * sizeof(Y));
       }
     }

@@ -21,14 +21,15 @@ std::int64_t num_units(std::int64_t rank, DType dtype) {
 }  // namespace
 
 ExpandPass::ExpandPass(const HiddenRows& h, const WeightsView& weights, const GroupList& groups,
-                       const RowsView& y, std::int64_t offset, bool add, RowRange rows,
-                       int num_threads)
+                       const RowsView& y, std::int64_t offset, std::optional<float> scale, bool add,
+                       RowRange rows, int num_threads)
     : kernels_(kernels()),
       h_(h),
       weights_(weights),
       groups_(groups),
       y_(y),
       offset_(offset),
+      scale_(scale),
       add_(add),
       rows_(rows),
       rounds_(weights.dtype != DType::kFloat32 && y.dtype == weights.dtype),
@@ -133,6 +134,7 @@ void ExpandPass::run_block(const Part& part, const SliceWeights& w, int slice,
   block.panel_stride = pack.panel_stride;
   block.units = units;
   block.num_columns = num_columns;
+  block.scale = scale_.has_value() ? *scale_ * w.scale : 1.0f;
   block.add = add_;
   const ExpandKernel kernel =
       pairs_ ? kernels_.expand_pairs

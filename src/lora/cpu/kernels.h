@@ -40,8 +40,8 @@ struct ShrinkBlock {
 };
 using ShrinkKernel = void (*)(const ShrinkBlock&);
 
-/// y_rows[t][n] (+)= sum_r h[t][r] * b[n][r] for n < num_columns; the sum runs over r in order, in
-/// float32, from zero; then one float32 add of y and one rounding.
+/// y_rows[t][n] (+)= scale * sum_r h[t][r] * b[n][r] for n < num_columns; the sum runs over r in
+/// order, in float32, from zero; then scale and y in one fused float32 step, and one rounding.
 ///
 /// `b` is packed by `PackKernel`. h has an entry per 32-bit unit of b or, of 16-bit b, one per
 /// element, zero past the rank: float32, or pairs of bfloat16 for kernels of pairs.
@@ -55,6 +55,7 @@ struct ExpandBlock {
   void* const* y_rows = nullptr;
   std::int64_t num_rows = 0;  ///< of y_rows, num_tokens or more: what comes next may be fetched
   std::int64_t num_columns = 0;
+  float scale = 1;
   bool add = true;
 };
 using ExpandKernel = void (*)(const ExpandBlock&);

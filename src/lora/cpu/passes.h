@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 
 #include "lora/cpu/kernels.h"
 #include "lora/cpu/work.h"
@@ -26,9 +27,11 @@ struct HiddenRows {
 
 class ShrinkPass {
  public:
+  /// `scale`: multiplies h, as the adapters' own scales then do; nothing: h is left unscaled.
   /// `fill`: write zeros to the columns of h past each rank.
   ShrinkPass(const RowsView& x, const WeightsView& weights, const GroupList& groups,
-             const HiddenRows& h, float scale, bool fill, RowRange rows, int num_threads);
+             const HiddenRows& h, std::optional<float> scale, bool fill, RowRange rows,
+             int num_threads);
   /// Called by every thread of a parallel region.
   void run();
 
@@ -45,7 +48,7 @@ class ShrinkPass {
   const WeightsView& weights_;
   const GroupList& groups_;
   HiddenRows h_;
-  float scale_;
+  std::optional<float> scale_;
   bool fill_;
   RowRange rows_;
   bool split_ranks_;
@@ -55,8 +58,11 @@ class ShrinkPass {
 
 class ExpandPass {
  public:
+  /// `scale`: multiplies the finished sums, as the adapters' own scales then do; nothing: the
+  /// scales are in h.
   ExpandPass(const HiddenRows& h, const WeightsView& weights, const GroupList& groups,
-             const RowsView& y, std::int64_t offset, bool add, RowRange rows, int num_threads);
+             const RowsView& y, std::int64_t offset, std::optional<float> scale, bool add,
+             RowRange rows, int num_threads);
   /// Called by every thread of a parallel region.
   void run();
 
@@ -74,6 +80,7 @@ class ExpandPass {
   const GroupList& groups_;
   const RowsView& y_;
   std::int64_t offset_;
+  std::optional<float> scale_;
   bool add_;
   RowRange rows_;
   bool rounds_;  ///< h is rounded to the dtype of B first

@@ -36,7 +36,7 @@ void add_tiles(EntryWriter& tiles, std::int32_t* tokens, std::int32_t tile,
 
 }  // namespace
 
-void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64_t num_adapters,
+void plan(const IdsView& token_adapter, std::int64_t num_tokens, std::int64_t num_adapters,
           std::int32_t* plan, Stream) {
   const PlanLayout layout = PlanLayout::make(num_tokens, num_adapters);
   const auto l = static_cast<std::int32_t>(num_adapters);
@@ -47,7 +47,7 @@ void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64
   std::int32_t* next = plan + layout.scratch;
   std::int32_t out_of_range = 0, first_out_of_range = -1;
   for (std::int32_t t = 0; t < m; ++t) {
-    const std::int32_t id = token_adapter[t];
+    const std::int32_t id = token_adapter.get(t);
     const bool in_range = id >= 0 && id < l;
     if (!in_range && id != -1 && out_of_range++ == 0) first_out_of_range = t;
     ++next[in_range ? id : l];
@@ -62,7 +62,7 @@ void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64
   }
   std::int32_t* sorted = plan + layout.sorted;
   for (std::int32_t t = 0; t < m; ++t) {
-    const std::int32_t id = token_adapter[t];
+    const std::int32_t id = token_adapter.get(t);
     sorted[next[id >= 0 && id < l ? id : l]++] = t;
   }
 

@@ -26,7 +26,8 @@ struct ShrinkPass::Tokens {
 };
 
 ShrinkPass::ShrinkPass(const RowsView& x, const WeightsView& weights, const GroupList& groups,
-                       const HiddenRows& h, float scale, bool fill, RowRange rows, int num_threads)
+                       const HiddenRows& h, std::optional<float> scale, bool fill, RowRange rows,
+                       int num_threads)
     : kernels_(kernels()),
       x_(x),
       weights_(weights),
@@ -112,6 +113,7 @@ void ShrinkPass::run_slice(const Tokens& tokens, const SliceWeights& w, int slic
   const DType h_dtype = h_.view.dtype;
   const std::int64_t h_size = dtype_size(h_dtype), w_size = dtype_size(weights_.dtype);
   const std::int64_t last_rank = first_rank + num_ranks;
+  const float scale = scale_.has_value() ? *scale_ * w.scale : 1.0f;
   for (std::int64_t r = first_rank; r < last_rank; r += kMaxShrinkRanks) {
     ShrinkBlock block;
     block.x_rows = tokens.x;
@@ -124,9 +126,8 @@ void ShrinkPass::run_slice(const Tokens& tokens, const SliceWeights& w, int slic
     block.out_stride = kMaxShrinkRanks;
     kernels_.shrink[float_index(x_.dtype)][float_index(weights_.dtype)](block);
     for (std::int64_t t = 0; t < tokens.count; ++t) {
-      kernels_.convert(sums + t * kMaxShrinkRanks, DType::kFloat32, scale_ * w.scale,
-                       block.num_ranks, h_.at(tokens.token[t], tokens.row[t], slice) + r * h_size,
-                       h_dtype);
+      kernels_.convert(sums + t * kMaxShrinkRanks, DType::kFloat32, scale, block.num_ranks,
+                       h_.at(tokens.token[t], tokens.row[t], slice) + r * h_size, h_dtype);
     }
   }
   if (!fill_ || last_rank < w.rank) return;

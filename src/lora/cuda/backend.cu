@@ -8,11 +8,6 @@
 
 namespace mortar::lora::cuda {
 
-dim3 expand_grid(const ExpandParams& p) {
-  return dim3(static_cast<unsigned>(p.block_start[p.weights.num_slices]),
-              static_cast<unsigned>(p.tiles.num * (p.tiles.tile_tokens / 16)));
-}
-
 namespace {
 
 bool is_half(DType d) { return d == DType::kFloat16 || d == DType::kBFloat16; }
@@ -125,7 +120,6 @@ void run_expand(ExpandParams p, const LoraShape& s, ExpandConfig c, Stream strea
 /// with a plan, and with segments inside a graph, whose replay starts when all before it has ended.
 bool reads_early(const GroupsView& groups, Stream stream) {
   if (groups.plan != nullptr) return true;
-  if (device::LaunchChain::active() != nullptr) return false;  // never on a stream in capture
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream.handle), &status) != cudaSuccess) {
     (void)cudaGetLastError();
@@ -155,7 +149,7 @@ void shrink(const ShrinkProblem& problem, Stream stream) {
   // A caller's index table may be longer than the batch: only tokens are sure to lie inside it.
   partial.h.by_position = problem.groups.plan != nullptr;
   partial.pad = false;
-  partial.zero_rows = nullptr;
+  partial.zero_rows = {};
   run_shrink(partial, s, c, stream);
   p.early = true;  // a shrink that does not read early waits before it lets this kernel start
   shrink_finish(p, partial.h, stream);
@@ -218,42 +212,22 @@ void apply(const ApplyProblem& problem, Stream stream) {
     return run_expand(expand, s, e, stream);
   }
 
-  // h of the whole batch may pass the workspace budget: take as many tiles at a time as fit.
-  const std::int64_t row_bytes = s.num_slices * h_width(s) * dtype_size(h_dtype);
-  const std::int64_t most_rows = workspace_budget(s) / row_bytes;
-  const int step = static_cast<int>(std::max<std::int64_t>(1, most_rows / c.tile_tokens));
-  const int num_tiles = shrink.tiles.num;
-  for (int first = 0; first < num_tiles; first += step) {
-    shrink.h = internal_h(s, problem.workspace, h_dtype,
-                          std::min(s.num_tokens, std::int64_t{step} * c.tile_tokens));
-    shrink.tiles.first = first;
-    shrink.tiles.num = std::min(step, num_tiles - first);
-    expand.h = shrink.h;
-    expand.tiles = shrink.tiles;
-    run_shrink(shrink, s, c, stream);
-    run_expand(expand, s, e, stream);
-  }
+  shrink.h = internal_h(s, problem.workspace, h_dtype, s.num_tokens);
+  run_shrink(shrink, s, c, stream);
+  expand.h = shrink.h;
+  run_expand(expand, s, e, stream);
 }
 
-std::int64_t shrink_bytes(const LoraShape& s) { return choose_shrink(s).split ? slab_bytes(s) : 0; }
-
-std::int64_t apply_bytes(const LoraShape& s) {
-  const ShrinkConfig c = choose_shrink(s);
-  if (c.split) return slab_bytes(s) + (c.finish ? finished_bytes(s) : 0);
-  const std::int64_t one_tile = c.tile_tokens * s.num_slices * h_width(s) * 4;
-  return std::min(finished_bytes(s), std::max(workspace_budget(s), one_tile));
-}
-
-/// The query does not know y's dtype, on which the choice of kernels depends: room for both.
+/// The query does not know y's dtype, on which the choice of kernels depends: room for either.
 template <class Bytes>
 std::int64_t either_path(const WorkspaceQuery& q, Bytes bytes) {
-  const std::int64_t parts = bytes(shape_of(q, false));
+  const std::int64_t mixed = bytes(shape_of(q, false));
   const bool one_type = q.activation == q.weight && is_half(q.weight);
-  return one_type ? std::max(parts, bytes(shape_of(q, true))) : parts;
+  return one_type ? std::max(mixed, bytes(shape_of(q, true))) : mixed;
 }
 
-std::int64_t shrink_workspace(const WorkspaceQuery& q) { return either_path(q, shrink_bytes); }
-std::int64_t apply_workspace(const WorkspaceQuery& q) { return either_path(q, apply_bytes); }
+std::int64_t shrink_workspace(const WorkspaceQuery& q) { return either_path(q, most_shrink_bytes); }
+std::int64_t apply_workspace(const WorkspaceQuery& q) { return either_path(q, most_apply_bytes); }
 
 }  // namespace
 

@@ -10,7 +10,7 @@
 
 namespace mortar::lora::cuda {
 
-void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64_t num_adapters,
+void plan(const IdsView& token_adapter, std::int64_t num_tokens, std::int64_t num_adapters,
           std::int32_t* plan, Stream stream);
 void read_plan_header(const std::int32_t* plan, std::int32_t* header, Stream stream);
 
@@ -32,8 +32,5 @@ void expand_prefill(const ExpandParams& p, Stream stream);
 bool expand_prefill_fits(const ExpandParams& p);
 /// The same for every pair of dtypes, on tensor cores that multiply parts of values.
 void expand_parts(const ExpandParams& p, Stream stream);
-
-/// Column blocks, then tiles of 16 tokens.
-dim3 expand_grid(const ExpandParams& p);
 
 }  // namespace mortar::lora::cuda

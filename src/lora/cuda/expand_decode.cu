@@ -42,7 +42,7 @@ struct Traits {
   static constexpr int kStages = kLargest ? 3 : 5;
 };
 
-/// h from the slabs of a split shrink, scaled and rounded: two lanes make four ranks of a token.
+/// h from the slabs of a split shrink, rounded: two lanes make four ranks of a token.
 template <class Tr>
 struct HSum {
   using T = typename Tr::T;
@@ -52,7 +52,6 @@ struct HSum {
   const Tile& tile;
   const int* tokens;
   int first_row, slice, rank;
-  float scale;
   SlabSum<2> slabs;
 
   __device__ __forceinline__ HSum(const ExpandParams& params, const Tile& t, const int* own_tokens,
@@ -63,7 +62,6 @@ struct HSum {
         first_row(p.h.by_position ? first_position(p.groups, p.tiles) : 0),
         slice(own_slice),
         rank(w.rank),
-        scale(p.scale * w.scale),
         slabs(p.h.slab_stride) {
     seek(threadIdx.x / 2);
   }
@@ -91,9 +89,9 @@ struct HSum {
       const int r = column(i);
       if (threadIdx.x % 2 != 0 || place(i) >= tile.count || r >= round_up(rank, 16)) continue;
       // What lies past the rank was never written.
-      const uint2 words = make_uint2(
-          device::pack2<T>(r < rank ? v.x * scale : 0.0f, r + 1 < rank ? v.y * scale : 0.0f),
-          device::pack2<T>(r + 2 < rank ? v.z * scale : 0.0f, r + 3 < rank ? v.w * scale : 0.0f));
+      const uint2 words =
+          make_uint2(device::pack2<T>(r < rank ? v.x : 0.0f, r + 1 < rank ? v.y : 0.0f),
+                     device::pack2<T>(r + 2 < rank ? v.z : 0.0f, r + 3 < rank ? v.w : 0.0f));
       *reinterpret_cast<uint2*>(h_tile + Ranks::place(place(i), r / 8) + r % 8) = words;
     }
   }
@@ -137,8 +135,9 @@ __global__ void __launch_bounds__(kThreads, 3)
   // Coordinates
   // Tiles of 64 tokens come in quarters.
   const int quarters = p.tiles.tile_tokens / kTokens;
-  const int index = p.tiles.first + static_cast<int>(blockIdx.y) / quarters;
-  const int first_place = static_cast<int>(blockIdx.y) % quarters * kTokens;
+  const int tile_row = static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
+  const int index = p.tiles.first + tile_row / quarters;
+  const int first_place = tile_row % quarters * kTokens;
   const int early = early_token<Tr::kPlan>(p.groups, p.tiles, index, first_place + lane % kTokens);
   Tile tile;
   bool live = find_cta_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, index, &tile);
@@ -232,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       for (int half = 0; half < 2; ++half) {
         if (half == 1 && !both) break;
         if (!there[half] || left <= c) continue;
-        const uint4 out = add_products<T>(y.v[g][half], acc[0], half, p.add_inputs);
+        const uint4 out = add_products<T>(y.v[g][half], acc[0], half, w.scale, p.add_inputs);
         if constexpr (Tr::kVectorY) {
           *reinterpret_cast<uint4*>(at[half] + c) = out;
         } else {
@@ -258,7 +257,8 @@ void launch_ranks(ExpandParams p, Stream stream) {
   check(p.block_cols % 32 == 0 && p.block_cols <= Tr::kGroups * kThreads,
         "lora_expand: no kernel for blocks of ", p.block_cols, " columns");
   device::Launch l;
-  l.grid = expand_grid(p);
+  const TileRowGrid rows = tile_row_grid(p.tiles.num, p.tiles.tile_tokens);
+  l.grid = dim3(static_cast<unsigned>(p.block_start[p.weights.num_slices]), rows.y, rows.z);
   l.threads = kThreads;
   const auto smem = [&](int stages) {
     const int blocks = std::min(stages, ceil_div(p.cols, p.block_cols));

@@ -144,14 +144,14 @@ struct YPack {
       device::load_if(left > i * Tr::kPackStep, v[i], at + i * Tr::kPackStep);
     }
   }
-  /// Adds the products in float32, rounds once and stores.
-  __device__ __forceinline__ void add(TY* at, int left, bool add_inputs,
+  /// Adds the products times `scale` in float32, rounds once and stores.
+  __device__ __forceinline__ void add(TY* at, int left, float scale, bool add_inputs,
                                       const device::PartSums (&sums)[4], int half) {
 #pragma unroll
     for (int i = 0; i < Tr::kPacks; ++i) {
       const auto sum = [&](float old, int c) {
         const float product = sums[(i * Tr::kPack + c) / 2].total(2 * half + c % 2);
-        return add_inputs ? old + product : product;
+        return fmaf(product, scale, add_inputs ? old : -0.0f);
       };
       std::uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
@@ -173,20 +173,21 @@ struct YPack {
 
 /// The same for columns anywhere in memory.
 template <class Tr>
-__device__ __forceinline__ void add_elements(typename Tr::TY* at, int left, bool add_inputs,
-                                             const device::PartSums (&sums)[4], int half) {
+__device__ __forceinline__ void add_elements(typename Tr::TY* at, int left, float scale,
+                                             bool add_inputs, const device::PartSums (&sums)[4],
+                                             int half) {
   using TY = typename Tr::TY;
   float old[8];
   const auto column = [](int c) { return c / Tr::kPack * Tr::kPackStep + c % Tr::kPack; };
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
-    old[c] = add_inputs && column(c) < left ? device::to_float(at[column(c)]) : 0.0f;
+    old[c] = add_inputs && column(c) < left ? device::to_float(at[column(c)]) : -0.0f;
   }
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
     const float product = sums[c / 2].total(2 * half + c % 2);
     if (column(c) < left) {
-      at[column(c)] = device::from_float<TY>(add_inputs ? old[c] + product : product);
+      at[column(c)] = device::from_float<TY>(fmaf(product, scale, old[c]));
     }
   }
 }
@@ -292,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 2 && sizeof(typename T
     y[i / 2][i % 2].load(y_lane + t * p.y.row_stride, load_y && t >= 0 ? own_cols : 0);
   }
   if (p.h.raw) {
-    sum.make(p.scale * w.scale);
+    sum.make();
   } else {
     make_h<Tr>(h, p.h, tile, tokens, first_row, block.slice);
   }
@@ -328,10 +329,10 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 2 && sizeof(typename T
         if (t < 0 || left <= 0) continue;
         TY* const at = y_lane + t * p.y.row_stride + i * kCols;
         if (p.vector_y) {
-          y[m][half].add(at, left, p.add_inputs, sums[m], half);
+          y[m][half].add(at, left, w.scale, p.add_inputs, sums[m], half);
           y[m][half].load(at + kCols, load_y ? left - kCols : 0);
         } else {
-          add_elements<Tr>(at, left, p.add_inputs, sums[m], half);
+          add_elements<Tr>(at, left, w.scale, p.add_inputs, sums[m], half);
         }
       }
     }

@@ -26,10 +26,11 @@ struct StepSlot {
   std::int64_t y[kStepTokens];  ///< byte offset of each token's part of the block; -1: no token
   int block;
   int cols, rank;
-  int b_slot;  ///< slot of shared memory that holds this step's B
-  bool live;   ///< the step has tokens and a rank above 0
-  bool fresh;  ///< B differs from the last step's: it is copied ahead, with the step's other data
-  bool late;   ///< B differs, but its slot is still in use then: copied right before the step
+  float scale;  ///< of the finished sums
+  int b_slot;   ///< slot of shared memory that holds this step's B
+  bool live;    ///< the step has tokens and a rank above 0
+  bool fresh;   ///< B differs from the last step's: it is copied ahead, with the step's other data
+  bool late;    ///< B differs, but its slot is still in use then: copied right before the step
 };
 
 /// Fills the slots of a CTA's steps. A run is 2^log_run consecutive tiles with one block of
@@ -99,7 +100,7 @@ struct Scout {
     if (!slot.live) return;
     __syncwarp();  // slot.live is written below
     const Block at = find_block(p, slot.block);
-    const SliceWeights w = p.weights.get(slot.entry.x, at.slice);
+    const SliceWeights w = weights_of(p, {slot.entry.x}, at, true);
     for (int i = lane; i < kStepTokens; i += 32) {
       const std::int64_t token = slot.tokens[i];
       slot.y[i] = token < 0 ? -1 : 2 * (token * p.y.row_stride + at.y_col);
@@ -109,7 +110,8 @@ struct Scout {
     slot.b_stride = w.b_row_stride;
     slot.h_at = at.slice * p.h.slice_stride;
     slot.cols = at.cols;
-    slot.rank = min(w.rank, p.h.width);
+    slot.rank = w.rank;
+    slot.scale = w.scale;
     slot.live = slot.rank > 0;
   }
 

@@ -66,12 +66,14 @@ __device__ __forceinline__ Block find_block(const ExpandParams& p, int index) {
   return b;
 }
 
-/// B of a tile's adapter and a block's slice; of rank 0 where there is nothing to do.
+/// B of a tile's adapter and a block's slice, of rank 0 where there is nothing to do; its scale is
+/// what multiplies the finished sums (lora_shrink has put the scales into a caller's h).
 __device__ __forceinline__ SliceWeights weights_of(const ExpandParams& p, const Tile& tile,
                                                    const Block& block, bool live) {
   SliceWeights w;
   if (live) w = p.weights.get(tile.adapter, block.slice);
   w.rank = min(w.rank, p.h.width);
+  w.scale = p.h.by_position ? p.scale * w.scale : 1.0f;
   return w;
 }
 
@@ -217,14 +219,15 @@ __device__ __forceinline__ void multiply(float (&acc)[kGroups][4][4], std::uint3
   }
 }
 
-/// Adds a lane's products, 8 columns of one group and one row, to y: in float32, rounded once.
+/// Adds a lane's products, 8 columns of one group and one row, times `scale` to y: in float32,
+/// rounded once.
 template <class T>
 __device__ __forceinline__ uint4 add_products(const uint4& y, const float (&acc)[4][4], int half,
-                                              bool add_inputs) {
+                                              float scale, bool add_inputs) {
   const auto sum2 = [&](std::uint32_t old, const float(&delta)[4]) {
     const float2 v = device::unpack2<T>(old);
-    return device::pack2<T>(add_inputs ? v.x + delta[half * 2] : delta[half * 2],
-                            add_inputs ? v.y + delta[half * 2 + 1] : delta[half * 2 + 1]);
+    return device::pack2<T>(fmaf(delta[half * 2], scale, add_inputs ? v.x : -0.0f),
+                            fmaf(delta[half * 2 + 1], scale, add_inputs ? v.y : -0.0f));
   };
   return make_uint4(sum2(y.x, acc[0]), sum2(y.y, acc[1]), sum2(y.z, acc[2]), sum2(y.w, acc[3]));
 }

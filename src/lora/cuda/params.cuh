@@ -13,14 +13,15 @@ namespace mortar::lora::cuda {
 /// Element (slab, s, row, r) lies at slab * slab_stride + s * slice_stride + row * row_stride + r.
 /// `row` is the token, or (by_position) its place in the grouping, counted from the first tile of
 /// the launch. With several slabs (one per leaf of K) the elements are raw float32 partial sums:
-/// who reads them adds them as leaf_size in problem.h says and applies the scales.
+/// who reads them adds them as leaf_size in problem.h says. Rows by_position are lora_apply's own
+/// and have no scales in them: expand applies these to its finished sums.
 struct HView {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
   std::int64_t slab_stride = 0, slice_stride = 0, row_stride = 0;
   int num_slabs = 1;
   int width = 0;        ///< columns per slice
-  bool raw = false;     ///< scales still to be applied
+  bool raw = false;     ///< split-K partial sums, scales still to be applied
   bool vector = false;  ///< rows of 16-bit elements that start at multiples of 16 bytes
   bool by_position = false;
 };
@@ -41,12 +42,12 @@ struct ShrinkParams {
   WeightsView weights;
   GroupsView groups;
   TileRange tiles;
-  float scale = 1;
+  float scale = 1;       ///< of rows by token
   bool pad = false;      ///< write zeros from an adapter's rank to h.width
   bool vector = false;   ///< K, x and A allow 16-byte accesses throughout
   int rows_per_cta = 0;  ///< rank rows, decode kernel
   bool early = false;    ///< weights and groups may be read before pdl_wait()
-  const std::int32_t* zero_rows = nullptr;
+  IdsView zero_rows;
 };
 
 struct ExpandParams {
@@ -56,7 +57,7 @@ struct ExpandParams {
   GroupsView groups;
   TileRange tiles;
   std::int64_t offset = 0;
-  float scale = 1;  ///< with raw h
+  float scale = 1;  ///< with lora_apply's own h
   bool add_inputs = true;
   bool early = false;  ///< weights and groups may be read before pdl_wait()
   int cols = 0;        ///< columns of a block: what a CTA takes at a time

@@ -125,7 +125,7 @@ __device__ __forceinline__ void make_h(const HPlanes<Tr>& to, const HView& h, co
   }
 }
 
-/// The planes from the slabs of a split shrink: two lanes add and scale a quad.
+/// The planes from the slabs of a split shrink: two lanes add a quad.
 template <class Tr>
 struct HSum {
   const HPlanes<Tr>& to;
@@ -155,7 +155,7 @@ struct HSum {
                h.num_slabs);
   }
   /// After seek() of the thread's first quad and slabs.load(). Called by whole warps.
-  __device__ __forceinline__ void make(float scale) {
+  __device__ __forceinline__ void make() {
 #pragma unroll 1
     for (int base = 0; to.place(base) < tile.count; base += kPartsThreads / 2) {
       const int i = base + static_cast<int>(threadIdx.x) / 2;
@@ -167,8 +167,8 @@ struct HSum {
       const int r = to.quad(i) * 4, left = to.rank - r;
       if (threadIdx.x % 2 != 0 || to.place(i) >= tile.count || to.quad(i) >= to.quads) continue;
       // What lies past the rank was never written.
-      to.store(i, make_float4(left > 0 ? v.x * scale : 0.0f, left > 1 ? v.y * scale : 0.0f,
-                              left > 2 ? v.z * scale : 0.0f, left > 3 ? v.w * scale : 0.0f));
+      to.store(i, make_float4(left > 0 ? v.x : 0.0f, left > 1 ? v.y : 0.0f, left > 2 ? v.z : 0.0f,
+                              left > 3 ? v.w : 0.0f));
     }
   }
 };

@@ -86,6 +86,7 @@ __device__ __forceinline__ void each_chunk(const std::int32_t* cell, int bins, i
   }
 }
 
+template <class Id>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     plan_kernel(const __grid_constant__ PlanParams p) {
   // Shared memory: one histogram per warp, then five tables of L + 1 words.
@@ -133,7 +134,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         for (int i = 0; i < kAhead; ++i) {
           const int at = base + 32 * i + lane;
           const std::int64_t token = warp_first + at;
-          ids[i] = at < p.warp_tokens && token < p.num_tokens ? p.token_adapter[token] : INT_MIN;
+          const bool there = at < p.warp_tokens && token < p.num_tokens;
+          ids[i] = there ? p.token_adapter.get<Id>(token) : INT_MIN;
         }
       }
 #pragma unroll
@@ -276,7 +278,34 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 // ---- host ---------------------------------------------------------------------------------------
 
-void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64_t num_adapters,
+namespace {
+
+template <class Id>
+void plan_any(PlanParams p, Stream stream) {
+  const std::int64_t bins = p.num_adapters + 1;
+  // All CTAs meet at barriers, so there are never more than fit: one per SM always does.
+  const std::int64_t ctas =
+      std::min<std::int64_t>(p.layout.num_chunks, device::current_device().num_sms);
+  // Fewer warps where their histograms would not fit (4,096 adapters below 200 KB of memory).
+  const auto smem = [&](int threads) {
+    return (threads / 32 + 5) * bins * static_cast<std::int64_t>(sizeof(int));
+  };
+  int threads = kMaxThreads;
+  while (threads > 32 && !device::fits<plan_kernel<Id>>("lora_plan", smem(threads))) threads /= 2;
+  p.warp_tokens = static_cast<int>(
+      round_up<std::int64_t>(ceil_div<std::int64_t>(p.num_tokens, ctas * (threads / 32)), 32));
+  device::Launch l;
+  l.grid = dim3(static_cast<unsigned>(ctas));
+  l.threads = static_cast<unsigned>(threads);
+  l.smem = static_cast<std::size_t>(smem(threads));
+  l.stream = stream;
+  l.cooperative = ctas > 1;
+  device::launch<plan_kernel<Id>>("lora_plan", l, p);
+}
+
+}  // namespace
+
+void plan(const IdsView& token_adapter, std::int64_t num_tokens, std::int64_t num_adapters,
           std::int32_t* plan, Stream stream) {
   PlanParams p;
   p.token_adapter = token_adapter;
@@ -285,25 +314,10 @@ void plan(const std::int32_t* token_adapter, std::int64_t num_tokens, std::int64
   p.num_tokens = num_tokens;
   p.num_adapters = static_cast<int>(num_adapters);
   if (num_tokens <= kSmallPlanTokens) return plan_small(p, stream);
-  const device::DeviceInfo& device = device::current_device();
-  if (num_tokens <= kClusterPlanTokens && device.arch == 90) return plan_cluster(p, stream);
-  // All CTAs meet at barriers, so there are never more than fit: one per SM always does.
-  const std::int64_t ctas = std::min<std::int64_t>(p.layout.num_chunks, device.num_sms);
-  // Fewer warps where their histograms would not fit (4,096 adapters below 200 KB of memory).
-  const auto smem = [&](int threads) {
-    return (threads / 32 + 5) * (num_adapters + 1) * static_cast<std::int64_t>(sizeof(int));
-  };
-  int threads = kMaxThreads;
-  while (threads > 32 && !device::fits<plan_kernel>("lora_plan", smem(threads))) threads /= 2;
-  p.warp_tokens = static_cast<int>(
-      round_up<std::int64_t>(ceil_div<std::int64_t>(num_tokens, ctas * (threads / 32)), 32));
-  device::Launch l;
-  l.grid = dim3(static_cast<unsigned>(ctas));
-  l.threads = static_cast<unsigned>(threads);
-  l.smem = static_cast<std::size_t>(smem(threads));
-  l.stream = stream;
-  l.cooperative = ctas > 1;
-  device::launch<plan_kernel>("lora_plan", l, p);
+  if (num_tokens <= kClusterPlanTokens && device::current_device().arch == 90) {
+    return plan_cluster(p, stream);
+  }
+  token_adapter.wide ? plan_any<std::int64_t>(p, stream) : plan_any<std::int32_t>(p, stream);
 }
 
 void read_plan_header(const std::int32_t* plan, std::int32_t* header, Stream stream) {

@@ -176,6 +176,7 @@ struct Summary {
   int bad, first_bad;  ///< ids outside [-1, L), and the first token that has one
 };
 
+template <class Id>
 __global__ void __launch_bounds__(kThreads, 1)
     plan_cluster_kernel(const __grid_constant__ PlanParams p) {
   extern __shared__ __align__(16) uint4 counts[];  // [bin][warp], bytes; then the tables
@@ -200,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
     const int token = first + 32 * i + lane;
-    bin[i] = i < num_rounds && token < last ? p.token_adapter[token] : INT_MIN;
+    bin[i] = i < num_rounds && token < last ? p.token_adapter.get<Id>(token) : INT_MIN;
   }
   if (own == 0) summary = {0, 0, INT_MAX};
   for (int b = own; b < bins; b += kThreads) counts[b] = make_uint4(0, 0, 0, 0);
@@ -353,7 +354,8 @@ void plan_cluster(PlanParams p, Stream stream) {
   l.threads = kThreads;
   l.smem = static_cast<std::size_t>(words) * sizeof(uint4);
   l.stream = stream;
-  device::launch<plan_cluster_kernel>("lora_plan", l, p);
+  p.token_adapter.wide ? device::launch<plan_cluster_kernel<std::int64_t>>("lora_plan", l, p)
+                       : device::launch<plan_cluster_kernel<std::int32_t>>("lora_plan", l, p);
 }
 
 }  // namespace mortar::lora::cuda

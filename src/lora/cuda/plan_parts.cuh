@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "lora/plan_layout.h"
+#include "lora/problem.h"
 #include "mortar/stream.h"
 
 namespace mortar::lora::cuda {
@@ -15,7 +15,7 @@ inline constexpr int kSmallPlanTokens = 256;
 inline constexpr int kClusterPlanTokens = 16 * 1024;
 
 struct PlanParams {
-  const std::int32_t* token_adapter;
+  IdsView token_adapter;
   std::int32_t* plan;
   PlanLayout layout;
   std::int64_t num_tokens;

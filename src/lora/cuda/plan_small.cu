@@ -26,6 +26,7 @@ struct alignas(16) Place {
   int token, adapter, within, count;  ///< its place within its group, and the group's tokens
 };
 
+template <class Id>
 __global__ void __launch_bounds__(kThreads, 1)
     plan_small_kernel(const __grid_constant__ PlanParams p) {
   __shared__ __align__(16) int adapters[kThreads];
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   device::pdl_wait();
 
-  const int id = own < num ? p.token_adapter[own] : -1;
+  const int id = own < num ? p.token_adapter.get<Id>(own) : -1;
   clear_tile_tokens(p, 0, p.layout.scratch, own, kThreads);
   const bool bad = id < -1 || id >= p.num_adapters;
   if (bad) {
@@ -106,7 +107,8 @@ void plan_small(const PlanParams& p, Stream stream) {
   l.grid = dim3(1);
   l.threads = kThreads;
   l.stream = stream;
-  device::launch<plan_small_kernel>("lora_plan", l, p);
+  p.token_adapter.wide ? device::launch<plan_small_kernel<std::int64_t>>("lora_plan", l, p)
+                       : device::launch<plan_small_kernel<std::int32_t>>("lora_plan", l, p);
 }
 
 }  // namespace mortar::lora::cuda

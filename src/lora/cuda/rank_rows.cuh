@@ -46,7 +46,7 @@ struct RankRows {
       if (i < most) {
         weights[i] = slice >= 0 && r < rank ? a + r * stride * size : nullptr;
         place[i] = slice * p.h.slice_stride + r;
-        scale[i] = p.scale * own_scale;
+        scale[i] = p.h.by_position ? 1.0f : p.scale * own_scale;
       }
       if (i == 0) count = max(0, min(before - first, most));
     }
@@ -57,22 +57,22 @@ struct RankRows {
 inline constexpr int kZeroRows = 64;
 
 /// For CTAs past the tiles: write zeros to the rows of h whose entry in p.zero_rows is no adapter.
-/// Called by the whole CTA.
+/// Called by the whole CTA. The entries, unlike weights and groups, may come from the kernel right
+/// before this one, so they are read after the wait.
 __device__ __forceinline__ void zero_base_rows(const ShrinkParams& p) {
   const std::int64_t block = static_cast<std::int64_t>(blockIdx.z) - p.tiles.num;
-  const bool mine = p.zero_rows != nullptr && block >= 0 && blockIdx.x == 0 && blockIdx.y == 0;
+  const bool mine = p.zero_rows.data != nullptr && block >= 0 && blockIdx.x == 0 && blockIdx.y == 0;
+  if (!mine) return device::pdl_leave();
+  device::pdl_wait();
   // Each lane reads the entry of one of its warp's rows: one trip to memory for all of them.
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const auto row_of = [&](int i) { return block * kZeroRows + warp + i * warps; };
-  bool zero = mine && warp + lane * warps < kZeroRows && row_of(lane) < p.tiles.num_tokens;
+  bool zero = warp + lane * warps < kZeroRows && row_of(lane) < p.tiles.num_tokens;
   if (zero) {
-    const int id = p.zero_rows[row_of(lane)];
+    const int id = p.zero_rows.get(row_of(lane));
     zero = id < 0 || id >= p.weights.num_adapters;
   }
-  unsigned rows = __ballot_sync(0xffffffffu, zero);
-  if (rows == 0) return device::pdl_leave();
-  device::pdl_wait();
-  for (; rows != 0; rows &= rows - 1) {
+  for (unsigned rows = __ballot_sync(0xffffffffu, zero); rows != 0; rows &= rows - 1) {
     const std::int64_t row = row_of(__ffs(rows) - 1);
     for (int c = lane; c < p.weights.num_slices * p.h.width; c += 32) {
       const std::int64_t at =
@@ -85,7 +85,7 @@ __device__ __forceinline__ void zero_base_rows(const ShrinkParams& p) {
 /// CTAs along z: tiles, and then the rows to zero.
 inline unsigned shrink_depth(const ShrinkParams& p) {
   const std::int64_t zero_blocks =
-      p.zero_rows == nullptr ? 0 : ceil_div<std::int64_t>(p.tiles.num_tokens, kZeroRows);
+      p.zero_rows.data == nullptr ? 0 : ceil_div<std::int64_t>(p.tiles.num_tokens, kZeroRows);
   return static_cast<unsigned>(p.tiles.num + zero_blocks);
 }
 

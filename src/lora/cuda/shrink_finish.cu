@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adds the slabs that a split shrink left, as leaf_size in problem.h says, and writes h.
 //
-// h[s, t, r] = scale * sum_leaf slab[leaf, t, s, r]
+// h[s, t, r] = scale * sum_leaf slab[leaf, t, s, r]     (scale 1 for the h of lora_apply)
 // bytes  = 4 Z M R (slabs, from L2) + M R (h), Z leaves
 // 1024 tokens, qkv r16, K=4096: 3.1 MB -> 0.6 us at L2 speed
 // limit  : latency, so a thread has one 16-byte column of all slabs in flight at once
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
       }
     }
   }
-  const float scale = p.to.scale * w.scale;
+  const float scale = h.by_position ? 1.0f : p.to.scale * w.scale;
   const int count = (p.to.pad ? h.width : w.rank) - r;
   device::pdl_wait();
   slabs.load_all();

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shapes of expand_prefill.cu, and the product of one tile of tokens and one block of columns.
+#pragma once
+
+#include <cstdint>
+
+#include "device/async_copy.cuh"
+#include "device/mma.cuh"
+#include "device/wgmma.cuh"
+#include "lora/cuda/expand_scout.cuh"
+#include "lora/cuda/expand_tile.cuh"
+
+namespace mortar::lora::cuda::prefill_expand {
+
+constexpr int kWorkers = 256;            ///< threads that copy and compute
+constexpr int kThreads = kWorkers + 32;  ///< and one warp that looks ahead
+constexpr int kTokens = kStepTokens;     ///< of a tile
+constexpr int kCols = 128;               ///< of a block
+constexpr int kWarpsM = 4, kGroups = 2;
+constexpr int kYBytes = kTokens * kCols * 2;
+/// Segments whose table is copied to shared memory; more of them are looked up in global memory.
+constexpr int kSharedSegments = 256;
+
+template <class Ranks>
+constexpr bool kUsesWgmma = 2 * Ranks::kPitch == device::kSwizzleBytes;
+
+template <class T_, bool kVectorY_, bool kPlan_, bool kOwnH_, int kLogPieces_>
+struct Traits {
+  using T = T_;
+  using Ranks = RankTile<kLogPieces_>;
+  static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
+  static constexpr bool kPlan = kPlan_;        ///< tokens are grouped by a plan, else by segments
+  static constexpr bool kOwnH = kOwnH_;        ///< h is lora_apply's: rows of T by position
+  /// Stages of y and h: as many as let two CTAs fit an SM (rank 128: one).
+  static constexpr int kStages = kLogPieces_ == 1 ? 4 : 3;
+  /// Blocks of B. Fewer than stages: where B changes too often it is not copied ahead of time.
+  static constexpr int kBSlots = kLogPieces_ == 1 ? 4 : 2;
+  static constexpr int kStageBytes = kYBytes + kTokens * Ranks::kPitch * 2;
+  static constexpr int kBBytes = kCols * Ranks::kPitch * 2;
+  static constexpr int kSmem = kStages * kStageBytes + kBSlots * kBBytes;
+  static constexpr int kAhead = kStages - 1;     ///< steps whose data is in flight
+  static constexpr int kScout = 2 * kAhead + 1;  ///< steps that the scout is ahead
+  static constexpr int kSlots = kScout + 1;
+};
+
+/// 16-byte piece of a row of the y tile: odd rows are turned by 64 bytes, which frees the reads of
+/// two rows by a quad each from bank conflicts.
+__device__ __forceinline__ int y_place(int row, int piece) {
+  return row * kCols * 2 + (piece ^ ((row & 1) << 2)) * 16;
+}
+
+/// A value that is the same in all threads of the warp, such that the compiler knows: wgmma in
+/// branches that might diverge would be issued one by one.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+__device__ __forceinline__ int warp_index() { return uniform(static_cast<int>(threadIdx.x) / 32); }
+
+/// acc = h B^T for this warp's 16 tokens and 64 columns of a tile. On sm_90a the four warps that
+/// share the columns form a warpgroup, which reads rows of 64 ranks as they lie: as wgmma's
+/// swizzle. For lower ranks it is no faster (8192 tokens, qkv: rank 16 +0.3 us, rank 64 -4 us).
+template <class T, class Ranks>
+__device__ __forceinline__ void multiply_tile(float (&acc)[kGroups][4][4], const T* h, const T* b,
+                                              int num_steps) {
+  const int warp_m = warp_index() % kWarpsM, warp_n = warp_index() / kWarpsM;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (kUsesWgmma<Ranks>) {
+    auto& sums = reinterpret_cast<float(&)[16 * kGroups]>(acc);
+    const auto h_at = device::wgmma_descriptor(device::smem_address(h));
+    const auto b_at =
+        device::wgmma_descriptor(device::smem_address(b + warp_n * 64 * Ranks::kPitch));
+    device::wgmma_keep(sums);
+    device::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Ranks::kPitch / 16; ++i) {
+      if (i < num_steps) {
+        device::wgmma<T, 64>(sums, h_at + i * device::kDescriptorStep,
+                             b_at + i * device::kDescriptorStep, i > 0);
+      }
+    }
+    device::wgmma_commit();
+    device::wgmma_wait<0>();
+    device::wgmma_keep(sums);
+    return;
+  }
+#endif
+  multiply<T, Ranks, kGroups>(acc, a_fragment_row<Ranks>(h, warp_m * 16),
+                              b_fragment_row<Ranks>(b, warp_n * 64), num_steps);
+}
+
+/// Waits for all but the newest N groups of copies. After the next barrier wgmma sees what landed.
+template <int N, class Ranks>
+__device__ __forceinline__ void wait_for_copies() {
+  device::cp_async_wait<N>();
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (kUsesWgmma<Ranks>) device::fence_async_proxy();
+#endif
+}
+
+}  // namespace mortar::lora::cuda::prefill_expand

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shapes of shrink_wgmma.cu: a CTA's tile, what lies in its shared memory, and its range of K.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/int_math.h"
+#include "device/barrier.cuh"
+#include "device/wgmma.cuh"
+#include "lora/cuda/params.cuh"
+#include "lora/cuda/rank_rows.cuh"
+#include "lora/cuda/store_sums.cuh"
+#include "lora/cuda/tile_run.cuh"
+
+namespace mortar::lora::cuda::wgmma_shrink {
+
+constexpr int kTileK = device::kSwizzleBytes / 2;  ///< elements of a stage
+constexpr int kProducers = 128;
+
+/// How much of K a CTA sums.
+enum class Share {
+  kAll,   ///< both halves of the leaves, the sums of the first one parked in shared memory
+  kHalf,  ///< one of them, the other by the other CTA of a cluster
+  kLeaf,  ///< one leaf
+};
+
+template <class T_, int kRows_, int kTiles_, int kStages_, int kMinCtas_, Share kShare_>
+struct Traits {
+  using T = T_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kTiles = kTiles_;  ///< of 64 tokens, a consumer warpgroup each
+  static constexpr int kTokens = 64 * kTiles;
+  static constexpr int kStages = kStages_;
+  static constexpr int kMinCtas = kMinCtas_;
+  static constexpr Share kShare = kShare_;
+  static constexpr int kConsumers = 128 * kTiles;
+  static constexpr int kThreads = kConsumers + kProducers;
+  static constexpr int kSums = kRows / 2;  ///< sums of a thread
+  static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes;
+  static constexpr int kStageBytes = kTokenBytes + kRows * device::kSwizzleBytes;
+  static constexpr int kRing = kStages * kStageBytes;
+  static constexpr int kSumBytes = kConsumers * kSums * 4;
+  static constexpr int kParked = kShare == Share::kAll    ? kSumBytes
+                                 : kShare == Share::kHalf ? kSumBytes / 2
+                                                          : 0;
+  // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
+  static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters =
+      std::min(240, kRegisters + (kRegisters - kProducerRegisters) / kTiles / 8 * 8);
+  static_assert(kRows == 16 || kRows % 48 == 0, "there is an MMA of so many columns");
+  static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
+};
+
+/// What lies in shared memory behind the ring and the sums, parked or of the cluster's other CTA.
+template <class Tr>
+struct Shared {
+  RankRows<Tr::kRows> rows;
+  Octets<Tr::kRows> octets;
+  const void* tokens[Tr::kTokens];  ///< row of x; null: no token
+  device::Mbarrier full[Tr::kStages], empty[Tr::kStages];
+  TileRun<Tr::kTiles, Tr::kThreads> run;
+};
+template <class Tr>
+constexpr int kSmem = Tr::kRing + Tr::kParked + int{sizeof(Shared<Tr>)};
+
+/// The stage of a ring that is next, and how often the ring has been walked through.
+template <class Tr>
+struct Cursor {
+  int stage = 0;
+  std::uint32_t round = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == Tr::kStages) {
+      stage = 0;
+      ++round;
+    }
+  }
+};
+
+/// The CTA's part of K: leaves [first, end), the middle of all leaves, and what follows from them.
+struct Range {
+  int leaf, first, end, middle, k_begin, k_end, num_steps;
+};
+
+template <class Tr>
+__device__ __forceinline__ Range range_of(const ShrinkParams& p) {
+  const int hidden = static_cast<int>(p.weights.hidden), part = static_cast<int>(blockIdx.y);
+  const int num = static_cast<int>(num_leaves(hidden));
+  Range r{
+      static_cast<int>(leaf_size(hidden)), 0, num, static_cast<int>(first_leaves(num)), 0, 0, 0};
+  if (Tr::kShare == Share::kLeaf) {
+    r.first = part;
+    r.end = part + 1;
+  } else if (Tr::kShare == Share::kHalf) {
+    if (part == 0) r.end = r.middle;
+    if (part == 1) r.first = r.middle;
+  }
+  r.k_begin = r.first * r.leaf;
+  r.k_end = min(r.end * r.leaf, hidden);
+  r.num_steps = max(0, ceil_div(r.k_end - r.k_begin, kTileK));
+  return r;
+}
+
+}  // namespace mortar::lora::cuda::wgmma_shrink

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is beside its tensor: the workspace that its layers share, and ids of any width."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from lora_cases import Problem, make
+from mortar import lora
+
+SMALL = Problem(tokens=40, hidden=300, widths=(24,), ranks=(8, 3))
+LARGE = Problem(tokens=40, hidden=600, widths=(24, 9), ranks=(64, 3))
+
+
+def kept(plan):
+    """The workspaces that a plan holds on to."""
+    return [memory for *_, memory in vars(plan).get("_kept", {}).values()]
+
+
+def test_layers_share_one_workspace(device):
+    """The first layer takes it; a layer that needs more gets more, and the others use that."""
+    layers = [make(problem, device) for problem in (SMALL, SMALL, LARGE, SMALL)]
+    plan, sizes = layers[0].plan(), []
+    wants = [lora.apply(t.y.clone(), t.x, t.table(), layers[0].plan()) for t in layers]
+    for t, want in zip(layers, wants, strict=True):
+        assert torch.equal(lora.apply(t.y.clone(), t.x, t.table(), plan), want)
+        lora.shrink(t.x, t.table(), plan)
+        (memory,) = kept(plan)
+        assert memory.dtype == torch.uint8 and memory.device == t.x.device
+        assert memory.numel() >= t.table().workspace_size(t.x)
+        sizes.append(memory.numel())
+    assert sizes[0] == sizes[1] < sizes[2] == sizes[3]
+
+
+def test_a_given_workspace_is_used_alone(device):
+    t = make(SMALL, device)
+    weights, plan = t.table(), t.plan()
+    memory = torch.empty(weights.workspace_size(t.x), dtype=torch.uint8, device=device)
+    lora.apply(t.y, t.x, weights, plan, workspace=memory)
+    assert not kept(plan)
+
+
+def test_the_workspace_goes_with_the_plan(device):
+    t = make(SMALL, device)
+    plan = t.plan()
+    lora.apply(t.y, t.x, t.table(), plan)
+    memory = weakref.ref(kept(plan)[0])
+    again = lora.plan(t.token_adapter, t.num_adapters, out=plan)
+    assert again is plan and kept(plan)[0] is memory()
+    del plan, again
+    gc.collect()
+    assert memory() is None
+
+
+def test_another_stream_takes_another_workspace(device, monkeypatch):
+    t = make(SMALL, device)
+    weights, plan, seen = t.table(), t.plan(), []
+    want = lora.apply(t.y.clone(), t.x, weights, t.plan())
+    for place in ((0, 7), (0, 7), (0, 8), (1, 8), (0, 7)):
+        monkeypatch.setattr(lora, "_memory_place", lambda x, place=place: place)
+        assert torch.equal(lora.apply(t.y.clone(), t.x, weights, plan), want)
+        seen += kept(plan)  # kept alive here, so that no address comes twice
+    assert len(seen) == 5, "one at a time"
+    assert seen[0] is seen[1]
+    assert len({memory.data_ptr() for memory in seen}) == 4
+
+
+def test_nothing_is_kept_of_a_graph(device, monkeypatch):
+    """While a stream is captured every call takes its own: what was kept before stays out of the
+    graph, and the graph's memory out of the plan."""
+    t = make(SMALL, device)
+    weights, plan = t.table(), t.plan()
+    want = lora.apply(t.y.clone(), t.x, weights, plan)
+    before, given = kept(plan)[0], []
+    run = lora._apply_now
+    monkeypatch.setattr(lora, "_memory_place", lambda x: None)
+    monkeypatch.setattr(lora, "_apply_now", lambda *args: given.append(plan.workspace(t.x, weights))
+                        or run(*args))  # fmt: skip
+    assert torch.equal(lora.apply(t.y.clone(), t.x, weights, plan), want)
+    assert given == [None]
+    assert kept(plan)[0] is before
+
+
+def test_threads_that_share_a_plan_do_not_share_memory(device):
+    """cudaStreamPerThread is one handle for the streams of all threads."""
+    t = make(SMALL, device)
+    weights, plan = t.table(), t.plan()
+    barrier = threading.Barrier(4)
+
+    def run():
+        barrier.wait()
+        for _ in range(20):
+            lora.apply(t.y.clone(), t.x, weights, plan)
+        barrier.wait()
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({memory.data_ptr() for memory in kept(plan)}) == 4
+
+
+def test_wide_ids(device):
+    """int64, which torch.tensor([0, 1]) gives: the plan and the zeroed rows of int32."""
+    t = make(SMALL, device)
+    ids = t.token_adapter.clone()
+    ids[::7] = torch.tensor([3, -2, 99, 2**31 - 1, -(2**31), 2], dtype=torch.int32).to(device)
+    wide = ids.long()
+    wide[7] = 2**32  # low half: an adapter
+    weights = t.table()
+    want = lora.shrink(t.x, weights, lora.plan(ids, t.num_adapters), zero_rows=ids)
+    plan = lora.plan(wide, t.num_adapters)
+    assert torch.equal(lora.shrink(t.x, weights, plan, zero_rows=wide), want)
+    with pytest.raises(ValueError, match="got 6 others, the first at token 0"):
+        lora.check(plan)
+
+
+def test_a_plan_is_a_tuple(device):
+    t = make(SMALL, device)
+    data, num_tokens, num_adapters = plan = t.plan()
+    assert data is plan.data
+    assert (num_tokens, num_adapters) == (plan.num_tokens, plan.num_adapters) == (40, 2)
