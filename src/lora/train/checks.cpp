@@ -84,8 +84,8 @@ void check_rows(const ArgCheck& arg, const LoraTrainProblem& given, Device devic
   check(!rows.offsets.defined() || !rows.plan.defined(), arg.op(),
         ": rows must be given by offsets or by a plan, got both");
   if (rows.plan.defined()) {
-    const GroupsView view =
-        check_groups(arg, LoraGroups::from_plan(rows.plan), p->num_rows, p->num_adapters, device);
+    const auto plan = LoraGroups::from_plan(rows.plan, p->num_rows, p->num_adapters);
+    const GroupsView view = check_groups(arg, plan, p->num_rows, p->num_adapters, device);
     p->rows.plan = view.plan;
     return;
   }
