@@ -265,7 +265,7 @@ class HostCase(Case):
         self.problem = LoraProblem(layer, 1, 1, 16)
         self.key = {"op": op, "layer": layer.name}
         self.traffic = self.problem.traffic()
-        self.targets = {"mortar": "host"}
+        self.targets = {"mortar": "host_apply" if op == "apply" else "host"}
         self.tolerance = TOLERANCE[torch.bfloat16]
 
     def make_buffers(self, device: torch.device, seed: int) -> LoraBuffers:

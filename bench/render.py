@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders bench/results/*/*.json as docs/results.md and plots beside it.
+"""Renders bench/results/*/*.json: docs/results.md with a summary and plots, and the tables of each
+family on a page of its own, docs/results-<family>.md. A new family needs its JSON file alone.
 
-python bench/render.py            write docs/results.md and docs/results-*.png
-python bench/render.py --check    exit 1 if docs/results.md is not what the JSON files give
+python bench/render.py            write the pages and docs/results-*.png
+python bench/render.py --check    exit 1 if the pages are not what the JSON files give
 """
 
 from __future__ import annotations
@@ -13,18 +14,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, ROOT, View, best_of, load, table_of, views_of
+from harness import RESULTS, ROOT, View, best_of, load, number, table_of, views_of
+from harness.tables import roofs_text
 
 DOCS = ROOT / "docs"
 PAGE = "results.md"
-_INTRODUCTION = """\
+_SUMMARY = """\
 # Measured
 
 Made from the files in `bench/results/` by `python bench/render.py`; how it was measured is in
-[measuring.md](measuring.md). Times are microseconds per call, medians, with the quartiles beside
-them. *GB/s* is the op's own fewest bytes over its time, *% roof* is that against a large copy in
-the same run, *floor* is the fewest bytes (or the arithmetic) at the machine's ceiling. *must* and
-*aim* are the limits of the row. *(x)* is the peer's time over Mortar's.
+[measuring.md](measuring.md). *must* and *aim* count the rows within the limits of the project, of
+those that have one. Beside each peer stands how many times Mortar's time it takes, in the geometric
+mean over the rows in which it took part.
+"""
+_TABLES = """\
+# Measured: {family}
+
+Made from the files in `bench/results/` by `python bench/render.py`; [results.md](results.md) has
+the summary of all families and the plots, [measuring.md](measuring.md) how it was measured. Times
+are microseconds per call, medians, with the quartiles beside them. *GB/s* is the op's own fewest
+bytes over its time, *% roof* is that against the machine's memory in the same run, *floor* is the
+fewest bytes (or the arithmetic) at the machine's ceiling. *must* and *aim* are the limits of the
+row. *(x)* is the peer's time over Mortar's.
 """
 # Okabe-Ito: told apart by everyone.
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
@@ -32,7 +43,9 @@ _MARKERS = ["o", "s", "^", "D", "v", "P"]
 
 
 def result_files(results: Path) -> list[Path]:
-    return sorted(results.glob("*/*.json"))
+    """All result files, those of GPUs first."""
+    files = sorted(results.glob("*/*.json"))
+    return sorted(files, key=lambda path: load(path)["machine"]["device"] != "cuda")
 
 
 def _machine(result: Mapping[str, Any]) -> str:
@@ -46,9 +59,15 @@ def _machine(result: Mapping[str, Any]) -> str:
                   if key in info]  # fmt: skip
         software += [f"clocks: {', '.join(clocks)}"] if clocks else []
     else:
-        software.append(f"{info['threads']} threads, {info['capability']}")
+        software.append(f"{info['threads']} threads")
+        # Files of older runs name PyTorch's choice of instructions in place of Mortar's.
+        software.append(
+            f"Mortar's CPU target {info['target']}"
+            if "target" in info
+            else f"PyTorch's CPU target {info['capability']}"
+        )
         software.append(f"load average before {info.get('load_average', 'unknown')}")
-    rates = [f"copy roof {result['roof_bytes_per_s'] / 1e9:,.0f} GB/s"]
+    rates = [roofs_text(result)]
     rates.append(f"floors at {result['floor_bytes_per_s'] / 1e9:,.0f} GB/s")
     flags = "".join(f", {name}" for name in ("warm", "quick") if result.get(name))
     return (
@@ -61,7 +80,7 @@ def _markdown_table(view: View, result: Mapping[str, Any]) -> str:
     table = table_of(view, result)
     if table is None:
         return ""
-    lines = [f"#### {table.title}", ""]
+    lines = [f"### {table.title}", ""]
     lines.append(f"| {' | '.join(table.headers)} |")
     lines.append(f"|{'---:|' * len(table.headers)}")
     lines += [f"| {' | '.join(cell.text for cell in row)} |" for row in table.rows]
@@ -88,21 +107,60 @@ def _timed_rows(view: View, result: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def page(files: Sequence[Path]) -> str:
-    """The whole of docs/results.md."""
-    parts = [_INTRODUCTION]
+def _tables_name(family: str) -> str:
+    return f"results-{family}.md"
+
+
+def _summary_table(result: Mapping[str, Any]) -> str:
+    """One row per table of the family's page."""
+    lines = [
+        "| | rows | must | aim | peers: their time over Mortar's |",
+        "|---|---:|---:|---:|---|",
+    ]
+    for view in views_of(result):
+        if (table := table_of(view, result)) is None:
+            continue
+        totals = table.totals
+        limits = [f"{met}/{of}" if of else "" for met, of in (totals.must, totals.aim)]
+        peers = ", ".join(f"{peer} {number(x)}" for peer, (x, _) in totals.peers.items())
+        failed = f" ({totals.failed} failed)" if totals.failed else ""
+        lines.append(f"| {view.title} | {totals.rows}{failed} | {' | '.join(limits)} | {peers} |")
+    return "\n".join([*lines, ""])
+
+
+def summary_page(files: Sequence[Path]) -> str:
+    """docs/results.md: per machine and family one small table and the plot."""
+    parts = [_SUMMARY]
     machine = None
     for path in files:
         result = load(path)
         if path.parent.name != machine:
             machine = path.parent.name
             parts.append(f"## {result['machine']['name']}\n")
-        parts.append(f"### {result['family']}\n")
-        parts.append(_machine(result))
+        family = result["family"]
+        parts.append(f"### {family}: [all tables]({_tables_name(family)})\n")
+        parts += [_machine(result), _summary_table(result)]
         if plotted_view(result):
-            parts.append(f"![{result['family']}: time per row]({_plot_name(path)})\n")
-        parts += [text for view in views_of(result) if (text := _markdown_table(view, result))]
+            parts.append(f"![{family}: time per row]({_plot_name(path)})\n")
     return "\n".join(parts).rstrip() + "\n"
+
+
+def tables_page(family: str, files: Sequence[Path]) -> str:
+    """docs/results-<family>.md: all tables of one family, machine after machine."""
+    parts = [_TABLES.format(family=family)]
+    for path in files:
+        result = load(path)
+        if result["family"] == family:
+            parts += [f"## {result['machine']['name']}\n", _machine(result)]
+            parts += [text for view in views_of(result) if (text := _markdown_table(view, result))]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def pages(files: Sequence[Path]) -> dict[str, str]:
+    """Every page by its name in docs."""
+    families = dict.fromkeys(load(path)["family"] for path in files)
+    tables = {_tables_name(family): tables_page(family, files) for family in families}
+    return {PAGE: summary_page(files), **tables}
 
 
 def _panels(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -179,7 +237,7 @@ def plots(files: Sequence[Path], docs: Path) -> Iterator[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Renders docs/results.md from bench/results.")
+    parser = argparse.ArgumentParser(description="Renders docs/results*.md from bench/results.")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 on a difference"
     )
@@ -187,23 +245,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder to write to")
     args = parser.parse_args(argv)
     files = result_files(args.results)
-    text = page(files)
-    target = args.docs / PAGE
+    wanted = pages(files)
     if args.check:
-        wanted = [args.docs / _plot_name(f) for f in files if plotted_view(load(f))]
-        missing = [plot.name for plot in wanted if not plot.is_file()]
-        if missing:
-            print(f"render: {', '.join(missing)} missing; run python bench/render.py")
-        same = target.is_file() and target.read_text() == text
-        if not same:
-            print(f"render: {target.name} is not what the result files give; "
-                  "run python bench/render.py")  # fmt: skip
-        return int(bool(missing) or not same)
+        return int(bool(_report_stale(args.docs, wanted, files)))
     args.docs.mkdir(parents=True, exist_ok=True)
-    target.write_text(text)
-    for written in [target, *plots(files, args.docs)]:
+    for name, text in wanted.items():
+        (args.docs / name).write_text(text)
+    for written in [*(args.docs / name for name in wanted), *plots(files, args.docs)]:
         print(f"written: {written.name}")
     return 0
+
+
+def _report_stale(docs: Path, wanted: Mapping[str, str], files: Sequence[Path]) -> list[str]:
+    """Prints what is wrong with the pages and plots that are there."""
+    drawn = [_plot_name(file) for file in files if plotted_view(load(file))]
+    problems = [f"{name} is missing" for name in drawn if not (docs / name).is_file()]
+    for name, text in wanted.items():
+        if not (docs / name).is_file() or (docs / name).read_text() != text:
+            problems.append(f"{name} is not what the result files give")
+    known = {*wanted, *drawn}
+    problems += [f"{path.name} belongs to no result file" for path in sorted(docs.glob("results-*"))
+                 if path.name not in known]  # fmt: skip
+    for problem in problems:
+        print(f"render: {problem}; run python bench/render.py")
+    return problems
 
 
 if __name__ == "__main__":

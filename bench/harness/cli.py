@@ -21,7 +21,7 @@ from rich.table import Table as RichTable
 from . import machine
 from .cases import Case, Options, run_case
 from .results import SCHEMA, View, save
-from .tables import Table, table_of
+from .tables import Table, roofs_text, table_of
 
 RESULTS = machine.ROOT / "bench" / "results"
 
@@ -55,7 +55,7 @@ def parser(
     )
     p.add_argument("--replays", type=int, default=9, help="samples a row (default: %(default)s)")
     p.add_argument("--warm", action="store_true", help="one set of buffers: caches stay warm")
-    p.add_argument("--quick", action="store_true", help="few samples, a small copy for the roof")
+    p.add_argument("--quick", action="store_true", help="few samples, less memory for the roof")
     p.add_argument(
         "--out",
         type=Path,
@@ -132,13 +132,15 @@ def main(
     if info.get("load_average", 0) > 1:
         console.print(f"the load average is {info['load_average']}: other programs are running, "
                       "and these timings will show them")  # fmt: skip
-    roof = machine.copy_roof(device, args.quick)
+    roofs = machine.memory_roofs(device, args.quick)
+    roof = max(roofs.values())
     ceiling = machine.ceiling(info, roof)
     partial = bool(args.rows or args.quick or args.warm)
     out = args.out or (None if partial else RESULTS)
     path = out / machine.slug(info) / f"{family}.json" if out else None
     result: dict[str, Any] = {
-        "schema": SCHEMA, "family": family, "machine": info, "roof_bytes_per_s": roof,
+        "schema": SCHEMA, "family": family, "machine": info, "roofs": roofs,
+        "roof_bytes_per_s": roof,
         "floor_bytes_per_s": ceiling.bandwidth, "warm": args.warm, "quick": args.quick,
         "views": [dataclasses.asdict(view) | {"peers": list(view.peers)} for view in views],
         "rows": [],
@@ -161,8 +163,8 @@ def main(
     for view in views:
         if table := table_of(view, result):
             print_table(console, table)
-    console.print(f"{info['name']}, torch {info['torch']}, commit {info['commit']}; copy roof "
-                  f"{roof / 1e9:,.0f} GB/s, floors at {ceiling.bandwidth / 1e9:,.0f} GB/s; us per "
+    console.print(f"{info['name']}, torch {info['torch']}, commit {info['commit']}; "
+                  f"{roofs_text(result)}, floors at {ceiling.bandwidth / 1e9:,.0f} GB/s; us per "
                   "call; (x): the peer's time over Mortar's")  # fmt: skip
     if path:
         console.print(f"written: {path}", markup=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine a result belongs to: its name, caches, clocks, software and its copy roof."""
+"""The machine a result belongs to: its name, caches, clocks, software and its memory's roof."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import re
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,8 +125,15 @@ def describe(device: torch.device) -> dict[str, object]:
     else:
         info["threads"] = torch.get_num_threads()
         info["load_average"] = round(os.getloadavg()[0], 1)
-        info["capability"] = torch.backends.cpu.get_cpu_capability()
+        info["target"] = _cpu_target()
     return info
+
+
+def _cpu_target() -> str:
+    """The instruction set that Mortar's own kernels use here, as the library says."""
+    from mortar._ffi import lib  # not above: tables and pages are made without the library
+
+    return str(lib.cpu_target())
 
 
 def slug(info: dict[str, object]) -> str:
@@ -135,8 +144,10 @@ def slug(info: dict[str, object]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def copy_roof(device: torch.device, quick: bool = False) -> float:
-    """Bytes read plus written per second by a copy far larger than any cache."""
+def memory_roofs(device: torch.device, quick: bool = False) -> dict[str, float]:
+    """Bytes per second by what moves them, far more than any cache holds. "copy" counts bytes read
+    plus written. On the CPU also "read", and "streaming store", which writes past the caches: an
+    ordinary store reads its line first, so a copy's own count leaves out a third of its bytes."""
     size = (64 << 20) if quick else (2 << 30) if device.type == "cuda" else (256 << 20)
     source = torch.randn(size // 4, device=device)
     target = torch.zeros_like(source)
@@ -146,18 +157,34 @@ def copy_roof(device: torch.device, quick: bool = False) -> float:
         torch.neg(source, out=target)
 
     if device.type == "cuda":
-        us = time_graphs({"copy": [copy]})["copy"].us
-    else:
-        copy()
-        samples = []
-        for _ in range(3 if quick else 11):
-            begin = time.perf_counter()
-            copy()
-            samples.append(1e6 * (time.perf_counter() - begin))
-        us = statistics.median(samples)
-    return 2 * size / us * 1e6
+        return {"copy": 2 * size / time_graphs({"copy": [copy]})["copy"].us * 1e6}
+    threads = torch.get_num_threads()
+    share = size // threads
+    with ThreadPoolExecutor(threads) as pool:
+
+        def store() -> None:
+            # memset of so many bytes writes past the caches; ctypes lets go of the GIL for it.
+            starts = [target.data_ptr() + i * share for i in range(threads)]
+            list(pool.map(lambda start: ctypes.memset(start, 0, share), starts))
+
+        samples = 3 if quick else 11
+        return {
+            "copy": 2 * size / _seconds(copy, samples),
+            "read": size / _seconds(source.sum, samples),
+            "streaming store": threads * share / _seconds(store, samples),
+        }
+
+
+def _seconds(call: Callable[[], object], samples: int) -> float:
+    """Median time of a call, after one that is not counted."""
+    taken = []
+    for _ in range(samples + 1):
+        begin = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[1:])
 
 
 def ceiling(info: dict[str, object], roof: float) -> Ceiling:
-    """The machine's fixed ceiling, or this run's copy roof where none is recorded."""
+    """The machine's fixed ceiling, or this run's roof where none is recorded."""
     return CEILINGS.get(str(info["name"]), Ceiling(bandwidth=roof, flops=float("inf")))

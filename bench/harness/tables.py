@@ -21,11 +21,37 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Summary:
+    """A table in one line: how many rows were timed, how many meet their limits, and how much
+    slower the peers are."""
+
+    rows: int
+    failed: int
+    must: tuple[int, int]  #: rows that meet it, rows that have it
+    aim: tuple[int, int]
+    peers: dict[str, tuple[float, int]]  #: geometric mean of time over the subject's, rows
+
+    def __str__(self) -> str:
+        """'must 40/42, aim 31/42; geometric mean 9.2x as fast as vllm (42 rows)'."""
+        limits = [(name, *counts) for name, counts in (("must", self.must), ("aim", self.aim))]
+        text = ", ".join(f"{name} {met}/{of}" for name, met, of in limits if of)
+        means = [f"{number(x)}x as fast as {p} ({n} rows)" for p, (x, n) in self.peers.items()]
+        if means:
+            text += ("; " if text else "") + "geometric mean " + ", ".join(means)
+        return text + (f"; {self.failed} failed" if self.failed else "")
+
+
+@dataclass(frozen=True)
 class Table:
     title: str
     headers: list[str]
     rows: list[list[Cell]]
-    summary: str
+    totals: Summary
+    note: str = ""
+
+    @property
+    def summary(self) -> str:
+        return f"{self.totals}{self.note}"
 
 
 def number(value: float) -> str:
@@ -61,7 +87,7 @@ def table_of(view: View, result: Mapping[str, Any]) -> Table | None:
     waiting = {n for row in rows for n, p in row["providers"].items() if p["synchronises"]}
     headers += ["must", "aim", *(f"{p}{'*' if p in waiting else ''} (x)" for p in peers)]
     note = "; *: with the wait for its result" if waiting.intersection(peers) else ""
-    table = Table(view.title, headers, [], _summary(view, rows, peers) + note)
+    table = Table(view.title, headers, [], _summary(view, rows, peers), note)
     roof = result["roof_bytes_per_s"]
     for row in rows:
         table.rows.append([Cell(str(row["case"].get(key, ""))) for key in keys])
@@ -102,22 +128,25 @@ def _peer(row: Mapping[str, Any], peer: str, subject: str) -> Cell:
     return Cell(f"{number(us)}{which} ({number(us / row['providers'][subject]['us'])})")
 
 
-def _summary(view: View, rows: list[dict[str, Any]], peers: list[str]) -> str:
-    """'must 40/42, aim 31/42; geometric mean over vllm 9.2x (42 rows)'."""
+def _summary(view: View, rows: list[dict[str, Any]], peers: list[str]) -> Summary:
     timed = [row for row in rows if view.subject in row["providers"]]
     verdicts = [judge(row, view.subject) for row in timed]
     must = [v.must for v in verdicts if v.must_us is not None]
     aim = [v.aim for v in verdicts if v.aim_us is not None]
-    parts = [f"{name} {sum(met)}/{len(met)}" for name, met in (("must", must), ("aim", aim)) if met]
-    means = []
+    means = {}
     for peer in peers:
         pairs = [(row["providers"], best_of(row, peer, view.subject)) for row in timed]
         ratios = [p[name]["us"] / p[view.subject]["us"] for p, name in pairs if name]
         if ratios:
-            mean = statistics.geometric_mean(ratios)
-            means.append(f"{number(mean)}x as fast as {peer} ({len(ratios)} rows)")
-    text = ", ".join(parts)
-    if means:
-        text += ("; " if text else "") + "geometric mean " + ", ".join(means)
-    failed = len(rows) - len(timed)
-    return text + (f"; {failed} failed" if failed else "")
+            means[peer] = (statistics.geometric_mean(ratios), len(ratios))
+    return Summary(len(timed), len(rows) - len(timed), (sum(must), len(must)),
+                   (sum(aim), len(aim)), means)  # fmt: skip
+
+
+def roofs_text(result: Mapping[str, Any]) -> str:
+    """'roof 30 GB/s (read; copy 20, streaming store 25)'."""
+    roofs = result.get("roofs", {"copy": result["roof_bytes_per_s"]})
+    best, *others = sorted(roofs, key=roofs.__getitem__, reverse=True)
+    others = [f"{name} {roofs[name] / 1e9:,.0f}" for name in others]
+    text = "; ".join([best, ", ".join(others)]) if others else best
+    return f"roof {roofs[best] / 1e9:,.0f} GB/s ({text})"

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bad plans, segments and maps.
+#include <cstdint>
 #include <tuple>
+#include <vector>
 
 #include "lora_bad_call.h"
 
@@ -208,6 +210,23 @@ INSTANTIATE_TEST_SUITE_P(Devices, LoraGroupsError,
                          ::testing::Combine(::testing::ValuesIn(devices()),
                                             ::testing::ValuesIn(group_calls())),
                          bad_call_name);
+
+/// On a GPU the header cannot be read without a sync: there the kernels refuse such a plan.
+TEST(LoraGroupsErrorCpu, SmallPlanForAnotherBatch) {
+  Call call(Device{});
+  std::vector<std::int32_t> map(3, 0);
+  lora_plan(Tensor(map.data(), kI32, {3}), 3, call.plan, Stream{});
+  call.plan_memory.download();
+  call.plan_memory.upload();
+  try {
+    call.apply();
+    FAIL() << "no error was thrown";
+  } catch (const Error& e) {
+    EXPECT_STREQ(e.what(),
+                 "lora_apply: plan must be made for 4 tokens and 3 adapters, got one for 3 and 3");
+  }
+  EXPECT_TRUE(call.outputs_untouched());
+}
 
 }  // namespace
 }  // namespace mortar::testing

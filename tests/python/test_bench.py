@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import harness
-import peers
 import render
 from harness import Case, Limit, Options, Provider, Target, Traffic, View, cases, machine
 from harness.results import judge
-from lora_problem import Layer, LoraProblem
 
 CPU = torch.device("cpu")
 
@@ -212,11 +209,55 @@ def test_render_check_fails_when_the_page_is_stale(tmp_path, capsys):
     assert render.main(where) == 0
     assert (docs / "results-toy-machine-toy.png").stat().st_size > 1000
     assert render.main([*where, "--check"]) == 0
+    (docs / "results-gone.md").write_text("the page of a family that is no more")
+    assert render.main([*where, "--check"]) == 1
+    (docs / "results-gone.md").unlink()
     rows[0]["providers"]["right"]["us"] += 1
     harness.save(result(rows), results / "toy-machine" / "toy.json")
     capsys.readouterr()
     assert render.main([*where, "--check"]) == 1
     assert "python bench/render.py" in capsys.readouterr().out
+
+
+def test_a_new_family_is_rendered_from_its_file_alone_and_gpus_come_first(tmp_path):
+    rows = [run(Axpy(size, {"right": 2, "peer": 2})) for size in (100, 1000)]
+    for row in rows:
+        row["providers"]["right"]["us"], row["providers"]["peer"]["us"] = 2.0, 5.0
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    older, newer = result(rows), result(rows) | {"family": "novel"}
+    newer["machine"] |= {"target": "AVX2"}
+    newer["roofs"] = {"copy": 1e10, "read": 2e10, "streaming store": 1.5e10}
+    gpu = newer | {
+        "machine": newer["machine"] | {"name": "Zippy GPU", "device": "cuda", "cuda": 13}
+    }
+    harness.save(older, results / "a-machine" / "toy.json")
+    harness.save(newer, results / "a-machine" / "novel.json")
+    harness.save(gpu, results / "zippy-gpu" / "novel.json")
+    assert render.main(["--results", str(results), "--docs", str(docs)]) == 0
+    assert {p.name for p in docs.glob("*.md")} == {
+        "results.md",
+        "results-toy.md",
+        "results-novel.md",
+    }
+    summary = (docs / "results.md").read_text()
+    assert summary.index("## Zippy GPU") < summary.index("## Toy machine")
+    assert summary.count("| Toy | 2 | 2/2 | 2/2 | peer 2.50 |") == 3
+    assert summary.count("](results-novel.md)") == 2 and "](results-a-machine-toy.png)" in summary
+    assert "roof 20 GB/s (read; streaming store 15, copy 10)" in summary
+    assert "Mortar's CPU target AVX2" in summary and "roof 20 GB/s (copy)" in summary
+    tables = (docs / "results-novel.md").read_text()
+    assert tables.count("### Toy\n") == 2 and "#### " not in tables
+
+
+def test_the_cpu_roof_is_the_best_of_three_ways_to_move_memory():
+    roofs = harness.memory_roofs(CPU, quick=True)
+    assert set(roofs) == {"copy", "read", "streaming store"}
+    assert all(1e8 < rate < 1e13 for rate in roofs.values())
+
+
+def test_results_name_the_cpu_target_of_the_library():
+    info = machine.describe(CPU)
+    assert info["target"] and "capability" not in info
 
 
 def test_the_results_page_is_what_the_result_files_give():
@@ -280,104 +321,3 @@ def test_exit_status_is_1_when_the_subject_is_wrong(capsys, tmp_path):
     assert harness.main("toy", lambda o: [Axpy(64, {"right": 2})], views, argv=argv) == 0
     assert harness.main("toy", lambda o: [Axpy(64, {"right": 3})], views, argv=argv) == 1
     assert "right failed: ArithmeticError: error" in capsys.readouterr().out
-
-
-# ---- peers --------------------------------------------------------------------------------------
-def lora_problem(adapters, sequence_adapter, length=3, dtype=torch.float32):
-    token_adapter = torch.tensor(sequence_adapter, dtype=torch.int32).repeat_interleave(length)
-    layer = Layer("toy", 33, (17, 5))
-    return LoraProblem(layer, len(token_adapter), adapters, 4, dtype, token_adapter=token_adapter)
-
-
-@pytest.mark.parametrize(
-    ("expression", "sequences"),
-    [
-        (lambda p, s, m: peers.one_adapter_gemms(s.y, s.x, s.a, s.b), [0, 0, 0]),
-        (lambda p, s, m: peers.peft_loop(s.y, s.x, s.a, s.b, m), [2, -1, 0, 2, 1]),
-        (lambda p, s, m: peers.grouped_gemms(s.y, s.x, s.a, s.b, p.token_adapter), [2, -1, 0, 2]),
-        (lambda p, s, m: peers.masked_gemms(s.y, s.x, s.a, s.b, p.token_adapter), [2, -1, 0, 2]),
-        (lambda p, s, m: peers.gathered_bmm(s.y, s.x, s.a, s.b, p.token_adapter), [2, 1, 0, 2]),
-    ],
-    ids=["one_adapter_gemms", "peft_loop", "grouped_gemms", "masked_gemms", "gathered_bmm"],
-)
-def test_every_expression_adds_the_delta(expression, sequences):
-    problem = lora_problem(max(sequences) + 1, sequences)
-    buffers = problem.make_buffers(CPU, 0)
-    reference = problem.reference(buffers)[1]
-    expression(problem, buffers, sequences)()
-    assert harness.relative_error(buffers.y, reference) < 1e-5
-
-
-def test_reference_leaves_base_tokens_alone_and_pads_ragged_ranks():
-    problem = LoraProblem(Layer("toy", 33, (17,)), 12, 3, [1, 4, 2], torch.float32, base_share=0.5)
-    buffers = problem.make_buffers(CPU, 0)
-    base = problem.token_adapter < 0
-    assert base.sum() == 6
-    h, y = problem.reference(buffers)
-    assert torch.equal(y[base], buffers.y.double()[base]) and not h[:, base].any()
-    assert (y[~base] != buffers.y.double()[~base]).all()
-    assert not buffers.a[0][0, 1:].any() and not buffers.b[0][2, :, 2:].any()
-    active = problem.token_adapter[~base]
-    ranks = sum([1, 4, 2][i] for i in set(active.tolist()))
-    assert problem.traffic().bytes == 4 * (ranks * (33 + 17) + 6 * (33 + 2 * 17))
-
-
-def test_vllm_tables():
-    t = peers.VllmTables.make(torch.tensor([2, -1, 0, 2, -1], dtype=torch.int32), 4)
-    assert t.lora_ids.tolist() == [-1, 0, 2, -1, -1]
-    assert t.num_tokens_per_lora.tolist() == [2, 1, 2, 0, 0]
-    assert t.lora_token_start_loc.tolist() == [0, 2, 3, 5, 0, 0]
-    assert t.token_indices_sorted.tolist() == [1, 4, 2, 0, 3]
-    assert t.num_active_loras.tolist() == [3] and t.no_lora_flag_cpu.tolist() == [False]
-    assert {x.dtype for x in t.args()} == {torch.int32, torch.bool}
-
-
-@pytest.fixture
-def vllm_folder(tmp_path, monkeypatch):
-    """A stand-in for the ignored folder: files that import what vLLM's import."""
-    folder = tmp_path / "vllm"
-    folder.mkdir()
-    monkeypatch.setattr(peers, "VLLM_FILES", folder)
-    monkeypatch.setattr(peers, "ROOT", tmp_path)
-    triton = types.ModuleType("triton")
-    triton.language = types.ModuleType("triton.language")
-    triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
-    monkeypatch.setitem(sys.modules, "triton", triton)
-    monkeypatch.setitem(sys.modules, "triton.language", triton.language)
-    return folder
-
-
-def test_vllm_loader(vllm_folder):
-    with pytest.raises(
-        FileNotFoundError, match="vllm must hold lora_shrink_op.py, see bench/README"
-    ):
-        peers.VllmTriton()
-    for op in ("shrink", "expand"):
-        (vllm_folder / f"lora_{op}_op.py").write_text(
-            "from vllm.lora.ops.triton_ops.kernel_utils import TWO\n"
-            "from vllm.lora.ops.triton_ops.utils import SIZE\n"
-            "from vllm.utils.torch_utils import direct_register_custom_op\n"
-            f"def _lora_{op}(): return '{op}', TWO, SIZE\n"
-            "try:\n    direct_register_custom_op(op_name='x', op_func=None)\n"
-            f"    lora_{op} = None\nexcept AttributeError:\n    lora_{op} = _lora_{op}\n"
-        )
-    (vllm_folder / "kernel_utils.py").write_text(
-        "from vllm.triton_utils import tl, triton\nTWO = 2\n"
-    )
-    (vllm_folder / "utils.py").write_text(
-        "from vllm import envs\nfrom vllm.logger import init_logger\n"
-        "from vllm.platforms import current_platform\n"
-        "from vllm.utils.math_utils import next_power_of_2\n"
-        "assert not envs.VLLM_BATCH_INVARIANT and current_platform.is_cuda()\n"
-        "init_logger(__name__).warning_once('x')\n"
-        "SIZE = next_power_of_2(5)\n_LORA_A_PTR_DICT = {1: 1}\n_LORA_B_PTR_DICT = {1: 1}\n"
-    )
-    (vllm_folder / "lora_kernel_metadata.py").write_text(
-        "from dataclasses import dataclass\n@dataclass\nclass LoRAKernelMeta:\n    x: int = 1\n"
-    )
-    loaded = peers.VllmTriton()
-    assert loaded.shrink() == ("shrink", 2, 8) and loaded.expand() == ("expand", 2, 8)
-    assert loaded.metadata().x == 1
-    loaded.forget_pointers()
-    assert not loaded._utils._LORA_A_PTR_DICT
-    assert not [name for name in sys.modules if name.split(".")[0] == "vllm"]
