@@ -57,9 +57,10 @@ struct LoraTrainRows {
 enum class LoraDropoutOn : std::int8_t { kInput, kDelta };
 
 /// Elements are dropped with probability p, first rounded to a multiple of 2^-16, and the others
-/// divided by 1 - p. With p = 1 all are dropped and the delta is zero. Element (m, c) of x, or of the delta
-/// (c counts through all slices: N_0 + ... + c), draws by its index m K + c, or m (sum N_s) + c:
-/// the mask depends on seed, offset and index alone. The slices of a call share the mask of x.
+/// divided by 1 - p. With p = 1 all are dropped and the delta is zero. Element (m, c) of x, or of
+/// the delta (c counts through all slices: N_0 + ... + c), draws by its index m K + c, or
+/// m (sum N_s) + c: the mask depends on seed, offset and index alone. The slices of a call share
+/// the mask of x.
 struct LoraDropout {
   std::span<const float> p;  ///< [L], each in [0, 1]; empty: nothing is dropped
   LoraDropoutOn on = LoraDropoutOn::kInput;
