@@ -19,9 +19,11 @@ void check_num_adapters(std::int64_t n) {
         kLoraMaxAdapters, ", got ", n);
 }
 
-void check_rank(const char* what, std::int64_t rank) {
-  check(rank >= 1 && rank <= kLoraMaxRank, kArg.op(), ": ", what, " must be 1 to ", kLoraMaxRank,
-        ", got ", rank);
+bool is_rank(std::int64_t rank) { return rank >= 1 && rank <= kLoraMaxRank; }
+
+void check_rank(const Tensor& t, const char* name, int dimension) {
+  check(is_rank(t.shape[dimension]), kArg.op(), ": ", name, " must have a rank of 1 to ",
+        kLoraMaxRank, " in dimension ", dimension, ", got shape ", shape_string(t));
 }
 
 /// A stacked matrix: [L, ., .], dtype and device of the first one, rows dense.
@@ -59,14 +61,14 @@ LoraWeights LoraWeights::stacked(std::span<const Tensor> a, std::span<const Tens
     check(a[s].shape[2] == first.shape[2], kArg.op(), ": ", kANames[s],
           " must have width K = ", first.shape[2], " as ", first_name, " has, got shape ",
           shape_string(a[s]));
-    check_rank("rank (dimension 1 of a)", a[s].shape[1]);
+    check_rank(a[s], kANames[s], 1);
     w.a[s] = a[s];
     w.hidden = a[s].shape[2];
     w.max_rank = std::max(w.max_rank, static_cast<int>(a[s].shape[1]));
   }
   for (std::size_t s = 0; s < b.size(); ++s) {
     check_matrix(b[s], kBNames[s], first, first_name);
-    check_rank("rank (dimension 2 of b)", b[s].shape[2]);
+    check_rank(b[s], kBNames[s], 2);
     check(a.empty() || b[s].shape[2] == a[s].shape[1], kArg.op(), ": ", kBNames[s],
           " must have rank ", a.empty() ? 0 : a[s].shape[1], " in its last dimension as ",
           kANames[s], " has, got shape ", shape_string(b[s]));
@@ -103,7 +105,7 @@ LoraWeights LoraWeights::from_table(const Tensor& table, DType dtype, int max_ra
   check_num_adapters(table.shape[0]);
   check_type(dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16,
              kArg.op(), ": dtype must be float32 or float16 or bfloat16, got ", dtype_name(dtype));
-  check_rank("max_rank", max_rank);
+  check(is_rank(max_rank), kArg.op(), ": max_rank must be 1 to ", kLoraMaxRank, ", got ", max_rank);
   check(hidden >= 0, kArg.op(), ": hidden must be at least 0, got ", hidden);
 
   LoraWeights w;

@@ -78,14 +78,15 @@ std::vector<BadCall> weight_calls() {
          c.stacked();
        },
        kValue,
-       {"lora_weights: rank", "must be 1 to 512", "got 0"}},
+       {"lora_weights: a[0] must have a rank of 1 to 512 in dimension 1", "got shape (3, 0, 16)"}},
       {"RankHuge",
        [](Call& c) {
          c.weights.a[0] = reshaped(c.weights.a[0], {3, 513, 16});
          c.stacked();
        },
        kValue,
-       {"lora_weights: rank", "must be 1 to 512", "got 513"}},
+       {"lora_weights: a[0] must have a rank of 1 to 512 in dimension 1",
+        "got shape (3, 513, 16)"}},
       {"NoAdapters",
        [](Call& c) {
          c.weights.a[0] = reshaped(c.weights.a[0], {0, 8, 16});

@@ -3,6 +3,7 @@
 
 import copy
 import inspect
+import re
 
 import pytest
 import torch
@@ -156,8 +157,27 @@ def test_refusals_leave_the_model_alone(base, tmp_path):
     attach(base, store)
     with pytest.raises(ValueError, match="attach: model must not be in service already"):
         attach(base, store)
-    with pytest.raises(RuntimeError, match="cannot be copied"):
-        copy.deepcopy(base)
+
+
+WRONG_TYPES = [
+    (lambda m, s: attach(None, s), "attach: model must be a torch.nn.Module, got NoneType"),
+    (lambda m, s: attach(m, "store"), "attach: store must be an AdapterStore, got str"),
+    (lambda m, s: attach(m, s, "odd"), "attach: names must be a list of str, got str"),
+    (lambda m, s: attach(m, s, 3), "attach: names must be a list of str, got int"),
+    (lambda m, s: attach(m, s, ["odd", None]), "attach: names[1] must be a str, got NoneType"),
+    (lambda m, s: accelerate([m]), "accelerate: model must be a PeftModel with LoRA adapters"),
+    (lambda m, s: restore(None), "restore: model must be a torch.nn.Module, got NoneType"),
+]
+
+
+@pytest.mark.parametrize("call, message", WRONG_TYPES, ids=[case[1] for case in WRONG_TYPES])
+def test_wrong_types_are_named(call, message):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="^" + re.escape(message)):
+        call(model, mortar.AdapterStore())
+    with pytest.raises(ValueError, match="attach: names must not hold '__base__'"):
+        attach(model, mortar.AdapterStore(), ["__base__"])
+    assert "forward" not in vars(model)
 
 
 def test_errors_are_those_of_peft(base, device, tmp_path):

@@ -13,11 +13,8 @@ from peft.tuners.lora import Linear, LoraLayer, LoraModel
 from peft.utils.other import AuxiliaryTrainingWrapper
 
 from .. import lora
-from ._serving import ServedForward, Session
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MAX_RANK = 512
-_ALIGNMENT = 16  # bytes
+from .._lora_table import ALIGNMENT, DTYPES, MAX_RANK
+from ._serving import KEY, ServedForward, Session
 
 # PEFT's layers over quantised base layers: base(x), plus the plain delta. They are no subclass of
 # its Linear and exist only where their package is installed, so they are told by their file.
@@ -65,6 +62,7 @@ class PeftSession(Session):
                 # PEFT hands its names to these layers by hooks that it sets for every forward.
                 self.patch(module, "forward", _NamedForward(self, module.forward))
         self.patch(self._model, "_enable_peft_forward_hooks", self._hooks)
+        self.patch(self._model, KEY, self)
 
     @contextmanager
     def _hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -170,17 +168,17 @@ def _refusal(layer: LoraLayer) -> str | None:
         return "LoRA biases"
     weights = [linear.weight.data for linear in linears]
     dtypes = sorted({str(w.dtype) for w in weights})
-    if len(dtypes) > 1 or weights[0].dtype not in _DTYPES:
+    if len(dtypes) > 1 or weights[0].dtype not in DTYPES:
         return f"adapters of {' and '.join(dtypes)}"
     devices = {str(w.device) for w in weights}
     if len(devices) > 1 or weights[0].device.type not in ("cpu", "cuda"):
         return f"adapters on {' and '.join(sorted(devices))}"
     if any(type(w) is not torch.Tensor or not w.is_contiguous() for w in weights):
         return "adapters that are not dense tensors"
-    if any(w.data_ptr() % _ALIGNMENT for w in weights):
-        return f"adapters not aligned to {_ALIGNMENT} bytes"
-    if max(layer.r.values()) > _MAX_RANK:
-        return f"ranks over {_MAX_RANK}"
+    if any(w.data_ptr() % ALIGNMENT for w in weights):
+        return f"adapters not aligned to {ALIGNMENT} bytes"
+    if max(layer.r.values()) > MAX_RANK:
+        return f"ranks over {MAX_RANK}"
     return None
 
 

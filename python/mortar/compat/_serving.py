@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from .. import lora
 
+KEY = "_mortar_session"  # of the attribute by which a model in service holds its session
 BASE = "__base__"  # PEFT's name for "no adapter"
 _ABSENT = object()
 
@@ -50,20 +52,26 @@ class Session:
     def __init__(self, names: Sequence[str]) -> None:
         self.ids = {name: number for number, name in enumerate(names)}
         self._last: Batch | None = None
-        self._patched: list[tuple[Any, str, Any]] = []
+        # By owner: what its attributes were before.
+        self._patched: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def patch(self, owner: Any, attribute: str, value: Any) -> None:
-        """Sets an attribute of an instance until ``undo``."""
-        self._patched.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
-        vars(owner)[attribute] = value
+        """Sets an attribute of an instance until ``undo``. Copies and pickles of the instance are
+        without it: they go through ``__reduce_ex__``, which is set as well."""
+        _, before = self._patched.setdefault(id(owner), (owner, {}))
+        reduce = functools.partial(_reduce_unpatched, owner, before)
+        for name, new in (("__reduce_ex__", reduce), (attribute, value)):
+            before.setdefault(name, vars(owner).get(name, _ABSENT))
+            vars(owner)[name] = new
 
     def undo(self) -> None:
-        while self._patched:
-            owner, attribute, previous = self._patched.pop()
-            if previous is _ABSENT:
-                del vars(owner)[attribute]
-            else:
-                vars(owner)[attribute] = previous
+        for owner, before in self._patched.values():
+            for attribute, previous in before.items():
+                if previous is _ABSENT:
+                    vars(owner).pop(attribute, None)
+                else:
+                    vars(owner)[attribute] = previous
+        self._patched.clear()
 
     def checked(self, names: Any, training: bool) -> tuple[str, ...]:
         """The names of a batch, "__base__" for None; raises what PEFT raises."""
@@ -96,10 +104,20 @@ class Session:
         finally:
             self.batch = previous
 
-    def __deepcopy__(self, memo: dict) -> None:
+    def __reduce__(self) -> tuple:
+        # A module whose class copies itself comes here; others leave their session out.
         raise RuntimeError(
-            "mortar.compat.peft: a model in service cannot be copied, restore(model) it first"
+            "mortar.compat.peft: this model in service cannot be copied, restore(model) it first"
         )
+
+
+def _reduce_unpatched(owner: Any, before: dict[str, Any], protocol: int) -> tuple:
+    """What copies and pickles of an instance are made from: as if no session had patched it."""
+    function, arguments, state, *rest = type(owner).__reduce_ex__(owner, protocol)
+    if isinstance(state, dict):
+        kept = {name: value for name, value in state.items() if name not in before}
+        state = kept | {name: old for name, old in before.items() if old is not _ABSENT}
+    return (function, arguments, state, *rest)
 
 
 class ServedForward:

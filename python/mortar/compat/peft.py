@@ -25,7 +25,8 @@ scale, dtype (float32 adapters under a bfloat16 model) and target modules. Resul
 PEFT's in rounding only: the delta is summed in float32 and rounded once, where it is added.
 
 Both set ``forward`` on module instances and touch neither the module tree nor a parameter, so
-``state_dict``, ``save_pretrained`` and the rest of PEFT go on working. As with PEFT's own mixed
+``state_dict``, ``save_pretrained`` and the rest of PEFT go on working. A copy or a pickle of a
+model in service (``copy.deepcopy``) is the plain model, not in service. As with PEFT's own mixed
 batch, one model must not run in several threads at once.
 """
 
@@ -39,16 +40,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import lora
-from ._serving import ServedForward, Session
+from ..adapter_store import AdapterStore
+from ._serving import BASE, KEY, ServedForward, Session
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from ..adapter_store import AdapterStore
-
 __all__ = ["accelerate", "attach", "restore"]
-
-_KEY = "_mortar_session"
 
 
 def accelerate(model: PeftModel) -> PeftModel:
@@ -84,7 +82,7 @@ def accelerate(model: PeftModel) -> PeftModel:
             "accelerate: model must be a PeftModel with LoRA adapters (attach serves a plain "
             f"model), got {type(model).__name__}"
         )
-    if _KEY in vars(lora_model):
+    if KEY in vars(lora_model):
         raise ValueError(
             "accelerate: model must not be in service already, restore(model) it first"
         )
@@ -96,7 +94,6 @@ def accelerate(model: PeftModel) -> PeftModel:
         )
     if session.left:
         warnings.warn(f"accelerate: layers left to PEFT: {session.left}", stacklevel=2)
-    vars(lora_model)[_KEY] = session
     return model
 
 
@@ -120,15 +117,26 @@ def attach(
         model.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: the model is in service already, or an adapter targets a module that the model
             lacks or that has other sizes. The model is then as it was.
 
     While gradients are enabled and wanted, a mixed batch is a RuntimeError: run it under
     ``torch.inference_mode()`` or ``torch.no_grad()``.
     """
-    if _KEY in vars(model):
+    _check_module("attach", model)
+    if not isinstance(store, AdapterStore):
+        raise TypeError(f"attach: store must be an AdapterStore, got {type(store).__name__}")
+    if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
+        raise TypeError(f"attach: names must be a list of str, got {type(names).__name__}")
+    if KEY in vars(model):
         raise ValueError("attach: model must not be in service already, restore(model) it first")
     names = list(store.names() if names is None else names)
+    for i, name in enumerate(names):
+        if not isinstance(name, str):
+            raise TypeError(f"attach: names[{i}] must be a str, got {type(name).__name__}")
+        if name == BASE:
+            raise ValueError(f"attach: names must not hold {BASE!r}, which is the base model")
     if not names:
         raise ValueError("attach: names must hold at least one adapter, got none")
     modules = dict(model.named_modules())
@@ -151,7 +159,7 @@ def attach(
     for method in ("forward", "generate"):
         if hasattr(model, method):
             session.patch(model, method, _naming(session, model, getattr(model, method)))
-    vars(model)[_KEY] = session
+    session.patch(model, KEY, session)
     return model
 
 
@@ -159,16 +167,23 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     """Undoes ``accelerate`` or ``attach``: the model behaves as before, to the last bit.
 
     Raises:
+        TypeError: not a module.
         ValueError: the model is not in service.
     """
+    _check_module("restore", model)
     for owner in (model, getattr(model, "base_model", None)):
-        session = vars(owner).pop(_KEY, None) if owner is not None else None
+        session = vars(owner).get(KEY) if owner is not None else None
         if session is not None:
             session.undo()
             return model
     raise ValueError(
         "restore: model must be in service, got one without a call of accelerate or attach"
     )
+
+
+def _check_module(op: str, model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _stored_weights(
