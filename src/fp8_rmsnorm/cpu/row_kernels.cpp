@@ -45,7 +45,9 @@ HWY_INLINE FloatVec load(const T* p) {
 /// body(i) for every vector of scratch, padding included.
 template <class Body>
 HWY_INLINE void for_vectors(std::int64_t n, const Body& body) {
-  for (std::int64_t i = 0; i < n; i += kLanes) body(i);
+  for (std::int64_t i = 0; i < n; i += kPadding) {
+    for (std::int64_t j = 0; j < kPadding; j += kLanes) body(i + j);
+  }
 }
 
 /// body(i, j) for every vector of scratch, where j counts those of 32 lanes.
