@@ -72,6 +72,11 @@ class NormTrial {
   bool is_float8() const { return dtype_size(c.x) == 1; }
 
   void run() {
+    make_inputs();
+    call_op();
+  }
+
+  void make_inputs() {
     const std::vector<std::int64_t> shape{c.rows, c.columns};
     x = make_tensor(c.x, shape, x_values, c.layout, device);
     if (is_float8()) {
@@ -89,6 +94,9 @@ class NormTrial {
     amax = GuardedTensor(kF32, {}, {}, device);
     rstd = GuardedTensor(kF32, {c.rows}, {}, device);
     normed = GuardedTensor(kBF16, shape, c.layout, device);
+  }
+
+  void call_op() {
     call();
     for (GuardedTensor* t : outputs()) t->download();
   }

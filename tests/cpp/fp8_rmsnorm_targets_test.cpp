@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU's row kernels, once for every instruction set of this machine and once in plain code.
+#include <cctype>
+
+#include "fp8_rmsnorm_case.h"
+#include "hwy/targets.h"
+
+namespace mortar::testing {
+namespace {
+
+constexpr std::int64_t kPlain = 0;  ///< no instruction set: Highway falls back to its last target
+
+std::vector<std::int64_t> targets() {
+  std::vector<std::int64_t> list{kPlain};
+  for (std::int64_t all = hwy::SupportedTargets(); all != 0; all &= all - 1) {
+    list.push_back(all & -all);
+  }
+  return list;
+}
+
+std::string target_name(const ::testing::TestParamInfo<std::int64_t>& target) {
+  if (target.param == kPlain) return "Plain";
+  std::string name = hwy::TargetName(target.param);
+  std::erase_if(name, [](unsigned char c) { return !std::isalnum(c); });
+  return name + "_" + std::to_string(target.index);
+}
+
+class Fp8RmsNormTarget : public ::testing::TestWithParam<std::int64_t> {
+ protected:
+  void SetUp() override { hwy::GetChosenTarget().Update(GetParam()); }
+  void TearDown() override { hwy::GetChosenTarget().DeInit(); }
+};
+INSTANTIATE_TEST_SUITE_P(Cpu, Fp8RmsNormTarget, ::testing::ValuesIn(targets()), target_name);
+
+TEST_P(Fp8RmsNormTarget, EveryDtypeAndScaling) {
+  for (auto scaling : {Fp8Scaling::kTensor, Fp8Scaling::kRow, Fp8Scaling::kGroup}) {
+    for (DType x : {kE4M3, kE5M2, kF32, kF16, kBF16}) {
+      for (DType q : {kE4M3, kE5M2}) {
+        for (bool stochastic : {false, true}) {
+          expect_forward_right({.rows = 21,
+                                .columns = 1040 + 32,
+                                .x = x,
+                                .x_group = 16,
+                                .residual = stochastic,
+                                .scaling = scaling,
+                                .group = 16,
+                                .stochastic = stochastic,
+                                .q = q,
+                                .make_normed = true},
+                               Device{});
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Fp8RmsNormTarget, CompatToTheByte) {
+  for (DType x : {kE4M3, kE5M2, kBF16}) {
+    expect_forward_right({.rows = 21, .columns = 1040, .x = x, .compat = true}, Device{});
+  }
+}
+
+TEST_P(Fp8RmsNormTarget, TailsOfColumns) {
+  for (std::int64_t columns = 1; columns <= 67; ++columns) {
+    expect_forward_right({.rows = 17,
+                          .columns = columns,
+                          .x = kBF16,
+                          .weight = kF16,
+                          .residual = true,
+                          .residual_dtype = kF16,
+                          .scaling = Fp8Scaling::kGroup,
+                          .group = 16},
+                         Device{});
+  }
+}
+
+// Conversions take the same steps on every instruction set: one set of bytes.
+TEST_P(Fp8RmsNormTarget, EveryFloat16HasTheBytesOfTheScalarConversion) {
+  for (DType q : {kE4M3, kE5M2}) {
+    for (bool stochastic : {false, true}) {
+      NormTrial trial({.rows = 256,
+                       .columns = 256,
+                       .x = kF16,
+                       .norm = false,
+                       .given = true,
+                       .stochastic = stochastic,
+                       .q = q},
+                      Device{}, 1);
+      trial.scale.memory.data<float>()[0] = 0x1p-2f;
+      trial.scale.memory.upload();
+      trial.make_inputs();
+      for (std::size_t i = 0; i < 65536; ++i) {
+        trial.x.data<std::uint16_t>()[i] = static_cast<std::uint16_t>(i);
+      }
+      trial.x.upload();
+      trial.call_op();
+      const std::int64_t rng[] = {trial.seed, trial.offset};
+      const Bytes expected = fp8_rmsnorm::reference::quantise(
+          floats_of(values_of(trial.x)), 0x1p-2f, q, stochastic ? rng : nullptr);
+      EXPECT_EQ(bytes_of(trial.q), expected);
+      EXPECT_EQ(bytes_of(trial.q_t), fp8_rmsnorm::reference::transposed(256, expected));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mortar::testing
