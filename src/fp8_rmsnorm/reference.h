@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The definition of the ops in plain loops: float64 for what is exact, and COAT's chain of roundings
-// step by step. The oracle of every backend. Matrices are dense and row by row.
+// The definition of the ops in plain loops: float64 for what is exact, and COAT's chain of
+// roundings step by step. The oracle of every backend. Matrices are dense and row by row.
 #pragma once
 
 #include <cstdint>
