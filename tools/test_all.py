@@ -64,6 +64,7 @@ def main() -> int:
     suite.check("banned text", text.banned_text)
     suite.check("source form", text.source_form)
     suite.check("shellcheck", form.shellcheck)
+    suite.check("codespell", form.codespell)
     suite.check("ruff", form.ruff)
     suite.check("clang-format", form.clang_format)
     if any(build.glob("CMakeFiles/mortar_objects.dir/**/*.cu.o")):

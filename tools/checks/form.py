@@ -47,6 +47,12 @@ def ruff(fix: bool = False) -> Iterator[str]:
     yield from _problems([_tool("ruff"), "format", "-q", *([] if fix else ["--check"]), *paths])
 
 
+def codespell() -> Iterator[str]:
+    """Common misspellings, in everything that people write by hand."""
+    written = [path for path in tracked_files() if path.suffix not in (".json", ".png")]
+    yield from _problems([_tool("codespell"), *written])
+
+
 def shellcheck() -> Iterator[str]:
     scripts = [ROOT / "run", ROOT / ".ci/run", *tracked_files(".sh")]
     yield from _problems(["shellcheck", *scripts])

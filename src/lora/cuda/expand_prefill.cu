@@ -262,7 +262,7 @@ void launch_ranks(ExpandParams p, Stream stream) {
   const int ctas_per_sm = 2 * (l.smem + sizeof(StepSlot) * Tr::kSlots + 3072) <= 228 * 1024 ? 2 : 1;
   const int num_ctas = device::current_device().num_sms * ctas_per_sm;
   const std::int64_t steps = std::int64_t{p.tiles.num} * p.block_start[p.weights.num_slices];
-  // Long runs re-use B, the more so the higher its rank; short ones spread evenly. With two slots B
+  // Long runs reuse B, the more so the higher its rank; short ones spread evenly. With two slots B
   // must last for two steps.
   const std::int64_t least_runs = Tr::kBSlots < Tr::kStages ? 10 : 24;
   p.log_run = Tr::kBSlots < Tr::kStages ? 1 : 0;
