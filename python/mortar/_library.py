@@ -8,6 +8,7 @@ call, this route 2.4 us.
 from collections.abc import Callable
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch._C import _is_tracing as _is_jit_tracing
 from torch._C import _len_torch_dispatch_stack as _num_dispatch_modes
 from torch._C._functorch import maybe_current_level as _functorch_level
@@ -53,8 +54,9 @@ def define(
 
 
 def is_eager(first) -> bool:
-    """True where nothing traces or intercepts a call with this first argument. A torch_function
-    (_ffi.py) that may be called then still returns 0 for arguments without plain memory.
+    """True where nothing traces or intercepts a call with this first argument, which is no
+    negative-bit view, and outside the dual levels of forward-mode AD. A torch_function (_ffi.py)
+    that may be called then still returns 0 for arguments without plain memory.
 
     Of tracers only Dynamo, which reads this code instead of running it, needs asking: the others
     (torch.export, make_fx) run it in a dispatch mode."""
@@ -64,7 +66,14 @@ def is_eager(first) -> bool:
         and not _num_dispatch_modes()
         and _functorch_level() is None
         and not _is_jit_tracing()
+        and forward_ad._current_level < 0
+        and not first.is_neg()
     )
+
+
+def _has_negative_bit(args) -> bool:
+    tensors = (t for arg in args for t in (arg if isinstance(arg, list) else (arg,)))
+    return any(isinstance(t, _Tensor) and t.is_neg() for t in tensors)
 
 
 def shortcut(op: Callable, impl: Callable) -> Callable:
@@ -72,7 +81,8 @@ def shortcut(op: Callable, impl: Callable) -> Callable:
 
     The returned function calls ``impl`` itself where nothing traces or intercepts the call, and
     ``op`` elsewhere: under torch.compile or torch.jit.trace, in a dispatch mode (make_fx,
-    FakeTensorMode, a counter of flops), or with a subclass or a meta tensor as its first argument.
+    FakeTensorMode, a counter of flops), with a subclass or a meta tensor as its first argument, or
+    with a negative-bit view, which the dispatcher resolves.
     Inside torch.func it raises: a transform would lose its gradients or tangents in an op without
     a derivative. Only for such ops.
     """
@@ -83,6 +93,8 @@ def shortcut(op: Callable, impl: Callable) -> Callable:
             return op(first, *args)
         if _functorch_level() is not None:
             raise RuntimeError(f"{op.name()}: cannot run inside transforms of torch.func")
+        if _has_negative_bit((first, *args)):
+            return op(first, *args)
         return impl(first, *args)
 
     return call

@@ -10,6 +10,7 @@ import functools
 import weakref
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 from ._ffi import lib
 from ._library import define, shortcut
@@ -28,7 +29,8 @@ def workspace_bytes(x, num_tokens, weights) -> int:
     """What ``lora_apply`` needs, and so ``lora_shrink``, which needs no more; 0 if the query fails:
     the op will say why."""
     try:
-        return apply_bytes(x.is_cuda, num_tokens, weights.hidden, x.dtype, *weights.sizes)
+        hidden, *sizes = weights.sizes
+        return apply_bytes(x.is_cuda, num_tokens, hidden, x.dtype, *sizes)
     except (TypeError, ValueError):
         return 0
 
@@ -58,6 +60,11 @@ def sizes_of(x, first) -> tuple[int, int]:
     return x.shape[0] if x.ndim else 0, first.shape[0] if first is not None and first.ndim else 0
 
 
+def _is_watched() -> bool:
+    """Whether derivatives of a call might be wanted; forward mode works under no_grad as well."""
+    return _is_grad_enabled() or forward_ad._current_level >= 0
+
+
 def wants_gradient(tensors) -> bool:
     for t in tensors:  # noqa: SIM110  a third faster than any()
         if t.requires_grad:
@@ -65,8 +72,18 @@ def wants_gradient(tensors) -> bool:
     return False
 
 
+def guard_tangents(op: str, tensors) -> None:
+    """Inside a dual level: refuses tensors with a tangent of forward-mode AD."""
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(
+            f"{op}: arguments must not have tangents of forward-mode AD, got a dual tensor"
+        )
+
+
 def guard_autograd(op: str, tensors, written: torch.Tensor) -> None:
     """With gradients enabled: refuses tensors that want one, and tells autograd of the write."""
+    if forward_ad._current_level >= 0:
+        guard_tangents(op, tensors)
     if wants_gradient(tensors):
         raise RuntimeError(
             f"{op}: arguments must not require gradients (call it under torch.no_grad() or "
@@ -139,7 +156,7 @@ def _plan_impl(token_adapter, num_adapters, plan):
 
 
 def _shrink_impl(x, plan, a, ranks, scales, h, scale=1.0, zero_rows=None, workspace=None):
-    if _is_grad_enabled():
+    if _is_watched():
         guard_autograd("lora_shrink", (x, h, *a), h)
     if workspace is None:
         workspace = stacked_workspace(shrink_bytes, x, a)
@@ -161,7 +178,7 @@ def _shrink_table_impl(
     zero_rows=None,
     workspace=None,
 ):
-    if _is_grad_enabled():
+    if _is_watched():
         guard_autograd("lora_shrink", (x, h, *a), h)
     table = _pointing_to(a, table, 0)
     if workspace is None:
@@ -171,7 +188,7 @@ def _shrink_table_impl(
 
 
 def _expand_impl(h, plan, b, ranks, y, offset=0, add_inputs=True):
-    if _is_grad_enabled():
+    if _is_watched():
         guard_autograd("lora_expand", (h, y, *b), y)
     sizes = sizes_of(y, b[0] if b else None)
     _expand(h, y, offset, add_inputs, plan, *sizes, None, ranks, None, 0, *b)
@@ -180,7 +197,7 @@ def _expand_impl(h, plan, b, ranks, y, offset=0, add_inputs=True):
 def _expand_table_impl(
     h, plan, table, dtype, max_rank, hidden, widths, b, y, offset=0, add_inputs=True
 ):
-    if _is_grad_enabled():
+    if _is_watched():
         guard_autograd("lora_expand", (h, y, *b), y)
     table = _pointing_to(b, table, 1)
     plan_and_table = (plan, *sizes_of(y, table), table, dtype, max_rank, hidden, *widths)
@@ -190,7 +207,7 @@ def _expand_table_impl(
 def _apply_impl(
     x, plan, a, b, ranks, scales, y, offset=0, scale=1.0, add_inputs=True, workspace=None
 ):
-    if _is_grad_enabled():
+    if _is_watched():
         guard_autograd("lora_apply", (x, y, *a, *b), y)
     if workspace is None:
         workspace = stacked_workspace(apply_bytes, x, a)
@@ -214,7 +231,7 @@ def _apply_table_impl(
     add_inputs=True,
     workspace=None,
 ):
-    if _is_grad_enabled():
+    if _is_watched():
         guard_autograd("lora_apply", (x, y, *ab), y)
     table = _pointing_to(ab, table, 0, 1)
     if workspace is None:

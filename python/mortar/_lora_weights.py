@@ -46,14 +46,12 @@ class Weights:
     widths: list[int]
     """N_s."""
     dtype: torch.dtype
-    requires_grad: bool
-    """True if one of the tensors requires gradients, which the ops do not give."""
     watched: Sequence[torch.Tensor]
-    """What an eager call looks at for gradients."""
+    """What an eager call looks at while gradients are enabled: every A and B."""
     handle: Handle
     """What an eager call passes."""
-    sizes: tuple[int, int, int, torch.dtype]
-    """What a workspace depends on beside x: L, S, the largest rank, the dtype."""
+    sizes: tuple[int, int, int, int, torch.dtype]
+    """What a workspace depends on beside M and x: K, L, S, the largest rank, the dtype."""
 
     @classmethod
     def stacked(
@@ -89,7 +87,6 @@ class Weights:
             raise type(error)(said) from None
         self._tensors = self.watched = [*a, *b]
         self.handle.memory = [t if t is None else t.detach() for t in (*a, *b, ranks, scales)]
-        self.requires_grad = any(t.requires_grad for t in self._tensors)
         self._describe((a or b)[0].dtype)
         self.call_apply, self.apply_args = ops.call_apply, (a, b, ranks, scales)
         self.call_shrink, self.shrink_args = ops.call_shrink, (a, ranks, scales)
@@ -198,6 +195,11 @@ class Weights:
             self._install(rows, table)
 
     @property
+    def requires_grad(self) -> bool:
+        """True if one of the tensors requires gradients, which the ops do not give."""
+        return any(t.requires_grad for t in self.watched)
+
+    @property
     def num_slices(self) -> int:
         """S."""
         return len(self.widths)
@@ -210,7 +212,7 @@ class Weights:
 
     def workspace_size(self, x: torch.Tensor) -> int:
         """Bytes of workspace that ``apply`` and ``shrink`` need for x [M, K]."""
-        sizes = (x.is_cuda, *x.shape, x.dtype, *self.sizes)
+        sizes = (x.is_cuda, *x.shape, x.dtype, *self.sizes[1:])
         return max(ops.apply_bytes(*sizes), ops.shrink_bytes(*sizes))
 
     def _install(self, rows: list[Row | None], table: torch.Tensor) -> None:
@@ -222,9 +224,7 @@ class Weights:
         handle.memory = known
         flat = (table, dtype, max_rank, hidden, list(widths))
         self._rows, self._table = rows, table
-        given = self.tensors()
-        self.requires_grad = any(t.requires_grad for t in given)
-        self.watched = given if self.requires_grad else ()
+        self.watched = self.tensors()
         self.handle = handle
         self.apply_args = (*flat, known.factors(0, 1))
         self.shrink_args, self.expand_args = (*flat, known.factors(0)), (*flat, known.factors(1))
@@ -233,7 +233,7 @@ class Weights:
         described = lib.lora_weights_describe(self.handle)
         self.max_rank, self.num_adapters, self.hidden, *self.widths = map(int, described)
         self.dtype = dtype
-        self.sizes = (self.num_adapters, len(self.widths), self.max_rank, dtype)
+        self.sizes = (self.hidden, self.num_adapters, len(self.widths), self.max_rank, dtype)
 
     def __reduce__(self) -> tuple:
         """Of copies and pickles: the tensors, from which weights are made again."""
@@ -266,4 +266,9 @@ def _check_tensors(name: str, given: Any) -> None:
         if not isinstance(t, torch.Tensor):
             raise TypeError(
                 f"Weights.stacked: {name}[{s}] must be a tensor, got {type(t).__name__}"
+            )
+        if t.is_neg():
+            raise ValueError(
+                f"Weights.stacked: {name}[{s}] must hold its own values (resolve_neg() it), "
+                "got a negation"
             )

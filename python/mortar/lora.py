@@ -18,7 +18,9 @@ The same ops are ``torch.ops.mortar.lora_plan``, ``lora_shrink``, ``lora_expand`
 ``lora_apply`` (the last three with an overload ``.table``). They write into their arguments and
 return nothing, work on CPU and CUDA on the current stream, never synchronise, and may be captured
 into CUDA graphs or traced by ``torch.compile(fullgraph=True)``. They are for inference: arguments
-that require gradients are refused (RuntimeError) while gradients are enabled.
+that require gradients are refused (RuntimeError) while gradients are enabled, when every call looks
+at all tensors of its weights, and so are those with tangents of forward-mode AD. Inputs may be
+negative-bit views, outputs not (ValueError).
 
 A plan also keeps the workspace that ``apply`` and ``shrink`` need between their kernels: a tensor
 of PyTorch's allocator, taken by the first layer, shared by all, larger where a layer needs more.
@@ -34,7 +36,7 @@ The method is that of Punica (arXiv:2310.18547) and S-LoRA (arXiv:2311.03285).
 
 import os
 from threading import get_ident
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -99,6 +101,9 @@ class Plan(_PlanFields):
         num_adapters: L.
     """
 
+    _needs: ClassVar[dict | None] = None  # bytes, by sizes of weights and the dtype of x
+    _kept: ClassVar[dict | None] = None  # (place, bytes, memory), by thread
+
     def workspace(self, x: torch.Tensor, weights: Weights) -> torch.Tensor | None:
         """What ``apply`` and ``shrink`` take for x [M, K] where no workspace is given: uint8, kept
         for the calls that follow on this thread and stream. None: one for the call alone, or none.
@@ -106,15 +111,19 @@ class Plan(_PlanFields):
         place = _memory_place(x)
         if place is None:
             return None
-        size = ops.workspace_bytes(x, self.num_tokens, weights)
+        if self._needs is None:
+            self._kept, self._needs = {}, {}  # in this order: threads ask for the latter
+        layer = (weights.sizes, x.dtype)
+        size = self._needs.get(layer)
+        if size is None:
+            size = self._needs[layer] = ops.workspace_bytes(x, self.num_tokens, weights)
         if not size:
             return None
-        kept = vars(self).setdefault("_kept", {})
         thread = get_ident()
-        own_place, own_size, memory = kept.get(thread, (None, 0, None))
+        own_place, own_size, memory = self._kept.get(thread, (None, 0, None))
         if own_place != place or own_size < size:
             memory = torch.empty(size, dtype=torch.uint8, device=x.device)
-            kept[thread] = (place, size, memory)
+            self._kept[thread] = (place, size, memory)
         return memory
 
 
@@ -149,6 +158,7 @@ def plan(token_adapter: torch.Tensor, num_adapters: int, out: Plan | None = None
     With the environment variable MORTAR_DEBUG_CHECKS=1 every plan is followed by ``check``, which
     waits for the device and so cannot be captured into a CUDA graph.
     """
+    _check_map(token_adapter, out)
     num_tokens = token_adapter.shape[0]
     if out is None:
         size = _plan_size(num_tokens, num_adapters)
@@ -163,6 +173,19 @@ def plan(token_adapter: torch.Tensor, num_adapters: int, out: Plan | None = None
     if _CHECK_EVERY_PLAN and not _is_compiling():
         check(made)
     return made
+
+
+def _check_map(token_adapter: torch.Tensor, out: Plan | None) -> None:
+    if not isinstance(token_adapter, torch.Tensor):
+        got = type(token_adapter).__name__
+        raise TypeError(f"lora_plan: token_adapter must be a tensor, got {got}")
+    if token_adapter.ndim != 1:
+        raise ValueError(
+            "lora_plan: token_adapter must have 1 dimension, got shape "
+            f"{tuple(token_adapter.shape)}"
+        )
+    if out is not None and not isinstance(out, Plan):
+        raise TypeError(f"lora_plan: out must be a mortar.lora.Plan, got {type(out).__name__}")
 
 
 def check(plan: Plan) -> PlanReport:
@@ -190,9 +213,26 @@ def _check_plan(op: str, plan: Plan, rows: torch.Tensor, weights: Weights) -> No
         )
 
 
-def _refuse_gradients(op: str, weights: Weights) -> None:
-    if weights.requires_grad and _is_grad_enabled():
-        ops.guard_autograd(op, weights.tensors(), [])
+def _refuse_negation(op: str, name: str) -> None:
+    raise ValueError(f"{op}: {name} must hold its own values (resolve_neg() it), got a negation")
+
+
+def _check_types(
+    op: str, weights: Weights, plan: Plan, written: str, **tensors: torch.Tensor | None
+) -> None:
+    """Names an argument of a wrong type, for calls that the quick way has not taken. The workspace
+    and zero_rows may be None; the tensor that is ``written`` must hold its own values."""
+    for name, value in tensors.items():
+        left_out = value is None and name in ("workspace", "zero_rows")
+        if not isinstance(value, torch.Tensor) and not left_out:
+            got = "None" if value is None else type(value).__name__
+            raise TypeError(f"{op}: {name} must be a tensor, got {got}")
+    for name, value, kind in (("weights", weights, Weights), ("plan", plan, Plan)):
+        if not isinstance(value, kind):
+            got = "None" if value is None else type(value).__name__
+            raise TypeError(f"{op}: {name} must be a mortar.lora.{kind.__name__}, got {got}")
+    if not _is_compiling() and tensors[written].is_neg():
+        _refuse_negation(op, written)
 
 
 def apply(
@@ -227,17 +267,22 @@ def apply(
     Returns:
         y.
     """
-    data, *sizes = plan
     if is_eager(x):
-        if _is_grad_enabled():
-            ops.guard_autograd("lora_apply", (x, y, *weights.watched), y)
-        memory = plan.workspace(x, weights) if workspace is None else workspace
-        tensors = (x, y, memory, data)
-        if _apply_now(id(tensors), offset, scale, add_inputs, *sizes, weights.handle):
-            return y
+        try:
+            if y.is_neg():
+                _refuse_negation("lora_apply", "y")
+            if _is_grad_enabled():
+                ops.guard_autograd("lora_apply", (x, y, *weights.watched), y)
+            memory = plan.workspace(x, weights) if workspace is None else workspace
+            sizes = (plan.num_tokens, plan.num_adapters)
+            tensors = (x, y, memory, plan.data)
+            if _apply_now(id(tensors), offset, scale, add_inputs, *sizes, weights.handle):
+                return y
+        except AttributeError:
+            pass  # of an argument of another type, which the next line names
+    _check_types("lora_apply", weights, plan, "y", x=x, y=y, workspace=workspace)
     _check_plan("lora_apply", plan, x, weights)
-    _refuse_gradients("lora_apply", weights)
-    weights.call_apply(x, data, *weights.apply_args, y, offset, scale, add_inputs, workspace)
+    weights.call_apply(x, plan.data, *weights.apply_args, y, offset, scale, add_inputs, workspace)
     return y
 
 
@@ -266,19 +311,28 @@ def shrink(
         h.
     """
     if h is None:
+        if not isinstance(x, torch.Tensor) or not isinstance(weights, Weights):
+            _check_types("lora_shrink", weights, plan, "x", x=x)
         shape = (weights.num_slices, x.shape[0], weights.max_rank)
         h = torch.empty(shape, dtype=torch.float32, device=x.device)
-    data, *sizes = plan
     if is_eager(x):
-        if _is_grad_enabled():
-            ops.guard_autograd("lora_shrink", (x, h, *weights.watched), h)
-        memory = plan.workspace(x, weights) if workspace is None else workspace
-        tensors = (x, h, memory, zero_rows, data)
-        if _shrink_now(id(tensors), scale, *sizes, weights.handle):
-            return h
+        try:
+            if h.is_neg():
+                _refuse_negation("lora_shrink", "h")
+            if _is_grad_enabled():
+                ops.guard_autograd("lora_shrink", (x, h, *weights.watched), h)
+            memory = plan.workspace(x, weights) if workspace is None else workspace
+            sizes = (plan.num_tokens, plan.num_adapters)
+            tensors = (x, h, memory, zero_rows, plan.data)
+            if _shrink_now(id(tensors), scale, *sizes, weights.handle):
+                return h
+        except AttributeError:
+            pass
+    _check_types(
+        "lora_shrink", weights, plan, "h", x=x, h=h, zero_rows=zero_rows, workspace=workspace
+    )
     _check_plan("lora_shrink", plan, x, weights)
-    _refuse_gradients("lora_shrink", weights)
-    weights.call_shrink(x, data, *weights.shrink_args, h, scale, zero_rows, workspace)
+    weights.call_shrink(x, plan.data, *weights.shrink_args, h, scale, zero_rows, workspace)
     return h
 
 
@@ -300,14 +354,19 @@ def expand(
     Returns:
         y.
     """
-    data, *sizes = plan
     if is_eager(h):
-        if _is_grad_enabled():
-            ops.guard_autograd("lora_expand", (h, y, *weights.watched), y)
-        tensors = (h, y, data)
-        if _expand_now(id(tensors), offset, add_inputs, *sizes, weights.handle):
-            return y
+        try:
+            if y.is_neg():
+                _refuse_negation("lora_expand", "y")
+            if _is_grad_enabled():
+                ops.guard_autograd("lora_expand", (h, y, *weights.watched), y)
+            sizes = (plan.num_tokens, plan.num_adapters)
+            tensors = (h, y, plan.data)
+            if _expand_now(id(tensors), offset, add_inputs, *sizes, weights.handle):
+                return y
+        except AttributeError:
+            pass
+    _check_types("lora_expand", weights, plan, "y", y=y, h=h)
     _check_plan("lora_expand", plan, y, weights)
-    _refuse_gradients("lora_expand", weights)
-    weights.call_expand(h, data, *weights.expand_args, y, offset, add_inputs)
+    weights.call_expand(h, plan.data, *weights.expand_args, y, offset, add_inputs)
     return y

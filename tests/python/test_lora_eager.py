@@ -55,8 +55,8 @@ def test_the_ops_give_the_same(device, form, monkeypatch):
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (lambda y: None, "lora_apply: y is required, got nothing"),
-        (lambda y: 3, "lora_apply: y must be a tensor or None, got int"),
+        (lambda y: None, "lora_apply: y must be a tensor, got None"),
+        (lambda y: 3, "lora_apply: y must be a tensor, got int"),
         (lambda y: y.to_sparse(), "storage"),
         (lambda y: FakeTensorMode().from_tensor(y), "must hold memory"),
     ],
@@ -74,9 +74,9 @@ def test_an_object_that_cannot_be_read_writes_nothing(device):
     now, weights, plan, y = torch_function("torch_lora_apply"), t.table(), t.plan(), t.y.clone()
     for x in (t.x.to("meta"), t.x.to_sparse(), "x", None.__class__):
         tensors = (x, y, None, plan.data)
-        assert now(id(tensors), 0, 1.0, True, weights.handle) == 0
+        assert now(id(tensors), 0, 1.0, True, 21, 2, weights.handle) == 0
     for tensors in ((), (t.x, y)):
-        assert now(id(tensors), 0, 1.0, True, weights.handle) == 0
+        assert now(id(tensors), 0, 1.0, True, 21, 2, weights.handle) == 0
     assert torch.equal(y, t.y)
 
 

@@ -17,7 +17,7 @@ LARGE = Problem(tokens=40, hidden=600, widths=(24, 9), ranks=(64, 3))
 
 def kept(plan):
     """The workspaces that a plan holds on to."""
-    return [memory for *_, memory in vars(plan).get("_kept", {}).values()]
+    return [memory for *_, memory in (plan._kept or {}).values()]
 
 
 def test_layers_share_one_workspace(device):

@@ -19,14 +19,15 @@ write these just before the op (vLLM's are written before the replay).
 
 Beyond vLLM's: float32 weights, activations of another dtype than the weights, slices of different
 ranks, strided rows, CPU tensors; one rounding of y where vLLM's expand has two; results that do not
-depend on the rest of the batch. Wrong arguments raise ValueError or TypeError instead of failing an
-assertion, and slices of different dtypes are refused instead of being misread. Their messages use
-Mortar's names: x, a, h for inputs, lora_a_weights, output_tensor of the shrink, h, b, y for those
-of the expand.
+depend on the rest of the batch. Wrong arguments raise ValueError or TypeError, by these names,
+instead of failing an assertion, and slices of different dtypes are refused instead of being
+misread.
 
 The functions are the ops ``torch.ops.mortar.vllm_lora_shrink`` and ``vllm_lora_expand`` (overload
 ``.tensor`` where ``num_active_loras`` is a tensor), and need no vLLM.
 """
+
+import re
 
 import torch
 
@@ -46,6 +47,38 @@ _shrink, _expand = lib.lora_shrink, lib.lora_expand
 # These return 0 for what the other two take or refuse.
 _shrink_now, _expand_now = torch_function("torch_lora_shrink"), torch_function("torch_lora_expand")
 _is_grad_enabled = torch.is_grad_enabled
+
+
+# What the library calls the arguments.
+_METADATA_NAMES = {
+    "sorted_tokens": "token_indices_sorted_by_lora_ids",
+    "ids": "lora_ids",
+    "counts": "num_tokens_per_lora",
+    "starts": "lora_token_start_loc",
+    "zero_rows": "token_lora_mapping",
+}
+_SHRINK_NAMES = {"x": "inputs", "a": "lora_a_weights", "h": "output_tensor", "scale": "scaling"}
+_EXPAND_NAMES = {"h": "inputs", "b": "lora_b_weights", "y": "output_tensor"}
+_EXPAND_NAMES["offset"] = "offset_start"
+_SUBJECT = re.compile(r"^(?:lora_\w+): (\w+)")
+_OTHERS = re.compile(r"\b[ab](?=\[\d\])|(?<= as )\w+(?= has\b)")
+
+
+def _in_callers_words(op: str, names: dict[str, str], error: Exception, **arguments):
+    """The error of a call that failed, by the names that its caller knows."""
+    for name, value in arguments.items():
+        many = name in ("lora_a_weights", "lora_b_weights")
+        number = name == "num_active_loras" and isinstance(value, int)
+        for i, t in enumerate(value if many and isinstance(value, list | tuple) else [value]):
+            if not isinstance(t, torch.Tensor) and not number:
+                place = f"{name}[{i}]" if isinstance(value, list | tuple) and many else name
+                got = "None" if t is None else type(t).__name__
+                return TypeError(f"{op}: {place} must be a tensor, got {got}")
+    if isinstance(error, AttributeError | RuntimeError):
+        return error
+    names = names | _METADATA_NAMES
+    text = _SUBJECT.sub(lambda m: f"{op}: {names.get(m[1], m[1])}", str(error))
+    return type(error)(_OTHERS.sub(lambda m: names.get(m[0], m[0]), text))
 
 
 def _number(value: int | torch.Tensor) -> int:
@@ -158,6 +191,9 @@ _call_expand, _call_expand_tensor = _define_both(
 
 def _run_now(run, tensors, numbers, inputs, weights, output) -> bool:
     """Whether an eager call is done."""
+    for t in (output, *weights):
+        if t.is_neg():  # the dispatcher resolves it
+            return False
     grad = _is_grad_enabled()
     if grad and wants_gradient((inputs, output, *weights)):
         return False
@@ -191,41 +227,58 @@ def lora_shrink(
 
     The rest is described at the top of the module.
     """
-    if is_eager(inputs):
-        if no_lora_flag_cpu.item():
-            return
-        tensors = (
+    try:
+        if is_eager(inputs):
+            if no_lora_flag_cpu.item():
+                return
+            tensors = (
+                inputs,
+                output_tensor,
+                None,
+                token_lora_mapping,
+                None,
+                token_indices_sorted_by_lora_ids,
+                lora_ids,
+                num_tokens_per_lora,
+                lora_token_start_loc,
+                None,
+                None,
+                None,
+                *lora_a_weights,
+            )
+            numbers = (scaling, _number(num_active_loras), len(lora_a_weights))
+            if _run_now(_shrink_now, tensors, numbers, inputs, lora_a_weights, output_tensor):
+                return
+        is_tensor = isinstance(num_active_loras, torch.Tensor)
+        (_call_shrink_tensor if is_tensor else _call_shrink)(
             inputs,
+            lora_a_weights,
             output_tensor,
-            None,
             token_lora_mapping,
-            None,
             token_indices_sorted_by_lora_ids,
-            lora_ids,
             num_tokens_per_lora,
             lora_token_start_loc,
-            None,
-            None,
-            None,
-            *lora_a_weights,
+            lora_ids,
+            no_lora_flag_cpu,
+            num_active_loras,
+            scaling,
         )
-        numbers = (scaling, _number(num_active_loras), len(lora_a_weights))
-        if _run_now(_shrink_now, tensors, numbers, inputs, lora_a_weights, output_tensor):
-            return
-    is_tensor = isinstance(num_active_loras, torch.Tensor)
-    (_call_shrink_tensor if is_tensor else _call_shrink)(
-        inputs,
-        lora_a_weights,
-        output_tensor,
-        token_lora_mapping,
-        token_indices_sorted_by_lora_ids,
-        num_tokens_per_lora,
-        lora_token_start_loc,
-        lora_ids,
-        no_lora_flag_cpu,
-        num_active_loras,
-        scaling,
-    )
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise _in_callers_words(
+            "lora_shrink",
+            _SHRINK_NAMES,
+            error,
+            inputs=inputs,
+            lora_a_weights=lora_a_weights,
+            output_tensor=output_tensor,
+            token_lora_mapping=token_lora_mapping,
+            token_indices_sorted_by_lora_ids=token_indices_sorted_by_lora_ids,
+            num_tokens_per_lora=num_tokens_per_lora,
+            lora_token_start_loc=lora_token_start_loc,
+            lora_ids=lora_ids,
+            no_lora_flag_cpu=no_lora_flag_cpu,
+            num_active_loras=num_active_loras,
+        ) from None
 
 
 def lora_expand(
@@ -254,37 +307,54 @@ def lora_expand(
 
     The rest is described at the top of the module.
     """
-    if is_eager(inputs):
-        if no_lora_flag_cpu.item():
-            return
-        tensors = (
+    try:
+        if is_eager(inputs):
+            if no_lora_flag_cpu.item():
+                return
+            tensors = (
+                inputs,
+                output_tensor,
+                None,
+                token_indices_sorted_by_lora_ids,
+                lora_ids,
+                num_tokens_per_lora,
+                lora_token_start_loc,
+                None,
+                None,
+                None,
+                *lora_b_weights,
+            )
+            numbers = (offset_start, add_inputs, _number(num_active_loras), 0)
+            if _run_now(_expand_now, tensors, numbers, inputs, lora_b_weights, output_tensor):
+                return
+        is_tensor = isinstance(num_active_loras, torch.Tensor)
+        (_call_expand_tensor if is_tensor else _call_expand)(
             inputs,
+            lora_b_weights,
             output_tensor,
-            None,
+            token_lora_mapping,
             token_indices_sorted_by_lora_ids,
-            lora_ids,
             num_tokens_per_lora,
             lora_token_start_loc,
-            None,
-            None,
-            None,
-            *lora_b_weights,
+            lora_ids,
+            no_lora_flag_cpu,
+            num_active_loras,
+            offset_start,
+            add_inputs,
         )
-        numbers = (offset_start, add_inputs, _number(num_active_loras), 0)
-        if _run_now(_expand_now, tensors, numbers, inputs, lora_b_weights, output_tensor):
-            return
-    is_tensor = isinstance(num_active_loras, torch.Tensor)
-    (_call_expand_tensor if is_tensor else _call_expand)(
-        inputs,
-        lora_b_weights,
-        output_tensor,
-        token_lora_mapping,
-        token_indices_sorted_by_lora_ids,
-        num_tokens_per_lora,
-        lora_token_start_loc,
-        lora_ids,
-        no_lora_flag_cpu,
-        num_active_loras,
-        offset_start,
-        add_inputs,
-    )
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise _in_callers_words(
+            "lora_expand",
+            _EXPAND_NAMES,
+            error,
+            inputs=inputs,
+            lora_b_weights=lora_b_weights,
+            output_tensor=output_tensor,
+            token_lora_mapping=token_lora_mapping,
+            token_indices_sorted_by_lora_ids=token_indices_sorted_by_lora_ids,
+            num_tokens_per_lora=num_tokens_per_lora,
+            lora_token_start_loc=lora_token_start_loc,
+            lora_ids=lora_ids,
+            no_lora_flag_cpu=no_lora_flag_cpu,
+            num_active_loras=num_active_loras,
+        ) from None
