@@ -9,9 +9,21 @@ import torch
 import tvm_ffi
 
 from . import _lora_ops as ops
-from . import _lora_table as rows_of
 from ._ffi import lib
-from ._lora_table import MAX_ADAPTERS, Adapter, Layer, Row, integer
+from ._lora_table import (
+    MAX_ADAPTERS,
+    Adapter,
+    Layer,
+    Row,
+    common_layer,
+    integer,
+    is_sequence,
+    latest,
+    make_row,
+    mark_static,
+    packed,
+    slices_of,
+)
 
 
 @tvm_ffi.register_object("mortar.LoraWeights")
@@ -120,10 +132,10 @@ class Weights:
         """
         op = "Weights.from_adapters"
         for name, given in (("adapters", adapters), ("scales", scales)):
-            if not rows_of.is_sequence(given) and (name == "adapters" or given is not None):
+            if not is_sequence(given) and (name == "adapters" or given is not None):
                 got = type(given).__name__
                 raise TypeError(f"{op}: {name} must be a list of one per adapter, got {got}")
-        pairs = [rows_of.slices_of(op, slot, adapter) for slot, adapter in enumerate(adapters)]
+        pairs = [slices_of(op, slot, adapter) for slot, adapter in enumerate(adapters)]
         if scales is None:
             scales = [1.0] * len(pairs)
         if len(scales) != len(pairs):
@@ -139,7 +151,7 @@ class Weights:
         if length > MAX_ADAPTERS:
             name = "adapters must be" if capacity is None else "capacity must be"
             raise ValueError(f"{op}: {name} at most {MAX_ADAPTERS}, got {length}")
-        layer = rows_of.common_layer(op, pairs, widths, max_rank)
+        layer = common_layer(op, pairs, widths, max_rank)
         return cls._of_rows(op, pairs, scales, layer, length)
 
     @classmethod
@@ -149,14 +161,14 @@ class Weights:
         rows: list[Row | None] = [None] * length
         for slot, (row, scale) in enumerate(zip(pairs, scales, strict=True)):
             if row is not None:
-                rows[slot] = rows_of.make_row(op, slot, row, scale, layer)
+                rows[slot] = make_row(op, slot, row, scale, layer)
         self = cls()
         self._lock = threading.Lock()
         self._layer = layer
         self.call_apply = ops.call_apply_table
         self.call_shrink = ops.call_shrink_table
         self.call_expand = ops.call_expand_table
-        self._install(rows, rows_of.packed(rows, len(layer.widths)).to(layer.device))
+        self._install(rows, packed(rows, len(layer.widths)).to(layer.device))
         self._describe(layer.dtype)
         return self
 
@@ -181,9 +193,9 @@ class Weights:
         slot = integer(op, "slot", slot)
         if not 0 <= slot < self.num_adapters:
             raise ValueError(f"{op}: slot must be in [0, {self.num_adapters}), got {slot}")
-        pairs = rows_of.slices_of(op, slot, adapter)
-        row = None if pairs is None else rows_of.make_row(op, slot, pairs, scale, self._layer)
-        new = rows_of.packed([row], self.num_slices)[0]
+        pairs = slices_of(op, slot, adapter)
+        row = None if pairs is None else make_row(op, slot, pairs, scale, self._layer)
+        new = packed([row], self.num_slices)[0]
         with self._lock:
             rows, table = [*self._rows], self._table
             rows[slot] = row
@@ -212,6 +224,11 @@ class Weights:
 
     def workspace_size(self, x: torch.Tensor) -> int:
         """Bytes of workspace that ``apply`` and ``shrink`` need for x [M, K]."""
+        op = "Weights.workspace_size"
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
+        if x.ndim != 2:
+            raise ValueError(f"{op}: x must have shape [M, K], got {tuple(x.shape)}")
         sizes = (x.is_cuda, *x.shape, x.dtype, *self.sizes[1:])
         return max(ops.apply_bytes(*sizes), ops.shrink_bytes(*sizes))
 
@@ -219,7 +236,7 @@ class Weights:
         """Makes these rows the ones that calls use from now on. A call reads one of the attributes
         that are set here, once."""
         dtype, _, hidden, widths, max_rank = self._layer
-        known = ops.KnownTable(rows_of.mark_static(table), rows)
+        known = ops.KnownTable(mark_static(table), rows)
         handle = lib.lora_weights(table, dtype, max_rank, hidden, *widths)
         handle.memory = known
         flat = (table, dtype, max_rank, hidden, list(widths))
@@ -241,7 +258,7 @@ class Weights:
             a, b, ranks, scales = self.apply_args
             given = [*a, *b, ranks, scales]
             kept = [
-                t if t is None else rows_of.latest(t, alias)
+                t if t is None else latest(t, alias)
                 for t, alias in zip(given, self.handle.memory, strict=True)
             ]
             return Weights.stacked, (kept[: len(a)], kept[len(a) : -2], *kept[-2:])
@@ -259,7 +276,7 @@ def _made_again(pairs: list, scales: list, layer: Layer) -> Weights:
 
 def _check_tensors(name: str, given: Any) -> None:
     """One tensor per slice, in a list."""
-    if not rows_of.is_sequence(given):
+    if not is_sequence(given):
         got = type(given).__name__
         raise TypeError(f"Weights.stacked: {name} must be a list of tensors, got {got}")
     for s, t in enumerate(given):

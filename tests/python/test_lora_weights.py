@@ -235,6 +235,17 @@ def test_a_failed_update_changes_nothing(args, error, message):
     check_against_reference(t, weights)
 
 
+def test_workspace_size_names_what_it_got(device):
+    weights = make(PROBLEM, device).table()
+    for wrong, error, got in (
+        ([1], TypeError, "a tensor, got list"),
+        (None, TypeError, "a tensor, got NoneType"),
+        (torch.zeros(40), ValueError, r"shape \[M, K\], got \(40,\)"),
+    ):
+        with pytest.raises(error, match=f"^Weights.workspace_size: x must (be|have) {got}"):
+            weights.workspace_size(wrong)
+
+
 def a3(*shape, dtype=BF16):
     return torch.zeros(shape, dtype=dtype)
 

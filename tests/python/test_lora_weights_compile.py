@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 from lora_cases import Problem, make
 from mortar import lora
@@ -42,7 +43,6 @@ def test_table_sees_writes_of_compiled_code(device, backend, which, parameter):
         )
 
     with torch.no_grad():
-        weights.requires_grad, weights.watched = False, ()
         for step in (apply, halves):
             old = written.clone()
             got = compiled(step, backend)(t.x, t.y.clone(), new)
@@ -96,3 +96,22 @@ def test_table_keeps_its_memory_in_compiled_code_too(device, backend):
         tensor.data = torch.full_like(tensor, float("nan"))
     step = compiled(lambda x, y: lora.apply(y, x, weights, plan), backend)
     assert torch.equal(step(t.x, t.y.clone()), want)
+
+
+def test_weights_are_static_inputs_of_compiled_code(device):
+    """So that mode="reduce-overhead" does not copy all adapters for every replay."""
+    t = make(PROBLEM, device)
+    weights, plan = t.table(), t.plan()
+    inputs = []
+
+    def compile_graph(graph, examples):
+        static = torch._guards.TracingContext.get().fw_metadata.static_input_indices
+        inputs.append((len(examples), len(static)))
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=compile_graph)
+    compiled(lambda x, y: lora.apply(y, x, weights, plan), backend)(t.x, t.y)
+    # x, y and the plan are not static; the table and every A and B are.
+    (total, static), *_ = inputs
+    assert static == 1 + len(weights.tensors())
+    assert total >= static + 2
