@@ -14,8 +14,7 @@
 // num_groups: only the first that many segments are looked at. A stacked tensor may have an extra
 // dimension of size 1 after its first ([L, 1, R, K]).
 //
-// torch_lora_* (packed_call.h) take a workspace that is None from PyTorch's allocator, for the time
-// of the call.
+// A workspace that is None is memory of the framework's allocator, for the time of the call.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/dtype.h>
 #include <tvm/ffi/object.h>
@@ -27,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "call_workspace.h"
 #include "convert.h"
 #include "mortar/lora.h"
 #include "packed_call.h"
@@ -48,37 +48,6 @@ class WeightsRef : public tvm::ffi::ObjectRef {
  public:
   explicit WeightsRef(tvm::ffi::ObjectPtr<WeightsObj> object) : ObjectRef(std::move(object)) {}
   TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(WeightsRef, ObjectRef, WeightsObj);
-};
-
-/// The two ways in which tensors arrive, with the workspace of an op.
-struct FfiViews : FfiObjects {
-  using FfiObjects::FfiObjects;
-  struct Call : FfiObjects::Call {
-    using FfiObjects::Call::Call;
-    template <auto kQuery>
-    const Tensor& workspace(const Tensor& given, const Tensor&, const LoraWeights&) const {
-      return given;
-    }
-  };
-};
-struct TorchViews : TorchObjects {
-  using TorchObjects::TorchObjects;
-  struct Call : TorchObjects::Call {
-    explicit Call(Device d) : TorchObjects::Call(d), device(d) {}
-    /// The given workspace, or one for the time of the call.
-    template <auto kQuery>
-    Tensor workspace(const Tensor& given, const Tensor& x, const LoraWeights& weights) {
-      if (given.defined()) return given;
-      std::int64_t bytes = 0;
-      try {
-        bytes = kQuery(x, weights);
-      } catch (const Error&) {  // the op will say what is wrong
-      }
-      return bytes == 0 ? given : own.emplace(bytes, device).tensor();
-    }
-    Device device;
-    std::optional<TorchBytes> own;
-  };
 };
 
 template <class Source>
@@ -165,14 +134,15 @@ class LoraArgs : public ArgReader<Source> {
 template <class Source>
 void shrink(PackedArgs packed, Any*) {
   LoraArgs<Source> args(packed, "lora_shrink");
-  const Tensor x = args.tensor("x"), h = args.tensor("h"), workspace = args.tensor("workspace");
+  const Tensor x = args.tensor("x"), h = args.tensor("h"), given = args.tensor("workspace");
   const auto scale = static_cast<float>(args.template value<double>("scale"));
   const Tensor zero_rows = args.tensor("zero_rows");
   const LoraGroups groups = args.groups();
   const LoraWeights& weights = args.weights();
-  typename Source::Call call(x.device);
-  lora_shrink(x, weights, groups, h, scale, zero_rows,
-              call.template workspace<lora_shrink_workspace>(workspace, x, weights), call.stream);
+  const typename Source::Call call(x.device);
+  const auto query = [&] { return lora_shrink_workspace(x, weights); };
+  const Workspace<Source> workspace(given, bytes_of(given, query), x.device);
+  lora_shrink(x, weights, groups, h, scale, zero_rows, workspace, call.stream);
 }
 
 template <class Source>
@@ -190,15 +160,16 @@ void expand(PackedArgs packed, Any*) {
 template <class Source>
 void apply(PackedArgs packed, Any*) {
   LoraArgs<Source> args(packed, "lora_apply");
-  const Tensor x = args.tensor("x"), y = args.tensor("y"), workspace = args.tensor("workspace");
+  const Tensor x = args.tensor("x"), y = args.tensor("y"), given = args.tensor("workspace");
   const auto offset = args.integer("offset");
   const auto scale = static_cast<float>(args.template value<double>("scale"));
   const auto add_inputs = args.template value<bool>("add_inputs");
   const LoraGroups groups = args.groups();
   const LoraWeights& weights = args.weights();
-  typename Source::Call call(x.device);
-  lora_apply(x, weights, groups, y, offset, scale, add_inputs,
-             call.template workspace<lora_apply_workspace>(workspace, x, weights), call.stream);
+  const typename Source::Call call(x.device);
+  const auto query = [&] { return lora_apply_workspace(x, weights); };
+  const Workspace<Source> workspace(given, bytes_of(given, query), x.device);
+  lora_apply(x, weights, groups, y, offset, scale, add_inputs, workspace, call.stream);
 }
 
 template <class Source>
@@ -212,7 +183,7 @@ void plan(PackedArgs packed, Any*) {
 }
 
 void make_weights(PackedArgs packed, Any* result) {
-  LoraArgs<FfiViews> args(packed, "lora_weights");
+  LoraArgs<FfiObjects> args(packed, "lora_weights");
   *result = WeightsRef(tvm::ffi::make_object<WeightsObj>(args.weights()));
 }
 
@@ -238,18 +209,17 @@ std::int64_t plan_size(std::int64_t num_tokens, std::int64_t num_adapters) {
 }
 
 /// A workspace depends on sizes and dtypes alone, so the query takes views without data.
-template <auto Query>
-std::int64_t workspace(bool on_cuda, std::int64_t num_tokens, std::int64_t hidden,
-                       DLDataType x_dtype, std::int64_t num_adapters, std::int64_t num_slices,
-                       std::int64_t max_rank, DLDataType weight_dtype) {
+std::int64_t apply_workspace(bool on_cuda, std::int64_t num_tokens, std::int64_t hidden,
+                             DLDataType x_dtype, std::int64_t num_adapters, std::int64_t num_slices,
+                             std::int64_t max_rank, DLDataType weight_dtype) {
   const Device device{on_cuda ? DeviceType::kCUDA : DeviceType::kCPU, 0};
   const Tensor x(nullptr, to_dtype(x_dtype, "lora_workspace", "x"), {num_tokens, hidden}, device);
   const Tensor table(nullptr, DType::kInt64, {num_adapters, num_slices, 4}, device);
   const std::vector<std::int64_t> widths(
       static_cast<std::size_t>(std::max<std::int64_t>(num_slices, 0)));
-  return Query(x,
-               LoraWeights::from_table(table, to_dtype(weight_dtype, "lora_workspace", "weights"),
-                                       static_cast<int>(max_rank), hidden, widths));
+  return lora_apply_workspace(
+      x, LoraWeights::from_table(table, to_dtype(weight_dtype, "lora_workspace", "weights"),
+                                 static_cast<int>(max_rank), hidden, widths));
 }
 
 /// {weight_bytes, x_bytes, y_bytes, flops}
@@ -271,22 +241,19 @@ Array<std::int64_t> traffic(std::int64_t hidden, const Array<std::int64_t>& widt
 
 using mortar::ffi::wrapped;
 
-MORTAR_EXPORT_PACKED(lora_plan, mortar::ffi::plan<mortar::ffi::FfiViews>);
-MORTAR_EXPORT_PACKED(lora_shrink, mortar::ffi::shrink<mortar::ffi::FfiViews>);
-MORTAR_EXPORT_PACKED(lora_expand, mortar::ffi::expand<mortar::ffi::FfiViews>);
-MORTAR_EXPORT_PACKED(lora_apply, mortar::ffi::apply<mortar::ffi::FfiViews>);
+MORTAR_EXPORT_PACKED(lora_plan, mortar::ffi::plan<mortar::ffi::FfiObjects>);
+MORTAR_EXPORT_PACKED(lora_shrink, mortar::ffi::shrink<mortar::ffi::FfiObjects>);
+MORTAR_EXPORT_PACKED(lora_expand, mortar::ffi::expand<mortar::ffi::FfiObjects>);
+MORTAR_EXPORT_PACKED(lora_apply, mortar::ffi::apply<mortar::ffi::FfiObjects>);
 MORTAR_EXPORT_PACKED(lora_weights, mortar::ffi::make_weights);
 
-MORTAR_EXPORT_TORCH(torch_lora_plan, plan, TorchViews);
-MORTAR_EXPORT_TORCH(torch_lora_shrink, shrink, TorchViews);
-MORTAR_EXPORT_TORCH(torch_lora_expand, expand, TorchViews);
-MORTAR_EXPORT_TORCH(torch_lora_apply, apply, TorchViews);
+MORTAR_EXPORT_TORCH(torch_lora_plan, plan, TorchObjects);
+MORTAR_EXPORT_TORCH(torch_lora_shrink, shrink, TorchObjects);
+MORTAR_EXPORT_TORCH(torch_lora_expand, expand, TorchObjects);
+MORTAR_EXPORT_TORCH(torch_lora_apply, apply, TorchObjects);
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_weights_describe, wrapped<mortar::ffi::describe_weights>)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_plan_size, wrapped<mortar::ffi::plan_size>)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_plan_report, wrapped<mortar::ffi::plan_report>)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_shrink_workspace,
-                              wrapped<mortar::ffi::workspace<mortar::lora_shrink_workspace>>)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_apply_workspace,
-                              wrapped<mortar::ffi::workspace<mortar::lora_apply_workspace>>)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_apply_workspace, wrapped<mortar::ffi::apply_workspace>)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lora_traffic, wrapped<mortar::ffi::traffic>)

@@ -21,7 +21,6 @@ _is_grad_enabled = torch.is_grad_enabled
 increment_version = torch.autograd.graph.increment_version
 
 # (on_cuda, M, K, dtype of x, L, S, largest rank, dtype of the weights) -> bytes
-shrink_bytes = functools.lru_cache(maxsize=4096)(lib.lora_shrink_workspace)
 apply_bytes = functools.lru_cache(maxsize=4096)(lib.lora_apply_workspace)
 
 
@@ -33,25 +32,6 @@ def workspace_bytes(x, num_tokens, weights) -> int:
         return apply_bytes(x.is_cuda, num_tokens, hidden, x.dtype, *sizes)
     except (TypeError, ValueError):
         return 0
-
-
-def new_workspace(query, x, num_adapters, num_slices, max_rank, dtype) -> torch.Tensor | None:
-    """A tensor of what the query asks for; None if that is 0 bytes, or if the query fails: the op
-    will say why."""
-    try:
-        size = query(x.is_cuda, *x.shape, x.dtype, num_adapters, num_slices, max_rank, dtype)
-    except (TypeError, ValueError):
-        return None
-    return x.new_empty(size, dtype=torch.uint8) if size else None
-
-
-def stacked_workspace(query, x, a) -> torch.Tensor | None:
-    """A workspace for a call with stacked weights; None if none is needed."""
-    sizes = [t.shape for t in a]
-    if not sizes or any(len(size) < 3 for size in sizes):
-        return None
-    max_rank = max([size[-2] for size in sizes])
-    return new_workspace(query, x, sizes[0][0], len(a), max_rank, a[0].dtype)
 
 
 def sizes_of(x, first) -> tuple[int, int]:
@@ -158,8 +138,6 @@ def _plan_impl(token_adapter, num_adapters, plan):
 def _shrink_impl(x, plan, a, ranks, scales, h, scale=1.0, zero_rows=None, workspace=None):
     if _is_watched():
         guard_autograd("lora_shrink", (x, h, *a), h)
-    if workspace is None:
-        workspace = stacked_workspace(shrink_bytes, x, a)
     sizes = sizes_of(x, a[0] if a else None)
     _shrink(x, h, workspace, scale, zero_rows, plan, *sizes, None, ranks, scales, len(a), *a)
 
@@ -181,8 +159,6 @@ def _shrink_table_impl(
     if _is_watched():
         guard_autograd("lora_shrink", (x, h, *a), h)
     table = _pointing_to(a, table, 0)
-    if workspace is None:
-        workspace = new_workspace(shrink_bytes, x, table.shape[0], len(widths), max_rank, dtype)
     plan_and_table = (plan, *sizes_of(x, table), table, dtype, max_rank, hidden, *widths)
     _shrink(x, h, workspace, scale, zero_rows, *plan_and_table)
 
@@ -209,8 +185,6 @@ def _apply_impl(
 ):
     if _is_watched():
         guard_autograd("lora_apply", (x, y, *a, *b), y)
-    if workspace is None:
-        workspace = stacked_workspace(apply_bytes, x, a)
     stacked = (None, ranks, scales, len(a), *a, *b)
     sizes = sizes_of(x, a[0] if a else None)
     _apply(x, y, workspace, offset, scale, add_inputs, plan, *sizes, *stacked)
@@ -234,8 +208,6 @@ def _apply_table_impl(
     if _is_watched():
         guard_autograd("lora_apply", (x, y, *ab), y)
     table = _pointing_to(ab, table, 0, 1)
-    if workspace is None:
-        workspace = new_workspace(apply_bytes, x, table.shape[0], len(widths), max_rank, dtype)
     plan_and_table = (plan, *sizes_of(x, table), table, dtype, max_rank, hidden, *widths)
     _apply(x, y, workspace, offset, scale, add_inputs, *plan_and_table)
 

@@ -229,8 +229,7 @@ class Weights:
             raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
         if x.ndim != 2:
             raise ValueError(f"{op}: x must have shape [M, K], got {tuple(x.shape)}")
-        sizes = (x.is_cuda, *x.shape, x.dtype, *self.sizes[1:])
-        return max(ops.apply_bytes(*sizes), ops.shrink_bytes(*sizes))
+        return ops.apply_bytes(x.is_cuda, *x.shape, x.dtype, *self.sizes[1:])
 
     def _install(self, rows: list[Row | None], table: torch.Tensor) -> None:
         """Makes these rows the ones that calls use from now on. A call reads one of the attributes

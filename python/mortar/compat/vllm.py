@@ -36,8 +36,6 @@ from .._library import define, is_eager, shortcut
 from .._lora_ops import (
     guard_autograd,
     increment_version,
-    shrink_bytes,
-    stacked_workspace,
     wants_gradient,
 )
 
@@ -105,7 +103,7 @@ def _shrink_impl(
     _shrink(
         inputs,
         output_tensor,
-        stacked_workspace(shrink_bytes, inputs, lora_a_weights),
+        None,
         scaling,
         token_lora_mapping,
         None,
