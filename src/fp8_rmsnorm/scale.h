@@ -11,6 +11,8 @@
 
 namespace mortar::fp8_rmsnorm {
 
+inline constexpr float kLargestFloat = 0x1.fffffep127f;
+
 /// The largest finite value of an 8-bit dtype.
 inline float largest_value(DType dtype) {
   return visit_dtype<Float8DTypes>(dtype, "fp8_rmsnorm",
@@ -33,9 +35,8 @@ inline float compat_scale_of(float amax, float largest) {
 
 /// What y is multiplied with: finite for scales down to the least subnormal, so that 0 stays 0.
 MORTAR_HOST_DEVICE inline float inverse_of(float scale) {
-  constexpr float kMost = 0x1.fffffep127f;
   const float inverse = 1.0f / scale;
-  return inverse > kMost ? kMost : inverse;
+  return inverse > kLargestFloat ? kLargestFloat : inverse;
 }
 
 }  // namespace mortar::fp8_rmsnorm

@@ -22,6 +22,12 @@ using namespace mortar::HWY_NAMESPACE;
 using ByteTag = hn::Rebind<std::uint8_t, FloatTag>;
 using IntTag = hn::RebindToSigned<BitsTag>;
 
+/// Compares magnitudes, which have no sign bit, as signed: AVX2 has no unsigned comparison.
+HWY_INLINE auto above(BitsVec magnitude, std::uint32_t limit) {
+  const IntTag i32;
+  return hn::Gt(hn::BitCast(i32, magnitude), hn::Set(i32, static_cast<std::int32_t>(limit)));
+}
+
 template <class T>
 HWY_INLINE FloatVec widen8(const T* p) {
   const FloatTag f32;
@@ -35,15 +41,15 @@ HWY_INLINE FloatVec widen8(const T* p) {
   BitsVec bits = hn::Add(hn::ShiftLeft<kShift>(magnitude), bias);
   // Infinities and NaN get the exponent that float32 has for them.
   constexpr std::uint32_t kSpecial = T::kMantissaBits == 2 ? 0x7cu : 0x7fu;
-  const auto special = hn::Gt(magnitude, hn::Set(u32, kSpecial - 1));
+  const auto special = hn::RebindMask(u32, above(magnitude, kSpecial - 1));
   bits = hn::Or(bits, hn::IfThenElseZero(special, hn::Set(u32, 0x7f800000u)));
   // Subnormals are their code in units of the least one.
   const float least = std::bit_cast<float>(
       static_cast<std::uint32_t>(127 + T::kLeastExponent - T::kMantissaBits) << 23);
   const FloatVec units = hn::ConvertTo(f32, hn::BitCast(IntTag(), magnitude));
   const FloatVec small = hn::Mul(units, hn::Set(f32, least));
-  const auto subnormal = hn::RebindMask(f32, hn::Lt(magnitude, hn::Set(u32, kNormal)));
-  const FloatVec value = hn::IfThenElse(subnormal, small, hn::BitCast(f32, bits));
+  const auto normal = hn::RebindMask(f32, above(magnitude, kNormal - 1));
+  const FloatVec value = hn::IfThenElse(normal, hn::BitCast(f32, bits), small);
   return hn::Or(value, hn::BitCast(f32, sign));
 }
 
@@ -56,7 +62,7 @@ HWY_INLINE BitsVec narrow8(FloatVec v, const std::uint32_t* p) {
   constexpr std::uint32_t kLeast = static_cast<std::uint32_t>(T::kLeastExponent + 127);
   const BitsVec bits = hn::BitCast(u32, v);
   const BitsVec magnitude = hn::And(bits, hn::Set(u32, 0x7fffffffu));
-  const auto nan = hn::Gt(magnitude, hn::Set(u32, 0x7f800000u));
+  const auto nan = hn::RebindMask(u32, above(magnitude, 0x7f800000u));
   const BitsVec clamped =
       hn::Min(magnitude, hn::Set(u32, std::bit_cast<std::uint32_t>(T::kLargest)));
   const BitsVec power =

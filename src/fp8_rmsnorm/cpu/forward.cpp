@@ -230,17 +230,26 @@ class Forward {
   /// Elements [c, c + n) of a row of q and normed, and of q_t into `tile`.
   void emit_run(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s,
                 std::uint8_t* tile) const {
-    make_y(row, c, n, s);
-    if (compat_) k_.round_bf16(n, s.y);
-    if (p_.normed.given()) k_.narrow_bf16(s.y, n, element(p_.normed, row, c));
+    const bool whole = out_.scaling == Scaling::kTensor;
+    const bool y_is_needed = !norm_ || divides_ || out_.scaling == Scaling::kGroup ||
+                             p_.normed.given() || (out_.q_t.given() && !whole);
+    if (y_is_needed) {
+      make_y(row, c, n, s);
+      if (compat_) k_.round_bf16(n, s.y);
+      if (p_.normed.given()) k_.narrow_bf16(s.y, n, element(p_.normed, row, c));
+    } else {  // rstd / scale as one factor
+      const float scale = out_.scale.data[row * out_.scale.row_stride];
+      const float factor = rstd_[row] * inverse_of(scale);
+      load(row, c, n, /*first=*/false, s);
+      k_.normalise(s.z, memory_.weight + c, std::isinf(factor) ? kLargestFloat : factor, n, s.t);
+    }
     const std::uint32_t* draws = nullptr;
     if (out_.rng != nullptr) {
       k_.draw(out_.rng, static_cast<std::uint64_t>(row * in_.hidden + c), n, s.draws);
       draws = s.draws;
     }
-    const bool whole = out_.scaling == Scaling::kTensor;
     if (out_.q.given() || whole) {
-      scale_run(row, c, n, s);
+      if (y_is_needed) scale_run(row, c, n, s);
       void* q = out_.q.given() ? element(out_.q, row, c) : nullptr;
       if (whole && out_.q_t.given()) {
         k_.narrow_q(s.t, draws, n, tile);

@@ -14,6 +14,7 @@
 
 #include "core/philox.h"
 #include "core/simd-inl.h"
+#include "fp8_rmsnorm/cpu/row_kernels.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace mortar::fp8_rmsnorm::cpu {
@@ -63,14 +64,51 @@ inline void transpose(const std::uint8_t* from, std::int64_t pitch, std::int64_t
   }
 }
 
+/// words[4 i + w] = word w of quad first + i, for i below `quads` rounded up to a vector.
+inline void draw_quads(const std::int64_t* rng, std::uint64_t first, std::int64_t quads,
+                       std::uint32_t* words) {
+  const auto seed = static_cast<std::uint64_t>(rng[0]), offset = static_cast<std::uint64_t>(rng[1]);
+#if HWY_TARGET == HWY_SCALAR
+  for (std::int64_t i = 0; i < quads; ++i) {
+    const PhiloxWords quad = philox_quad(seed, offset, first + static_cast<std::uint64_t>(i));
+    std::memcpy(words + 4 * i, quad.word, sizeof(quad.word));
+  }
+#else
+  // One quad for each lane of 64 bits, of which a word is the lower half; the upper one is not read.
+  const hn::ScalableTag<std::uint64_t> u64;
+  const hn::Repartition<std::uint32_t, decltype(u64)> u32;
+  using V = hn::Vec<decltype(u64)>;
+  const auto multiply = [&](V a, std::uint32_t b)
+                            HWY_ATTR { return hn::MulEven(hn::BitCast(u32, a), hn::Set(u32, b)); };
+  for (std::int64_t i = 0; i < quads; i += static_cast<std::int64_t>(hn::Lanes(u64))) {
+    V c0 = hn::Iota(u64, first + static_cast<std::uint64_t>(i)), c1 = hn::ShiftRight<32>(c0);
+    V c2 = hn::Set(u64, offset), c3 = hn::ShiftRight<32>(c2);
+    std::uint32_t key0 = static_cast<std::uint32_t>(seed);
+    std::uint32_t key1 = static_cast<std::uint32_t>(seed >> 32);
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+      const V p0 = multiply(c0, kPhiloxMultiplier0), p2 = multiply(c2, kPhiloxMultiplier2);
+      c0 = hn::Xor(hn::Xor(hn::ShiftRight<32>(p2), c1), hn::Set(u64, key0));
+      c2 = hn::Xor(hn::Xor(hn::ShiftRight<32>(p0), c3), hn::Set(u64, key1));
+      c1 = p2;
+      c3 = p0;
+      key0 += kPhiloxKeyStep0;
+      key1 += kPhiloxKeyStep1;
+    }
+    const V low = hn::Set(u64, 0xffffffffu);
+    hn::StoreInterleaved2(hn::Or(hn::And(c0, low), hn::ShiftLeft<32>(c1)),
+                          hn::Or(hn::And(c2, low), hn::ShiftLeft<32>(c3)), u64,
+                          reinterpret_cast<std::uint64_t*>(words + 4 * i));
+  }
+#endif
+}
+
 inline void draw(const std::int64_t* rng, std::uint64_t first, std::int64_t n,
                  std::uint32_t* draws) {
-  const auto seed = static_cast<std::uint64_t>(rng[0]), offset = static_cast<std::uint64_t>(rng[1]);
-  for (std::int64_t i = 0; i < n;) {
-    const std::uint64_t index = first + static_cast<std::uint64_t>(i);
-    const PhiloxWords words = philox_quad(seed, offset, index / 4);
-    for (std::uint64_t w = index % 4; w < 4 && i < n; ++w) draws[i++] = words.word[w];
-  }
+  const auto skipped = static_cast<std::int64_t>(first % 4);
+  if (skipped == 0) return draw_quads(rng, first / 4, ceil_div<std::int64_t>(n, 4), draws);
+  alignas(64) std::uint32_t words[kRun + 2 * kPadding];
+  draw_quads(rng, first / 4, ceil_div<std::int64_t>(n + skipped, 4), words);
+  std::memcpy(draws, words + skipped, static_cast<std::size_t>(n) * sizeof(std::uint32_t));
 }
 
 }  // namespace HWY_NAMESPACE
