@@ -74,7 +74,7 @@ inline void draw_quads(const std::int64_t* rng, std::uint64_t first, std::int64_
     std::memcpy(words + 4 * i, quad.word, sizeof(quad.word));
   }
 #else
-  // One quad for each lane of 64 bits, of which a word is the lower half; the upper one is not read.
+  // One quad for each lane of 64 bits. A word is its lower half; the upper one is not read.
   const hn::ScalableTag<std::uint64_t> u64;
   const hn::Repartition<std::uint32_t, decltype(u64)> u32;
   using V = hn::Vec<decltype(u64)>;
