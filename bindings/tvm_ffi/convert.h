@@ -114,6 +114,25 @@ inline void drop_second(Tensor& t, int ndim) {
   t.ndim = ndim - 1;
 }
 
+/// A tensor [..., N] of more than two dimensions as [M, N]: its leading dimensions, in order, are
+/// rows that lie equally far apart.
+inline void fold_rows(Tensor& t, const char* op, const char* name) {
+  if (t.ndim <= 2) return;
+  std::int64_t rows = 1, stride = 0;
+  for (int d = t.ndim - 2; d >= 0; --d) {
+    if (t.shape[d] != 1 && rows == 1) stride = t.strides[d];
+    check(t.shape[d] == 1 || rows == 0 || t.shape[d] == 0 || t.strides[d] == rows * stride, op,
+          ": ", name, " must have leading dimensions that one stride steps through, got strides ",
+          t.strides[d], " and ", stride, " for shape ", shape_string(t));
+    rows *= t.shape[d];
+  }
+  t.shape[0] = rows;
+  t.strides[0] = stride;
+  t.shape[1] = t.shape[t.ndim - 1];
+  t.strides[1] = t.strides[t.ndim - 1];
+  t.ndim = 2;
+}
+
 /// The caller's current stream of a device: TVM-FFI takes it from the framework that owns the
 /// tensors of the call (torch.cuda.current_stream()).
 inline Stream current_stream(Device device) {

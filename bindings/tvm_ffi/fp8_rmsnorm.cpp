@@ -13,6 +13,7 @@
 //   FORMAT   scaling, group, pow2_scale, given_scale, numerics, rng
 //   OUTPUTS  q, scale, q_t, scale_t, amax
 //
+// x, y, dy and what has their shape may have more than two dimensions, the leading ones being rows.
 // scaling is 0, 1, 2 for tensor, row, group; numerics 0, 1 for fast, compat; rng a tensor or None.
 // And torch_* (packed_call.h): the tensors, rng among them, in that order in a tuple, then the
 // rest.
@@ -29,6 +30,14 @@ namespace {
 
 using tvm::ffi::Any;
 
+/// A matrix, which may come with more than two dimensions.
+template <class Source>
+Tensor read_rows(ArgReader<Source>& args, const char* name) {
+  Tensor t = args.tensor(name);
+  fold_rows(t, args.op(), name);
+  return t;
+}
+
 template <class Source>
 Fp8Format read_format(ArgReader<Source>& args) {
   Fp8Format format;
@@ -44,7 +53,7 @@ Fp8Format read_format(ArgReader<Source>& args) {
 template <class Source>
 Fp8Quantized read_outputs(ArgReader<Source>& args) {
   Fp8Quantized out;
-  out.q = args.tensor("q");
+  out.q = read_rows(args, "q");
   out.scale = args.tensor("scale");
   out.q_t = args.tensor("q_t");
   out.scale_t = args.tensor("scale_t");
@@ -55,14 +64,14 @@ Fp8Quantized read_outputs(ArgReader<Source>& args) {
 template <class Source>
 void forward(PackedArgs packed, Any*) {
   ArgReader<Source> args(packed, "fp8_rmsnorm_forward");
-  const Tensor x = args.tensor("x"), x_scale = args.tensor("x_scale");
+  const Tensor x = read_rows(args, "x"), x_scale = read_rows(args, "x_scale");
   const Tensor weight = args.tensor("weight");
   const auto eps = static_cast<float>(args.template value<double>("eps"));
   const auto offset = static_cast<float>(args.template value<double>("weight_offset"));
-  const Tensor residual = args.tensor("residual");
+  const Tensor residual = read_rows(args, "residual");
   const Fp8Format format = read_format(args);
   const Fp8Quantized out = read_outputs(args);
-  const Tensor rstd = args.tensor("rstd"), normed = args.tensor("normed");
+  const Tensor rstd = args.tensor("rstd"), normed = read_rows(args, "normed");
   const Tensor given = args.tensor("workspace");
   const typename Source::Call call(x.device);
   const std::int64_t bytes =
@@ -75,11 +84,12 @@ void forward(PackedArgs packed, Any*) {
 template <class Source>
 void backward(PackedArgs packed, Any*) {
   ArgReader<Source> args(packed, "fp8_rmsnorm_backward");
-  const Tensor dy = args.tensor("dy"), x = args.tensor("x"), x_scale = args.tensor("x_scale");
+  const Tensor dy = read_rows(args, "dy"), x = read_rows(args, "x"),
+               x_scale = read_rows(args, "x_scale");
   const Tensor weight = args.tensor("weight");
   const auto offset = static_cast<float>(args.template value<double>("weight_offset"));
-  const Tensor rstd = args.tensor("rstd"), residual_grad = args.tensor("residual_grad");
-  const Tensor dx = args.tensor("dx"), dw = args.tensor("dw");
+  const Tensor rstd = args.tensor("rstd"), residual_grad = read_rows(args, "residual_grad");
+  const Tensor dx = read_rows(args, "dx"), dw = args.tensor("dw");
   const bool accumulate = args.template value<bool>("accumulate_dw");
   const Tensor given = args.tensor("workspace");
   const typename Source::Call call(x.device);
@@ -92,7 +102,7 @@ void backward(PackedArgs packed, Any*) {
 template <class Source>
 void quantize(PackedArgs packed, Any*) {
   ArgReader<Source> args(packed, "fp8_quantize");
-  const Tensor y = args.tensor("y");
+  const Tensor y = read_rows(args, "y");
   const Fp8Format format = read_format(args);
   const Fp8Quantized out = read_outputs(args);
   const Tensor given = args.tensor("workspace");

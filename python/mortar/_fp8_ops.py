@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torch.ops.mortar.fp8_*``: thin shells that pass flat arguments to the library.
+
+Every op writes into its arguments and returns nothing; an optional output that is None is not made.
+The library takes its workspace from PyTorch's allocator on the current stream. Matrices may have
+two dimensions or more, [..., N]: the leading ones are rows.
+
+    fp8_rmsnorm_out           q, scale, q_t, scale_t, amax, rstd, normed; updates residual
+    fp8_rmsnorm_backward_out  dx and dw
+    fp8_quantize_out          q, scale, q_t, scale_t, amax
+
+``scaling`` is an index of SCALINGS, ``numerics`` of NUMERICS. With given_scale, scale and scale_t
+are read. ``rng``, int64 [2], makes rounding stochastic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ._ffi import lib, torch_function
+from ._library import define, is_eager
+
+SCALINGS = ("tensor", "row", "group")
+NUMERICS = ("fast", "compat")
+
+_forward, _backward = lib.fp8_rmsnorm_forward, lib.fp8_rmsnorm_backward
+_quantize = lib.fp8_quantize
+# These cost the host less, and return 0 for what only the others can take or refuse.
+_forward_now = torch_function("torch_fp8_rmsnorm_forward")
+_backward_now = torch_function("torch_fp8_rmsnorm_backward")
+_quantize_now = torch_function("torch_fp8_quantize")
+_is_grad_enabled = torch.is_grad_enabled
+
+
+_INSTEAD = {
+    "fp8_rmsnorm": "mortar.nn.Fp8RMSNorm",
+    "fp8_rmsnorm_backward": "it inside a torch.autograd.Function",
+    "fp8_quantize": "it inside a torch.autograd.Function",
+}
+
+
+def refuse_gradient(function: str, *tensors: torch.Tensor | None) -> None:
+    """Raises where a gradient would be lost."""
+    for tensor in tensors:
+        if getattr(tensor, "requires_grad", False):
+            raise RuntimeError(
+                f"{function}: has no gradient of its own, but an argument requires one; use "
+                f"{_INSTEAD[function]} or call it under torch.no_grad()"
+            )
+
+
+def _rmsnorm_impl(
+    x, x_scale, weight, residual, rng, q, scale, q_t, scale_t, amax, rstd, normed,
+    eps, weight_offset, scaling, group, pow2_scale, given_scale, numerics,
+):  # fmt: skip
+    if _is_grad_enabled():
+        refuse_gradient("fp8_rmsnorm", x, x_scale, weight, residual)
+    _forward(
+        x, x_scale, weight, eps, weight_offset, residual, scaling, group, pow2_scale, given_scale,
+        numerics, rng, q, scale, q_t, scale_t, amax, rstd, normed, None,
+    )  # fmt: skip
+    if residual is not None and _is_grad_enabled():
+        increment_version(residual)
+
+
+def _backward_impl(
+    dy, x, x_scale, weight, rstd, residual_grad, dx, dw, weight_offset, accumulate_dw
+):
+    if _is_grad_enabled():
+        refuse_gradient("fp8_rmsnorm_backward", dy, x, x_scale, weight, residual_grad)
+    _backward(
+        dy, x, x_scale, weight, weight_offset, rstd, residual_grad, dx, dw, accumulate_dw, None
+    )
+    _note_writes(dx, dw)
+
+
+def _quantize_impl(
+    y, rng, q, scale, q_t, scale_t, amax, scaling, group, pow2_scale, given_scale, numerics
+):
+    if _is_grad_enabled():
+        refuse_gradient("fp8_quantize", y)
+    _quantize(
+        y, scaling, group, pow2_scale, given_scale, numerics, rng, q, scale, q_t, scale_t, amax,
+        None,
+    )  # fmt: skip
+
+
+def _note_writes(*tensors) -> None:
+    """Tells autograd, as PyTorch's own in-place ops do: a backward that needs what they held before
+    then says so."""
+    if _is_grad_enabled():
+        increment_version([t for t in tensors if t is not None])
+
+
+_rmsnorm_op = define(
+    "fp8_rmsnorm_out(Tensor x, Tensor? x_scale, Tensor weight, Tensor(a!)? residual, Tensor? rng, "
+    "Tensor(b!)? q, Tensor(c!)? scale, Tensor(d!)? q_t, Tensor(e!)? scale_t, Tensor(f!)? amax, "
+    "Tensor(g!)? rstd, Tensor(h!)? normed, float eps, float weight_offset, int scaling, int group, "
+    "bool pow2_scale, bool given_scale, int numerics) -> ()",
+    _rmsnorm_impl,
+)
+_backward_op = define(
+    "fp8_rmsnorm_backward_out(Tensor dy, Tensor x, Tensor? x_scale, Tensor weight, Tensor rstd, "
+    "Tensor? residual_grad, Tensor(a!)? dx, Tensor(b!)? dw, float weight_offset, "
+    "bool accumulate_dw) -> ()",
+    _backward_impl,
+)
+_quantize_op = define(
+    "fp8_quantize_out(Tensor y, Tensor? rng, Tensor(a!)? q, Tensor(b!)? scale, Tensor(c!)? q_t, "
+    "Tensor(d!)? scale_t, Tensor(e!)? amax, int scaling, int group, bool pow2_scale, "
+    "bool given_scale, int numerics) -> ()",
+    _quantize_impl,
+)
+
+
+# ---- eager calls -------------------------------------------------------------------------------
+# Each takes the tensors of its op in one tuple, None for the workspace last, and then the other
+# values, and skips the dispatcher where nothing traces or intercepts the call. Errors name the
+# function and not what lies below.
+
+
+def rmsnorm_into(tensors: tuple, *values) -> None:
+    try:
+        if is_eager(tensors[0]) and _forward_now(id(tensors), *values):
+            residual = tensors[3]
+            if residual is not None and _is_grad_enabled():
+                increment_version(residual)
+            return
+        require_tensors(
+            "fp8_rmsnorm", ("x", "x_scale", "weight", "residual"), tensors, optional=True
+        )
+        _rmsnorm_op(*tensors[:-1], *values)
+    except (TypeError, ValueError) as error:
+        raise _renamed(error, "fp8_rmsnorm_forward", "fp8_rmsnorm") from None
+
+
+def backward_into(tensors: tuple, *values) -> None:
+    if is_eager(tensors[0]) and _backward_now(id(tensors), *values):
+        _note_writes(*tensors[6:8])
+        return
+    names = ("dy", "x", "x_scale", "weight", "rstd", "residual_grad", "dx", "dw")
+    require_tensors("fp8_rmsnorm_backward", names, tensors, optional=True)
+    _backward_op(*tensors[:-1], *values)
+
+
+def quantize_into(tensors: tuple, *values) -> None:
+    if is_eager(tensors[0]) and _quantize_now(id(tensors), *values):
+        return
+    _quantize_op(*tensors[:-1], *values)
+
+
+def _renamed(error: Exception, inner: str, outer: str) -> Exception:
+    message = str(error)
+    if not message.startswith(inner):
+        return error
+    return type(error)(outer + message[len(inner) :])
+
+
+def require_tensors(
+    function: str, names: tuple[str, ...], values: tuple, optional: bool = False
+) -> None:
+    """One sentence for an argument that is no tensor at all."""
+    for name, value in zip(names, values, strict=False):
+        if not (isinstance(value, torch.Tensor) or (optional and value is None)):
+            raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")

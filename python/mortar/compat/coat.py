@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drop-ins for COAT's FP8 RMSNorm and division (`coat.activation.real_quantization`).
+
+The three functions have the signatures, results, dtypes and layouts of the originals, with
+numerics="compat". They are right where the originals are not: any M and any N that the group
+divides, gradients of any strides, a gradient of the weight that is summed in float32 in a fixed
+order, stochastic rounding that is unbiased and draws from PyTorch's generator; and they work on the
+CPU. Like
+the originals they are made to be called inside a torch.autograd.Function and have no gradient.
+
+`install()` puts them into every imported copy of COAT: the original package, or those inside VILA
+and Audio Flamingo (`llava.model.coat`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..fp8 import fp8_quantize as _quantize
+from ..fp8 import fp8_rmsnorm as _rmsnorm
+from ..fp8 import fp8_rmsnorm_backward as _rmsnorm_backward
+
+__all__ = [
+    "fp8_division_transpose",
+    "fp8_rmsnorm_backward",
+    "fp8_rmsnorm_forward",
+    "install",
+    "uninstall",
+]
+
+_LEAST_SCALE = 1e-10
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_BY_NAME = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+_NUM_WARPS = 8  # what the originals hand from the forward to the backward; nothing here reads it
+
+
+def _rows(t: Tensor) -> Tensor:
+    """[B, T, N] as [B T, N], [M, N] as it is; copied only where the strides leave no other way."""
+    return t.reshape(-1, t.shape[-1]) if t.ndim == 3 else t
+
+
+def _dense(t: Tensor) -> Tensor:
+    """The rows of t dense, as the originals read them whatever the strides are."""
+    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+
+
+def _check_group(function: str, x: Tensor, s_x: Tensor, QB: int) -> None:
+    if x.shape[-1] != s_x.shape[-1] * QB:
+        raise ValueError(
+            f"{function}: s_x must have x's last dimension divided by QB = {QB}, "
+            f"{x.shape[-1] / QB:g}, as its own, got {s_x.shape[-1]}"
+        )
+
+
+@torch.no_grad()
+def fp8_rmsnorm_forward(
+    x: Tensor, s_x: Tensor, w: Tensor, QB: int, eps: float, transpose_output_2d: bool = False
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, int]]:
+    """RMSNorm of group-scaled FP8 x, quantised with one scale.
+
+    x: [M, N] or [B, T, N], float8_e4m3fn or float8_e5m2; s_x: [..., N / QB]; w: [N].
+    Returns qy in x's shape and dtype; s_y, bfloat16 and 0-dim; qy_t [N, M], or for 3-D x without
+    transpose_output_2d that buffer reshaped to [B, -1, N]; and (w, rstd [M], a number) for
+    `fp8_rmsnorm_backward`.
+    """
+    _check_group("fp8_rmsnorm_forward", x, s_x, QB)
+    rows = _dense(_rows(x))
+    out = _rmsnorm(rows, w, x_scale=_rows(s_x), eps=eps, transpose=True, numerics="compat")
+    # The scale is a bfloat16 value in float32: its upper half is that bfloat16.
+    s_y = out.scale.view(1).view(torch.bfloat16)[1 if sys.byteorder == "little" else 0]
+    qy, qy_t = out.q.view(x.shape), out.q_t
+    if x.ndim == 3 and not transpose_output_2d:
+        qy_t = qy_t.view(x.shape[0], -1, x.shape[-1])
+    return qy, s_y, qy_t, (w, out.rstd, _NUM_WARPS)
+
+
+@torch.no_grad()
+def fp8_rmsnorm_backward(
+    x: Tensor, s_x: Tensor, g: Tensor, w: Tensor, v: Tensor, QB: int, num_warps: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `fp8_rmsnorm_forward`: dx in bfloat16 and g's shape, dw in w's dtype.
+
+    g: as x, bfloat16, float16 or float32, of any strides; v: rstd [M]; num_warps is not read.
+    """
+    _check_group("fp8_rmsnorm_backward", x, s_x, QB)
+    rows, g_rows = _dense(_rows(x)), _dense(_rows(g))
+    dx, dw = _rmsnorm_backward(g_rows, rows, w, v, x_scale=_rows(s_x))
+    return dx.to(torch.bfloat16).view(g.shape), dw
+
+
+@torch.no_grad()
+def fp8_division_transpose(
+    x: Tensor,
+    QB: int,
+    fp8type: torch.dtype | str,
+    s_y: Tensor | None = None,
+    stochastic: bool = False,
+    only_transposed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor]:
+    """x / s_y in FP8, and its transpose.
+
+    x: [M, N] or [B, T, N], bfloat16, float16 or float32; fp8type: a dtype, "E4M3" or "E5M2";
+    s_y: one number, computed from max|x| in x's dtype if not given.
+    Returns (y in x's shape, s_y, y_t [N, M]), or (y_t, s_y) if only_transposed.
+    """
+    dtype = _BY_NAME.get(fp8type) if isinstance(fp8type, str) else fp8type
+    if dtype not in _LARGEST:
+        raise TypeError(
+            "fp8_division_transpose: fp8type must be 'E4M3', 'E5M2', torch.float8_e4m3fn or "
+            f"torch.float8_e5m2, got {fp8type!r}"
+        )
+    if s_y is None:
+        s_y = (x.abs().max() + _LEAST_SCALE) / _LARGEST[dtype]
+    rows = _dense(_rows(x))
+    scale = s_y.reshape(()).float()
+    out = _quantize(rows, dtype, scale=scale, transpose="only" if only_transposed else True,
+                    stochastic=stochastic, numerics="compat")  # fmt: skip
+    if only_transposed:
+        return out.q_t, s_y
+    return out.q.view(x.shape), s_y, out.q_t
+
+
+# ---- install -------------------------------------------------------------------------------------
+
+_HOMES = {
+    "func_rmsnorm": (fp8_rmsnorm_forward, fp8_rmsnorm_backward),
+    "_division_transpose": (fp8_division_transpose,),
+}
+
+# What install() replaced: (module, attribute, original).
+_replaced: list[tuple[ModuleType, str, object]] = []
+
+
+def _homes() -> Iterator[tuple[str, str]]:
+    """(package, module) for each of COAT's two modules in every copy that has been imported, such
+    as ("coat.activation.real_quantization", "func_rmsnorm")."""
+    for name in list(sys.modules):
+        package, _, stem = name.rpartition(".")
+        if stem in _HOMES and package.endswith("activation.real_quantization"):
+            yield package, stem
+
+
+def install() -> list[str]:
+    """Puts the three functions into every imported copy of COAT, in whichever module has taken hold
+    of them, those of models included. Calling it again finds what has been imported since.
+    `uninstall` takes it back.
+
+    Returns:
+        The packages that were found, such as ["coat.activation.real_quantization"].
+
+    Raises:
+        RuntimeError: no copy of COAT has been imported.
+    """
+    homes = list(_homes())
+    if not homes:
+        raise RuntimeError(
+            "mortar.compat.coat.install: import coat.activation.real_quantization (or load the "
+            "model) first, got no imported module of that name"
+        )
+    ours = {function.__name__: function for functions in _HOMES.values() for function in functions}
+    originals = {id(original): original for _, name, original in _replaced if name in ours}
+    for package, stem in homes:
+        for function in _HOMES[stem]:
+            found = vars(sys.modules[f"{package}.{stem}"]).get(function.__name__, function)
+            if found is not function:
+                originals[id(found)] = found
+    for module in list(sys.modules.values()):
+        held = getattr(module, "__dict__", {})
+        for name, function in ours.items():
+            if id(held.get(name)) in originals:
+                _replaced.append((module, name, held[name]))
+                setattr(module, name, function)
+    return sorted({package for package, _ in homes})
+
+
+def uninstall() -> None:
+    """Restores all that install() replaced; nothing if it has not run."""
+    while _replaced:
+        module, name, original = _replaced.pop()
+        setattr(module, name, original)

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm that ends in FP8, with gradients, alone and followed by a product in FP8.
+
+An FP8 tensor cannot carry a gradient: autograd would round it to FP8. What stands for it in the
+graph is a *carrier*: a tensor of y's shape in y's wide dtype that has one element of memory (NaN,
+so that reading it cannot go unnoticed) and whose gradient is that of y.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm, fp8_rmsnorm_backward
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@functools.cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), torch.nan, dtype=dtype, device=device)
+
+
+def _carrier(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+    return _nan(dtype, device).expand(shape)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In what gradients of a value of this dtype are."""
+    return torch.bfloat16 if dtype in _FP8 else dtype
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """A gradient as the library reads it. Autograd may hand over an expanded one, such as that of
+    `y.sum()`: only such a gradient, whose rows are not dense, is copied."""
+    return gradient if gradient.is_contiguous() else gradient.contiguous()
+
+
+@torch.compiler.assume_constant_result
+def _device_multiplies_fp8(device: torch.device) -> bool:
+    """Whether torch._scaled_mm works there."""
+    return _probe_product(device)
+
+
+@functools.cache
+def _probe_product(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    one = torch.ones((), device=device)
+    a = torch.ones(16, 16, device=device).to(_FP8[0])
+    try:
+        torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def multiply(
+    a: Tensor, a_scale: Tensor, b_t: Tensor, b_scale: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """(a a_scale) (b b_scale) of FP8 matrices a [M, K] and b [K, N], which comes as b_t [N, K].
+
+    Through torch._scaled_mm where the device and the sizes allow it (on a GPU K and N are multiples
+    of 16 and not both dtypes float8_e5m2); else in float32.
+    """
+    if torch.is_autocast_enabled(a.device.type):
+        with torch.autocast(a.device.type, enabled=False):
+            return _multiply(a, a_scale, b_t, b_scale, out_dtype)
+    return _multiply(a, a_scale, b_t, b_scale, out_dtype)
+
+
+def _multiply(a, a_scale, b_t, b_scale, out_dtype) -> Tensor:
+    aligned = b_t.shape[0] % 16 == 0 and b_t.shape[1] % 16 == 0
+    both_e5m2 = a.dtype == b_t.dtype == _FP8[1]
+    fits = a.numel() > 0 and b_t.numel() > 0 and (not a.is_cuda or (aligned and not both_e5m2))
+    if fits and _device_multiplies_fp8(a.device):
+        return torch._scaled_mm(a, b_t.t(), a_scale, b_scale, out_dtype=out_dtype)
+    return (a.float() @ b_t.float().t() * (a_scale * b_scale)).to(out_dtype)
+
+
+class _Gradient(torch.autograd.Function):
+    """Makes a carrier of y (or y itself) depend on `source`: x, or the carrier of `x` where that is
+    given. Keeps x as it came, its scales, weight and rstd."""
+
+    @staticmethod
+    def forward(ctx, source, weight, residual, x, x_scale, rstd, updated, y, weight_offset):
+        x = source if x is None else x
+        normalised = x if updated is None else updated
+        ctx.save_for_backward(normalised, x_scale if updated is None else None, weight, rstd)
+        ctx.weight_offset = weight_offset
+        out = _carrier(x.shape, _wide(source.dtype), x.device) if y is None else y.view_as(y)
+        if updated is None:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, updated.view_as(updated)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dresidual=None):
+        x, x_scale, weight, rstd = ctx.saved_tensors
+        nothing = (None,) * 6
+        if dy is None:
+            return dresidual, None, dresidual, *nothing
+        dy = _dense(dy)
+        if dresidual is not None:
+            dresidual = _dense(dresidual.to(dy.dtype))
+        dx, dw = fp8_rmsnorm_backward(dy, x, weight, rstd, x_scale=x_scale,
+                                      weight_offset=ctx.weight_offset,
+                                      residual_grad=dresidual)  # fmt: skip
+        wants = ctx.needs_input_grad
+        return (
+            dx if wants[0] else None,
+            dw if wants[1] else None,
+            dx if wants[2] else None,
+            *nothing,
+        )
+
+
+class _Product(torch.autograd.Function):
+    """y W^T in FP8 with y quantised before; sends the gradient of y to its carrier."""
+
+    @staticmethod
+    def forward(ctx, carrier, weight, q, scale, q_t, gradient_dtype, stochastic):
+        ctx.save_for_backward(weight, scale, q_t)
+        ctx.options = q.dtype, gradient_dtype, stochastic
+        w = fp8_quantize(weight, q.dtype)
+        flat = q.flatten(0, -2)
+        out = multiply(flat, scale, w.q, w.scale, carrier.dtype)
+        return out.view(*q.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        weight, scale, q_t = ctx.saved_tensors
+        fp8_dtype, gradient_dtype, stochastic = ctx.options
+        dout = _dense(dout)
+        flat = dout.flatten(0, -2)
+        wants_y, wants_weight = ctx.needs_input_grad[:2]
+        dtype = _wide(dout.dtype)
+        g = fp8_quantize(flat, gradient_dtype, transpose=_sides(wants_y, wants_weight),
+                         stochastic=stochastic)  # fmt: skip
+        dy = dweight = None
+        if wants_y:
+            w = fp8_quantize(weight, fp8_dtype, transpose="only")
+            dy = multiply(g.q, g.scale, w.q_t, w.scale, dtype)
+            dy = dy.view(*dout.shape[:-1], weight.shape[1])
+        if wants_weight:
+            dweight = multiply(g.q_t, g.scale, q_t, scale, weight.dtype)
+        return dy, dweight, None, None, None, None, None
+
+
+def _sides(rows: bool, columns: bool) -> bool | str:
+    """What `transpose` must be for q to be made if `rows`, and q_t if `columns`."""
+    return (True if rows else "only") if columns else False
+
+
+class Fp8RMSNorm(nn.Module):
+    """RMSNorm whose result is FP8, with a gradient.
+
+    Args:
+        hidden_size: N.
+        eps, weight_offset, fp8_dtype, scaling, group, pow2_scale, scale_layout, transpose, normed,
+            stochastic, numerics: as in `mortar.fp8_rmsnorm`.
+        device, dtype: of the weight, which starts as 1 - weight_offset.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        weight_offset: float = 0.0,
+        fp8_dtype: torch.dtype | None = None,
+        scaling: str = "tensor",
+        group: int = 128,
+        pow2_scale: bool = False,
+        scale_layout: str = "row",
+        transpose: bool | str = True,
+        normed: bool = False,
+        stochastic: bool = False,
+        numerics: str = "fast",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.hidden_size, self.eps, self.weight_offset = hidden_size, eps, weight_offset
+        self.options = {
+            "eps": eps, "weight_offset": weight_offset, "fp8_dtype": fp8_dtype, "scaling": scaling,
+            "group": group, "pow2_scale": pow2_scale, "scale_layout": scale_layout,
+            "transpose": transpose, "normed": normed, "stochastic": stochastic,
+            "numerics": numerics,
+        }  # fmt: skip
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def extra_repr(self) -> str:
+        options = {k: v for k, v in self.options.items() if k in ("eps", "scaling", "numerics")}
+        return ", ".join([str(self.hidden_size), *(f"{k}={v!r}" for k, v in options.items())])
+
+    def forward(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        carrier: Tensor | None = None,
+    ) -> Fp8Output:
+        """Normalises x [M, N] or [B, T, N], as `mortar.fp8_rmsnorm` does.
+
+        Args:
+            x, x_scale, residual: as there. While a gradient is wanted the residual is not
+                overwritten: the updated one is a new tensor.
+            carrier: stands for an FP8 x in autograd's graph: any tensor of x's shape in a wider
+                dtype; its gradient is that of x * x_scale. It is not read.
+
+        Returns:
+            Fp8Output, whose `normed` is y in bfloat16 with normed=True and else, while a gradient
+            is wanted, the carrier of y (see above); what consumes q must send the gradient of y
+            there, as `mortar.nn.fp8_linear` does. `residual` has its gradient too.
+        """
+        return _norm(x, x_scale, self.weight, residual, carrier, self.options)
+
+
+def _norm(x, x_scale, weight, residual, carrier, options) -> Fp8Output:
+    source = x if carrier is None else carrier
+    leaves = (source, weight, residual)
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)):
+        return fp8_rmsnorm(x, weight, x_scale=x_scale, residual=residual, **options)
+    if source.dtype in _FP8 and source.requires_grad:
+        raise TypeError(
+            "Fp8RMSNorm: carrier must be given with an 8-bit x that requires a gradient, got None"
+        )
+    with torch.no_grad():
+        updated = None if residual is None else residual.clone()
+        out = fp8_rmsnorm(x, weight, x_scale=x_scale, residual=updated, **options)
+    y = _Gradient.apply(source, weight, residual, None if carrier is None else x, x_scale, out.rstd,
+                        updated, out.normed, options["weight_offset"])  # fmt: skip
+    if residual is None:
+        return out._replace(normed=y)
+    return out._replace(normed=y[0], residual=y[1])
+
+
+def fp8_linear(
+    activation: Fp8Output,
+    weight: Tensor,
+    *,
+    gradient_dtype: torch.dtype = torch.float8_e5m2,
+    stochastic: bool = False,
+) -> Tensor:
+    """y W^T in FP8, of an activation quantised by `Fp8RMSNorm`.
+
+    The weight is quantised as a whole, in the forward and (transposed) in the backward. There the
+    gradient of the result becomes FP8 as well, and q_t enters the gradient of the weight. Nothing
+    is kept for the backward but q_t, its scale and the weight.
+
+    Args:
+        activation: q [..., N] with one scale for all ("tensor"), q_t, and its carrier in `normed`.
+        weight: [O, N], bfloat16, float16 or float32.
+        gradient_dtype: of the quantised gradient.
+        stochastic: round that gradient stochastically.
+
+    Returns:
+        [..., O] in the dtype of the carrier (bfloat16 where there is none).
+
+    Raises:
+        ValueError: activation has no q, more than one scale, or, where a gradient of the weight is
+            wanted, no q_t.
+    """
+    q, scale, q_t, carrier = activation.q, activation.scale, activation.q_t, activation.normed
+    if q is None or scale is None or scale.ndim != 0:
+        raise ValueError(
+            "fp8_linear: activation must have q and one scale (transpose=True, scaling='tensor'), "
+            f"got {'no q' if q is None else 'a scale of shape ' + str(tuple(scale.shape))}"
+        )
+    wants_weight = torch.is_grad_enabled() and weight.requires_grad
+    if wants_weight and q_t is None:
+        raise ValueError("fp8_linear: activation must have q_t for the weight's gradient, got None")
+    if carrier is None:
+        carrier = _carrier(q.shape, torch.bfloat16, q.device)
+    return _Product.apply(carrier, weight, q, scale, q_t, gradient_dtype, stochastic)
+
+
+class Fp8RMSNormLinear(nn.Module):
+    """RMSNorm, then a linear layer without bias, in FP8 both ways.
+
+    The product goes through torch._scaled_mm where the device has it, and is computed in float32
+    from the same FP8 values elsewhere. Kept for the backward: x as it came, its scales, rstd, q_t
+    and its scale.
+
+    Args:
+        in_features, out_features: N and O.
+        eps, weight_offset, fp8_dtype, stochastic, numerics: as in `mortar.fp8_rmsnorm`.
+        gradient_dtype, stochastic_gradient: the gradient of the result is quantised to this dtype,
+            at random on request.
+        device, dtype: of both weights.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        weight_offset: float = 0.0,
+        fp8_dtype: torch.dtype | None = None,
+        stochastic: bool = False,
+        numerics: str = "fast",
+        gradient_dtype: torch.dtype = torch.float8_e5m2,
+        stochastic_gradient: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.gradient_dtype, self.stochastic_gradient = gradient_dtype, stochastic_gradient
+        self.norm = Fp8RMSNorm(
+            in_features, eps, weight_offset=weight_offset, fp8_dtype=fp8_dtype,
+            stochastic=stochastic, numerics=numerics, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.weight = nn.Parameter(
+            torch.empty(out_features, in_features, device=device, dtype=dtype)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.norm.reset_parameters()
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}"
+
+    def forward(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        carrier: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """[..., O] of x [..., N] in the dtype of x or its carrier (bfloat16 for an FP8 x without
+        one); with a residual the pair of that and the updated residual. Arguments are those of
+        `Fp8RMSNorm`."""
+        wants = torch.is_grad_enabled() and self.weight.requires_grad
+        options = self.norm.options | {"transpose": wants}
+        out = _norm(x, x_scale, self.norm.weight, residual, carrier, options)
+        if out.normed is None:
+            dtype = _wide(x.dtype if carrier is None else carrier.dtype)
+            out = out._replace(normed=_carrier(x.shape, dtype, x.device))
+        y = fp8_linear(out, self.weight, gradient_dtype=self.gradient_dtype,
+                       stochastic=self.stochastic_gradient)  # fmt: skip
+        return y if residual is None else (y, out.residual)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input: one sentence that names function and argument, and nothing written."""
+
+import re
+
+import pytest
+import torch
+
+import mortar
+from conftest import DEVICES
+from fp8_rmsnorm_cases import E4M3, random_case
+
+POISON = 7.0
+
+# (function's keywords after x and weight, the sentence)
+NORM = [
+    ({"weight": torch.ones(31)}, ValueError, "weight must have shape (32), got (31)"),
+    ({"weight": torch.ones(32, dtype=torch.float64)}, TypeError, "weight must have dtype"),
+    ({"weight": torch.ones(64)[::2]}, ValueError, "weight must be contiguous"),
+    ({"weight": None}, TypeError, "weight must be a tensor, got NoneType"),
+    ({"x": [1.0]}, TypeError, "x must be a tensor, got list"),
+    ({"x": torch.ones(4, 32, dtype=torch.int32)}, TypeError, "x must have dtype"),
+    ({"x": torch.ones(32)}, ValueError, "x must have at least 2 dimensions, got (32,)"),
+    ({"x": torch.ones(32, 4).t()}, ValueError, "x must have stride 1 in its last dimension"),
+    ({"x": torch.ones(2, 3, 32)[:, :2]}, ValueError, "x must have leading dimensions that one"),
+    ({"x": torch.ones(3, 2, 32).transpose(0, 1)}, ValueError, "x must have leading dimensions"),
+    ({"x": torch.ones(2, 65537), "weight": torch.ones(65537)}, ValueError,
+     "x must have 1 to 65536 columns, got shape (2, 65537)"),
+    ({"x_scale": torch.ones(4, 2)}, ValueError, "x_scale must be left out for x of float32"),
+    ({"x_scale": 3}, TypeError, "x_scale must be a tensor, got int"),
+    ({"residual": torch.ones(4, 31)}, ValueError, "residual must have shape (4, 32), got (4, 31)"),
+    ({"residual": torch.ones(4, 32).double()}, TypeError, "residual must have dtype"),
+    ({"eps": -1.0}, ValueError, "eps must be positive and finite, got -1"),
+    ({"eps": "small"}, TypeError, "eps must be a number, got"),
+    ({"fp8_dtype": torch.bfloat16}, TypeError,
+     "fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got torch.bfloat16"),
+    ({"scaling": "block"}, ValueError,
+     "scaling must be one of 'tensor', 'row', 'group', got 'block'"),
+    ({"scaling": ["row"]}, ValueError, "scaling must be one of 'tensor', 'row', 'group', got"),
+    ({"numerics": "exact"}, ValueError, "numerics must be one of 'fast', 'compat', got 'exact'"),
+    ({"numerics": "compat", "scaling": "row"}, ValueError, "scaling must be tensor with numerics"),
+    ({"group": 48, "scaling": "group"}, ValueError, "group must be 16, 32, 64 or 128, got 48"),
+    ({"group": 16.0}, TypeError, "group must be an int, got float"),
+    ({"transpose": "both"}, ValueError, "transpose must be False, True or 'only', got 'both'"),
+    ({"scale_layout": "col"}, ValueError, "scale_layout must be 'row', or 'col' with scaling="),
+    ({"scale": torch.ones(1)}, ValueError, "scale must have shape (), got (1)"),
+    ({"scale": torch.ones(4), "scaling": "row", "transpose": True}, TypeError,
+     "scale must be the pair (scale, scale_t) with transpose=True and scaling='row', got Tensor"),
+    ({"scale": torch.ones((), dtype=torch.bfloat16)}, TypeError, "scale must have dtype float32"),
+    ({"scale": 1.0}, TypeError, "scale must be a tensor, got float"),
+]  # fmt: skip
+
+
+def label(value) -> str:
+    return "-".join(value) if isinstance(value, dict) else ""
+
+
+def moved(value, device):
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("changes, kind, sentence", NORM, ids=label)
+def test_norm(device, changes, kind, sentence):
+    arguments = {"x": torch.ones(4, 32), "weight": torch.ones(32)} | changes
+    arguments = {k: moved(v, device) for k, v in arguments.items()}
+    if "residual" not in arguments and getattr(arguments["x"], "ndim", 0) == 2:
+        arguments["residual"] = torch.full(arguments["x"].shape, POISON, device=device)
+    x, weight = arguments.pop("x"), arguments.pop("weight")
+    with pytest.raises(kind, match="^fp8_rmsnorm: " + re.escape(sentence)):
+        mortar.fp8_rmsnorm(x, weight, **arguments)
+    residual = arguments.get("residual")
+    if residual is not None and "residual" not in changes:
+        assert (residual == POISON).all()
+
+
+@pytest.mark.parametrize("groups", [1, 3, 5, 8])
+def test_groups_of_x_that_do_not_fit(device, groups):
+    x = torch.ones(4, 80, device=device).to(E4M3)
+    scale = torch.ones(4, groups, device=device)
+    if groups == 5:
+        scale = scale[:3]
+    with pytest.raises(ValueError, match="^fp8_rmsnorm: x_scale must have shape"):
+        mortar.fp8_rmsnorm(x, torch.ones(80, device=device), x_scale=scale)
+    with pytest.raises(ValueError, match="^fp8_rmsnorm: x_scale "):
+        mortar.fp8_rmsnorm(x, torch.ones(80, device=device))
+
+
+def test_a_residual_over_x(device):
+    x = torch.ones(4, 32, device=device)
+    for residual in (x, x.flatten()[:128].view(4, 32)):
+        with pytest.raises(ValueError, match="^fp8_rmsnorm: .*residual.*x"):
+            mortar.fp8_rmsnorm(x, torch.ones(32, device=device), residual=residual)
+    assert (x == 1).all()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_given_scales_must_be_positive(value):
+    """Read on the CPU alone: a GPU is not waited for."""
+    y = torch.ones(4, 32)
+    with pytest.raises(ValueError, match="^fp8_quantize: scale must be positive and finite"):
+        mortar.fp8_quantize(y, scale=torch.tensor(value))
+
+
+QUANTIZE = [
+    ({"y": torch.ones(4, 32).to(E4M3)}, TypeError, "y must have dtype"),
+    ({"y": None}, TypeError, "y must be a tensor, got NoneType"),
+    ({"y": torch.ones(3)}, ValueError, "y must have at least 2 dimensions, got (3,)"),
+    ({"fp8_dtype": "E4M3"}, TypeError, "fp8_dtype must be torch.float8_e4m3fn or"),
+    ({"scaling": None}, ValueError, "scaling must be one of"),
+]
+
+
+@pytest.mark.parametrize("changes, kind, sentence", QUANTIZE, ids=label)
+def test_quantize(device, changes, kind, sentence):
+    arguments = {"y": torch.ones(4, 32)} | changes
+    with pytest.raises(kind, match="^fp8_quantize: " + re.escape(sentence)):
+        mortar.fp8_quantize(moved(arguments.pop("y"), device), **arguments)
+
+
+def gradient_arguments(device) -> dict:
+    case = random_case(device, (4, 32))
+    return {"dy": torch.ones(4, 32, device=device).bfloat16(), "x": case.x, "weight": case.weight,
+            "rstd": torch.ones(4, device=device)}  # fmt: skip
+
+
+BACKWARD = [
+    ({"dy": torch.ones(4, 31).bfloat16()}, ValueError, "dy must have shape (4, 32), got (4, 31)"),
+    ({"dy": torch.ones(32, 4).t().bfloat16()}, ValueError, "dy must have stride 1"),
+    ({"dy": None}, TypeError, "dy must be a tensor, got NoneType"),
+    ({"rstd": torch.ones(3)}, ValueError, "rstd must have shape (4), got (3)"),
+    ({"rstd": torch.ones(4).bfloat16()}, TypeError, "rstd must have dtype float32"),
+    ({"residual_grad": torch.ones(4, 32)}, TypeError, "residual_grad must have the dtype of dy"),
+    ({"dx": torch.full((4, 32), POISON)}, TypeError, "dx must have the dtype of dy (bfloat16)"),
+    ({"dw": torch.full((31,), POISON)}, ValueError, "dw must have shape (32), got (31)"),
+    ({"accumulate_dw": True}, ValueError, "dw must be given with accumulate_dw, got None"),
+    ({"residual_grad": "none"}, TypeError, "residual_grad must be a tensor, got str"),
+]
+
+
+@pytest.mark.parametrize("changes, kind, sentence", BACKWARD, ids=label)
+def test_backward(device, changes, kind, sentence):
+    arguments = gradient_arguments(device) | {k: moved(v, device) for k, v in changes.items()}
+    dw = torch.full((32,), POISON, device=device)
+    if "dw" not in arguments and "accumulate_dw" not in arguments:
+        arguments["dw"] = dw
+    with pytest.raises(kind, match="^fp8_rmsnorm_backward: " + re.escape(sentence)):
+        mortar.fp8_rmsnorm_backward(**arguments)
+    assert (dw == POISON).all()
+
+
+def test_dx_over_part_of_dy(device):
+    arguments = gradient_arguments(device)
+    room = torch.ones(6, 32, device=device).bfloat16()
+    with pytest.raises(ValueError, match="^fp8_rmsnorm_backward: dx "):
+        mortar.fp8_rmsnorm_backward(**(arguments | {"dy": room[:4], "dx": room[1:5]}))
+    assert (room == 1).all()
+
+
+def test_gradients_are_not_lost_in_silence(device):
+    x, weight = torch.ones(4, 32, device=device), torch.ones(32, device=device)
+    x.requires_grad_()
+    with pytest.raises(RuntimeError, match="^fp8_rmsnorm: has no gradient .* mortar.nn.Fp8RMSNorm"):
+        mortar.fp8_rmsnorm(x, weight)
+    with pytest.raises(RuntimeError, match="^fp8_quantize: has no gradient"):
+        mortar.fp8_quantize(x)
+    with pytest.raises(RuntimeError, match="^fp8_rmsnorm_backward: has no gradient"):
+        mortar.fp8_rmsnorm_backward(x, x, weight, torch.ones(4, device=device))
+    with torch.no_grad():
+        mortar.fp8_rmsnorm(x, weight)
+
+
+if "cuda" in DEVICES:
+
+    def test_mixed_devices():
+        x, weight = torch.ones(4, 32, device="cuda"), torch.ones(32)
+        with pytest.raises(TypeError, match="^fp8_rmsnorm: weight must be on cuda:0, got cpu"):
+            mortar.fp8_rmsnorm(x, weight)
+        with pytest.raises(TypeError, match="^fp8_rmsnorm: residual must be on cuda:0, got cpu"):
+            mortar.fp8_rmsnorm(x, weight.cuda(), residual=torch.ones(4, 32))

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules: values, gradients, what they keep, checkpointing, autocast, torch.compile."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import mortar
+from fp8_rmsnorm_cases import E4M3, E5M2, FLOATS, FP8, assert_same_bytes, random_case
+from mortar.nn import Fp8RMSNorm, Fp8RMSNormLinear, fp8_linear
+from mortar.nn.fp8_rmsnorm import multiply
+from mortar.reference import fp8_rmsnorm as reference
+
+
+def make(device, features=(48, 32), **options) -> Fp8RMSNormLinear:
+    torch.manual_seed(1)
+    layer = Fp8RMSNormLinear(*features, **options)
+    torch.nn.init.normal_(layer.norm.weight, 1.0, 0.2)
+    return layer.to(device)
+
+
+def wide_gradients(layer, x, dout):
+    """Output and gradients in float64, without FP8: of x, the norm's weight and the weight."""
+    leaves = [t.detach().cpu().double().requires_grad_()
+              for t in (x, layer.norm.weight, layer.weight)]  # fmt: skip
+    offset = layer.norm.weight_offset
+    y, _, _ = reference.rmsnorm(leaves[0], leaves[1], weight_offset=offset, eps=layer.norm.eps)
+    out = y @ leaves[2].t()
+    return out.detach(), torch.autograd.grad(out, leaves, dout.cpu().double())
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.cpu().double() - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(64, 48), (2, 5, 48), (1, 48)], ids=str)
+def test_linear_against_float64(device, dtype, shape):
+    """e4m3 is good to 2^-4 of every value, e5m2 to 2^-3; products average over these errors."""
+    layer = make(device, dtype=dtype, weight_offset=0.5)
+    x = torch.randn(shape, device=device).to(dtype).requires_grad_()
+    out = layer(x)
+    assert out.shape == (*shape[:-1], 32) and out.dtype == dtype
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    want, gradients = wide_gradients(layer, x, dout)
+    assert relative(out.detach(), want) < 2**-4
+    for got, expected in zip((x, layer.norm.weight, layer.weight), gradients, strict=True):
+        assert got.grad.dtype == dtype
+        assert relative(got.grad, expected) < 2**-3
+
+
+def test_linear_is_its_parts(device):
+    """The exact FP8 values enter the products, forward and backward."""
+    layer = make(device, (48, 32), gradient_dtype=E5M2)
+    x = torch.randn(64, 48, device=device, requires_grad=True)
+    out = layer(x)
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    with torch.no_grad():
+        norm = mortar.fp8_rmsnorm(x, layer.norm.weight, transpose=True)
+        w = mortar.fp8_quantize(layer.weight, transpose=True)
+        g = mortar.fp8_quantize(dout, E5M2, transpose=True)
+        close = {"rtol": 1e-5, "atol": 1e-5}
+        full = norm.q.float() @ w.q.float().t() * (norm.scale * w.scale)
+        torch.testing.assert_close(out, full, **close)
+        dweight = g.q_t.float() @ norm.q_t.float().t() * (g.scale * norm.scale)
+        torch.testing.assert_close(layer.weight.grad, dweight, **close)
+        dy = g.q.float() @ w.q.float() * (g.scale * w.scale)
+        dx, dw = mortar.fp8_rmsnorm_backward(dy, x, layer.norm.weight, norm.rstd)
+        torch.testing.assert_close(x.grad, dx, **close)
+        torch.testing.assert_close(layer.norm.weight.grad, dw, rtol=1e-4, atol=1e-4)
+
+
+def test_norm_and_linear_are_one(device):
+    """Fp8RMSNorm feeding fp8_linear, twice from one norm, has the gradients of the sum."""
+    layer = make(device)
+    norm = Fp8RMSNorm(48).to(device)
+    norm.weight.data.copy_(layer.norm.weight)
+    x = torch.randn(2, 8, 48, device=device, requires_grad=True)
+    out = layer(x)
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    expected, x.grad = x.grad, None
+    weight = layer.weight.detach().clone().requires_grad_()
+    activation = norm(x)
+    assert activation.normed.shape == x.shape and activation.normed.isnan().all()
+    assert activation.normed.untyped_storage().nbytes() <= 4
+    first, second = (fp8_linear(activation, weight) for _ in range(2))
+    assert_same_bytes(first.detach(), out.detach())
+    (first * dout + second * dout).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * expected)
+    torch.testing.assert_close(weight.grad, 2 * layer.weight.grad)
+
+
+def test_normed_output_has_a_gradient(device):
+    norm = Fp8RMSNorm(48, normed=True, weight_offset=1.0).to(device)
+    x = torch.randn(6, 48, device=device, requires_grad=True)
+    dy = torch.randn(6, 48, device=device)
+    norm(x).normed.float().backward(dy.bfloat16().float())
+    leaves = [t.detach().cpu().double().requires_grad_() for t in (x, norm.weight)]
+    y, _, _ = reference.rmsnorm(*leaves, weight_offset=1.0)
+    want = torch.autograd.grad(y, leaves, dy.bfloat16().cpu().double())
+    assert relative(x.grad, want[0]) < 2**-8 and relative(norm.weight.grad, want[1]) < 2**-8
+
+
+def test_residual(device):
+    """The updated residual is new while a gradient is wanted, and passes its gradient on."""
+    layer = make(device)
+    x, residual = (torch.randn(6, 48, device=device, requires_grad=True) for _ in range(2))
+    before = residual.detach().clone()
+    out, updated = layer(x, residual=residual)
+    assert torch.equal(residual, before) and torch.equal(updated, x + residual)
+    dout, dupdated = torch.randn_like(out), torch.randn_like(updated)
+    torch.autograd.backward([out, updated], [dout, dupdated])
+    assert torch.equal(x.grad, residual.grad)
+    total = updated.detach().requires_grad_()
+    again = copy.deepcopy(layer)
+    again.zero_grad()
+    plain = again(total)
+    plain.backward(dout)
+    assert_same_bytes(plain.detach(), out.detach())
+    torch.testing.assert_close(x.grad, total.grad + dupdated)
+    assert_same_bytes(again.norm.weight.grad, layer.norm.weight.grad)
+    only = layer(x, residual=residual)[1]
+    assert torch.equal(torch.autograd.grad(only, residual, dupdated)[0], dupdated)
+    with torch.no_grad():
+        _, same = layer(x, residual=residual)
+    assert same is residual and torch.equal(residual, updated)
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_8_bit_input_by_its_carrier(device, dtype):
+    """The gradient of x * x_scale arrives at the carrier in its own wide dtype."""
+    case = random_case(device, (64, 48), dtype)
+    layer = make(device, fp8_dtype=E4M3)
+    wide = reference.dequantize(case.x, case.x_scale).float().requires_grad_()
+    carrier = torch.empty(64, 48, device=device, requires_grad=True)
+    out = layer(case.x, case.x_scale, carrier=carrier)
+    assert out.dtype == torch.float32
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    layer.zero_grad()
+    layer(wide).backward(dout)
+    torch.testing.assert_close(carrier.grad, wide.grad, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        assert layer(case.x, case.x_scale).dtype == torch.bfloat16
+
+
+def saved_by(function) -> list[torch.Tensor]:
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        function()
+    return saved
+
+
+def test_what_is_kept(device):
+    """x as it came, its scales, rstd, q_t and its scale, and the weights: nothing else, and of
+    activations nothing in bfloat16."""
+    case = random_case(device, (64, 48), E4M3)
+    layer = make(device, dtype=torch.bfloat16)
+    carrier = torch.empty(64, 48, dtype=torch.bfloat16, device=device, requires_grad=True)
+    saved = saved_by(lambda: layer(case.x, case.x_scale, carrier=carrier))
+    pointers = {t.data_ptr() for t in (*layer.parameters(), case.x_scale)}
+    kept = [t for t in saved if t.data_ptr() not in pointers]
+    assert sorted((str(t.dtype), tuple(t.shape)) for t in kept) == [
+        ("torch.float32", ()), ("torch.float32", (64,)),
+        ("torch.float8_e4m3fn", (48, 64)), ("torch.float8_e4m3fn", (64, 48)),
+    ]  # fmt: skip
+    assert any(t.data_ptr() == case.x.data_ptr() for t in kept)
+
+
+def test_frozen_parts_cost_nothing(device):
+    layer = make(device)
+    x = torch.randn(16, 48, device=device)
+    layer.weight.requires_grad_(False)
+    saved = saved_by(lambda: layer(x))
+    assert not any(t.dtype in FP8 for t in saved)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None and layer.norm.weight.grad is not None
+    layer.requires_grad_(False)
+    assert not layer(x).requires_grad
+
+
+@pytest.mark.parametrize("sizes", [(16, 32, 48), (5, 7, 3), (0, 16, 16), (33, 16, 32)], ids=str)
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2)], ids=str)
+def test_products(device, sizes, dtypes):
+    """With any sizes, whether the device multiplies FP8 or not."""
+    m, k, n = sizes
+    a = torch.randn(m, k, device=device).to(dtypes[0])
+    b_t = torch.randn(n, k, device=device).to(dtypes[1])
+    scales = [torch.tensor(s, device=device) for s in (0.5, 3.0)]
+    want = (a.double() @ b_t.double().t()) * 1.5
+    got = multiply(a, scales[0], b_t, scales[1], torch.float32)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_checkpointing_recomputes_the_same_bytes(device, stochastic):
+    layer = make(device, stochastic=stochastic, stochastic_gradient=stochastic)
+    x = torch.randn(32, 48, device=device)
+    dout = torch.randn(32, 32, device=device)
+    results = []
+    for wrap in (False, True):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(5)
+        out = checkpoint(layer, leaf, use_reentrant=False) if wrap else layer(leaf)
+        torch.manual_seed(6)
+        out.backward(dout)
+        results.append([out.detach(), leaf.grad, layer.weight.grad, layer.norm.weight.grad])
+    for a, b in zip(*results, strict=True):
+        assert_same_bytes(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_leaves_it_alone(device, dtype):
+    layer = make(device, (24, 20), dtype=dtype)
+    x = torch.randn(8, 24, device=device, dtype=dtype, requires_grad=True)
+    plain = layer(x)
+    gradient = torch.autograd.grad(plain, x, torch.ones_like(plain))[0]
+    with torch.autocast(device.type, torch.bfloat16):
+        out = layer(x)
+        again = torch.autograd.grad(out, x, torch.ones_like(out))[0]
+    assert_same_bytes(out.detach(), plain.detach())
+    assert_same_bytes(gradient, again)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_compiles(device, backend, residual):
+    torch._dynamo.reset()
+    layer = make(device)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    x = torch.randn(2, 16, 48, device=device)
+    added = torch.randn_like(x) if residual else None
+    results = []
+    for function in (layer, compiled):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        other = added.clone().requires_grad_() if residual else None
+        out = function(leaf, residual=other)
+        outputs = out if residual else (out,)
+        sum(o.square().sum() for o in outputs).backward()
+        results.append([*(o.detach() for o in outputs), leaf.grad, layer.weight.grad,
+                        layer.norm.weight.grad])  # fmt: skip
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_state_dict_and_repr(device):
+    layer = make(device)
+    assert {n: tuple(p.shape) for n, p in layer.named_parameters()} == {
+        "weight": (32, 48), "norm.weight": (48,),
+    }  # fmt: skip
+    assert "48, 32" in repr(layer) and "scaling='tensor'" in repr(layer)
+    twin = copy.deepcopy(layer)
+    x = torch.randn(4, 48, device=device)
+    assert_same_bytes(twin(x).detach(), layer(x).detach())
+
+
+def test_errors(device):
+    case = random_case(device, (4, 48), E4M3)
+    norm = Fp8RMSNorm(48).to(device)
+    with pytest.raises(TypeError, match="^Fp8RMSNorm: carrier must be given with an 8-bit x"):
+        norm(case.x.requires_grad_(), case.x_scale)
+    x, weight = torch.randn(4, 48, device=device), torch.randn(8, 48, device=device)
+    with torch.no_grad():
+        rows = Fp8RMSNorm(48, scaling="row").to(device)(x)
+        flat = Fp8RMSNorm(48, transpose=False).to(device)(x)
+        alone = Fp8RMSNorm(48, transpose="only").to(device)(x)
+    with pytest.raises(ValueError, match=r"^fp8_linear: activation .* scale of shape \(4,\)"):
+        fp8_linear(rows, weight)
+    with pytest.raises(ValueError, match="^fp8_linear: activation .* got no q"):
+        fp8_linear(alone, weight)
+    with pytest.raises(ValueError, match="^fp8_linear: activation must have q_t .* got None"):
+        fp8_linear(flat, weight.requires_grad_())
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        layer = make(device)
+        leaf = x.requires_grad_()
+        dx = torch.autograd.grad(layer(leaf), leaf, torch.ones(4, 32, device=device,
+                                 requires_grad=True), create_graph=True)[0]  # fmt: skip
+        dx.sum().backward()
