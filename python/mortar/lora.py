@@ -15,12 +15,13 @@ bfloat16 in any mixture; products are summed in float32. Results are bitwise rep
 token's result does not depend on the rest of its batch.
 
 The same ops are ``torch.ops.mortar.lora_plan``, ``lora_shrink``, ``lora_expand`` and
-``lora_apply`` (the last three with an overload ``.table``). They write into their arguments and
-return nothing, work on CPU and CUDA on the current stream, never synchronise, and may be captured
-into CUDA graphs or traced by ``torch.compile(fullgraph=True)``. They are for inference: arguments
-that require gradients are refused (RuntimeError) while gradients are enabled, when every call looks
-at all tensors of its weights, and so are those with tangents of forward-mode AD. Inputs may be
-negative-bit views, outputs not (ValueError).
+``lora_apply`` (the last three with an overload ``.table``). They take ``plan.data``, write into
+their arguments and return nothing, work on CPU and CUDA on the current stream, never synchronise,
+and may be captured into CUDA graphs or traced by ``torch.compile(fullgraph=True)``.
+
+They are for inference: arguments that require gradients are refused (RuntimeError) while gradients
+are enabled, when every call looks at all tensors of its weights, and so are those with tangents of
+forward-mode AD. Inputs may be negative-bit views, outputs not (ValueError).
 
 A plan also keeps the workspace that ``apply`` and ``shrink`` need between their kernels: a tensor
 of PyTorch's allocator, taken by the first layer, shared by all, larger where a layer needs more.
