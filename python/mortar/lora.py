@@ -51,6 +51,10 @@ __all__ = ["Plan", "PlanReport", "Weights", "apply", "check", "expand", "plan", 
 _CHECK_EVERY_PLAN = os.environ.get("MORTAR_DEBUG_CHECKS", "0") not in ("", "0")
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
+# What torch.cuda's own functions call; only builds of PyTorch with CUDA have them.
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 # Eager calls go straight to these. They return 0 for what only the ops can take or refuse.
 _plan_now, _shrink_now = torch_function("torch_lora_plan"), torch_function("torch_lora_shrink")
 _expand_now, _apply_now = torch_function("torch_lora_expand"), torch_function("torch_lora_apply")
@@ -82,9 +86,9 @@ def _memory_place(x: torch.Tensor) -> tuple[int, int] | None:
     if not x.is_cuda:
         return (-1, 0) if x.is_cpu else None
     device = x.get_device()
-    if device != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing():
+    if device != _current_device() or _is_capturing():
         return None
-    return (device, torch._C._cuda_getCurrentRawStream(device))
+    return (device, _current_stream(device))
 
 
 class _PlanFields(NamedTuple):
