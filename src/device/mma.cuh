@@ -19,6 +19,12 @@ __device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&r)[4], std::uint32_t
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row));
 }
+/// The same, each matrix transposed.
+__device__ __forceinline__ void ldmatrix_x4_transposed(std::uint32_t (&r)[4], std::uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row));
+}
 /// Two 8x8 matrices; lanes 0 .. 15 give the row addresses.
 __device__ __forceinline__ void ldmatrix_x2(std::uint32_t& r0, std::uint32_t& r1,
                                             std::uint32_t row) {

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of LoRA training share: operands, the table of pairs, and which rows a tile has.
+#pragma once
+
+#include <cstdint>
+
+#include "lora/plan_layout.h"
+#include "lora/train/cuda/config.h"
+#include "lora/train/problem.h"
+
+namespace mortar::lora::train::cuda {
+
+/// One (adapter, slice) as kernels read it.
+struct PairEntry {
+  Matrix a, b, da, db;
+  float factor;
+  std::uint32_t threshold;
+  int rank;
+  int adds;  ///< bit 0: to da, bit 1: to db
+};
+
+/// Pairs by (adapter, slice): in the parameters themselves for one adapter, else in the workspace.
+struct PairTable {
+  const PairEntry* entries;  ///< null: `own`
+  int num_slices;
+  PairEntry own[kLoraMaxSlices];
+
+  __device__ const PairEntry& get(std::int64_t adapter, int slice) const {
+    return entries == nullptr ? own[slice] : entries[adapter * num_slices + slice];
+  }
+};
+
+/// Rows of the batch by adapter: groups of positions, and the row at each.
+struct RowGroups {
+  const std::int32_t* offsets;  ///< segments
+  const std::int32_t* groups;   ///< of the plan: {adapter, start, count, 0}
+  const std::int32_t* sorted;   ///< of the plan: the row at a position
+  const std::int32_t* header;   ///< of the plan
+  std::int64_t num_rows;
+  int num_adapters;
+};
+
+/// Rows `start` to `start + count - 1` of an adapter, by position. `adapter` -1: base rows.
+struct RowTile {
+  int adapter = -1;
+  std::int64_t start = 0;
+  int count = 0;
+};
+
+/// Columns of h that a slice has.
+struct HiddenColumns {
+  int first[kLoraMaxSlices];
+  int rank[kLoraMaxSlices];  ///< R_s
+  int num_slices;
+  int width;
+};
+
+#ifdef __CUDACC__
+
+__device__ inline int group_count(const RowGroups& g) {
+  if (g.groups == nullptr) return g.num_adapters;
+  const int most = static_cast<int>(g.num_rows < g.num_adapters ? g.num_rows : g.num_adapters);
+  return min(max(g.header[kPlanNumGroups], 0), most);
+}
+
+/// Group i, cut to the rows that there are.
+__device__ inline RowTile group_at(const RowGroups& g, int i) {
+  RowTile t;
+  std::int64_t start, count;
+  if (g.groups != nullptr) {
+    t.adapter = g.groups[kPlanEntryWords * i];
+    start = g.groups[kPlanEntryWords * i + 1];
+    count = g.groups[kPlanEntryWords * i + 2];
+  } else if (g.offsets != nullptr) {
+    t.adapter = i;
+    start = g.offsets[i];
+    count = std::int64_t{g.offsets[i + 1]} - start;
+  } else {
+    t.adapter = 0;
+    start = 0;
+    count = g.num_rows;
+  }
+  const bool good =
+      t.adapter >= 0 && t.adapter < g.num_adapters && start >= 0 && start < g.num_rows && count > 0;
+  t.start = good ? start : 0;
+  t.count = good ? static_cast<int>(min(count, g.num_rows - start)) : 0;
+  return t;
+}
+
+/// Where tiles of `rows` rows, numbered through all groups, fall. Called by whole warps; found(t,
+/// first, tiles) is asked for each group by one lane and says whether it is the one sought, which
+/// all lanes then get, with the number of its first tile.
+template <class Found>
+__device__ inline RowTile find_group(const RowGroups& g, int rows, int* first_tile,
+                                     const Found& found) {
+  const int lane = threadIdx.x % 32, groups = group_count(g);
+  int before = 0;
+  for (int base = 0; base < groups; base += 32) {
+    const RowTile own = base + lane < groups ? group_at(g, base + lane) : RowTile{};
+    const int tiles = (own.count + rows - 1) / rows;
+    int sum = tiles;
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
+    }
+    const int first = before + sum - tiles;
+    const unsigned hit = __ballot_sync(0xffffffffu, own.count > 0 && found(own, first, tiles));
+    if (hit != 0) {
+      const int source = __ffs(static_cast<int>(hit)) - 1;
+      RowTile t;
+      t.adapter = __shfl_sync(0xffffffffu, own.adapter, source);
+      t.start = __shfl_sync(0xffffffffu, static_cast<int>(own.start), source);
+      t.count = __shfl_sync(0xffffffffu, own.count, source);
+      *first_tile = __shfl_sync(0xffffffffu, first, source);
+      return t;
+    }
+    before += __shfl_sync(0xffffffffu, sum, 31);
+  }
+  *first_tile = before;
+  return {};
+}
+
+/// Tile `index` of `rows` rows; with count 0 if there are fewer. With `base_rows`, those without an
+/// adapter follow the others, in tiles of their own.
+__device__ inline RowTile row_tile(const RowGroups& g, int index, int rows, bool base_rows) {
+  int first = 0;
+  RowTile t = find_group(g, rows, &first, [&](const RowTile&, int begin, int tiles) {
+    return index >= begin && index < begin + tiles;
+  });
+  if (t.count > 0) {
+    const int skip = (index - first) * rows;
+    t.start += skip;
+    t.count = min(rows, t.count - skip);
+    return t;
+  }
+  if (!base_rows || g.groups == nullptr) return t;
+  const std::int64_t active =
+      min(max(std::int64_t{g.header[kPlanNumActive]}, std::int64_t{0}), g.num_rows);
+  t.start = active + std::int64_t{index - first} * rows;
+  t.count = static_cast<int>(max(min(std::int64_t{rows}, g.num_rows - t.start), std::int64_t{0}));
+  return t;
+}
+
+/// The row at a position; positions come from row_tile(). Entries that name no row give -1.
+__device__ inline std::int64_t row_at(const RowGroups& g, std::int64_t position) {
+  if (g.sorted == nullptr) return position;
+  const std::int64_t row = g.sorted[position];
+  return row >= 0 && row < g.num_rows ? row : -1;
+}
+
+#endif
+
+}  // namespace mortar::lora::train::cuda
