@@ -32,7 +32,7 @@ class Target:
 
 
 #: Every kernel row has to beat what people use today.
-_PEERS = {"cublas": 1.0, "vllm": 1.0, "torch": 1.0, "triton": 1.0}
+_PEERS = {"cublas": 1.0, "vllm": 1.0, "torch": 1.0, "triton": 1.0, "library": 1.0}
 
 
 def _kernel(must: tuple[float, float], aim: tuple[float, float]) -> Target:
@@ -55,12 +55,19 @@ TARGETS: dict[str, Target] = {
     "conv_step": _kernel((2.5, 1.3), (2.2, 1.1)),
     "conv_width": _kernel((2.0, 1.3), (2.0, 1.1)),  # W other than 4, forward and backward
     "conv_packed": _versus({"dense": 1 / 1.05}),  # against dense of the same size
+    "norm_forward": _kernel((3.0, 1.45), (3.0, 1.15)),  # x fits on the chip, up to 33 MB
+    "norm_forward_large": _kernel((3.0, 1.45), (3.0, 1.36)),  # it is read twice
+    "norm_one_pass": _kernel((3.0, 1.25), (2.0, 1.1)),
+    "norm_backward": _kernel((3.0, 1.25), (2.0, 1.08)),
+    "norm_compat": _versus({"fast": 1 / 1.15, "triton": 1.0}),
     # Host cost of an eager call, against torch.mul into a given tensor, timed in turn with it
     "host_apply": _versus({"torch.mul": 1 / 2.0}),
     "host": _versus({"torch.mul": 1 / 1.6}),  # every other op
+    "host_grad": _versus({"torch.mul": 1 / 4.0}),  # of a module, gradients wanted
     # CPU, interleaved with the yardsticks
     "cpu_lora_mixed": _versus({"peft": 1.5, "torch": 1.0}),
     "cpu_lora_one_fp32": _versus({"torch": 1.5}),
     "cpu_lora_one_bf16": _versus({"torch": 0.8}, aim={"torch": 1.0}),
     "cpu_conv": _versus({"torch": 1.5}),
+    "cpu_norm": _versus({"torch": 1.5}),
 }
