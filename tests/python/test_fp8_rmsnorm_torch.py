@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators under PyTorch's own checks, and eager calls, which pass by the dispatcher."""
+
+import pytest
+import torch
+
+import mortar
+import mortar._fp8_ops as ops
+from fp8_rmsnorm_cases import (
+    E4M3,
+    SCALINGS,
+    assert_same_bytes,
+    assert_same_output,
+    random_case,
+    run,
+)
+from mortar.fp8 import Fp8Output
+
+
+def outputs(shape, device, transpose=True):
+    m, n = shape
+    make = lambda *s, d=torch.float32: torch.zeros(s, dtype=d, device=device)  # noqa: E731
+    return (make(m, n, d=E4M3), make(), make(n, m, d=E4M3) if transpose else None, None, make())
+
+
+def test_opcheck(device):
+    """Without its comparisons of values where outputs are 8-bit floats, which it cannot compare:
+    the two tests below do that."""
+    case = random_case(device, (6, 32))
+    rstd, normed = torch.zeros(6, device=device), torch.zeros_like(case.x)
+    q, scale, q_t, _, amax = outputs((6, 32), device)
+    args = (case.x, None, case.weight, None, None, q, scale, q_t, None, amax, rstd, normed,
+            1e-5, 0.0, 0, 128, False, False, 0)  # fmt: skip
+    checks = ("test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.mortar.fp8_rmsnorm_out.default, args, test_utils=checks)
+    dy = torch.randn_like(case.x)
+    rstd = torch.rand(6, device=device) + 0.5
+    args = (dy, case.x, None, case.weight, rstd, None, torch.zeros_like(dy),
+            torch.zeros_like(case.weight), 0.0, False)  # fmt: skip
+    torch.library.opcheck(torch.ops.mortar.fp8_rmsnorm_backward_out.default, args)
+    args = (case.x, None, *outputs((6, 32), device), 0, 128, False, False, 0)
+    torch.library.opcheck(torch.ops.mortar.fp8_quantize_out.default, args, test_utils=checks)
+
+
+def test_only_what_the_schema_names_is_written(device):
+    case = random_case(device, (6, 64), E4M3)
+    q, scale, q_t, _, amax = outputs((6, 64), device)
+    rstd = torch.zeros(6, device=device)
+    inputs = (case.x, case.x_scale, case.weight)
+    before = [t.clone() for t in inputs]
+    torch.ops.mortar.fp8_rmsnorm_out(
+        case.x, case.x_scale, case.weight, None, None, q, scale, q_t, None, amax, rstd, None,
+        1e-5, 0.0, 0, 128, False, False, 0,
+    )  # fmt: skip
+    for a, b in zip(inputs, before, strict=True):
+        assert_same_bytes(a, b)
+    assert scale > 0 and amax > 0 and (rstd > 0).all() and q_t.float().abs().max() == 448
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_functions_compile(device, scaling, backend):
+    torch._dynamo.reset()
+    case = random_case(device, (2, 5, 64), E4M3)
+    compiled = torch.compile(mortar.fp8_rmsnorm, fullgraph=True, backend=backend)
+    options = {"x_scale": case.x_scale, "scaling": scaling, "transpose": True, "normed": True}
+    assert_same_output(compiled(case.x, case.weight, **options),
+                       mortar.fp8_rmsnorm(case.x, case.weight, **options))  # fmt: skip
+
+
+def test_compiled_residual_and_noise(device):
+    torch._dynamo.reset()
+    case = random_case(device, (6, 64), residual=torch.bfloat16)
+    compiled = torch.compile(mortar.fp8_rmsnorm, fullgraph=True, backend="aot_eager")
+    first, second = case.residual.clone(), case.residual.clone()
+    got = compiled(case.x, case.weight, residual=first)
+    want = mortar.fp8_rmsnorm(case.x, case.weight, residual=second)
+    assert_same_bytes(first, second)
+    assert_same_bytes(got.q, want.q)
+    noisy = [compiled(case.x, case.weight, stochastic=True).q.view(torch.uint8) for _ in range(2)]
+    assert (noisy[0] != noisy[1]).any()
+
+
+def test_the_ops_give_the_same(device, monkeypatch):
+    """Every eager call takes the short way, and the way through the dispatcher agrees."""
+    case = random_case(
+        device, (2, 5, 96), E4M3, transpose=True, normed=True, residual=torch.float32
+    )
+    dy = torch.randn(2, 5, 96, device=device).bfloat16()
+    done = []
+    for name in ("_forward_now", "_backward_now", "_quantize_now"):
+        function = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *a, f=function: done.append(f(*a)) or done[-1])
+
+    def results():
+        norm = run(case)
+        dx, dw = mortar.fp8_rmsnorm_backward(dy, norm.residual, case.weight, norm.rstd)
+        return norm, dx, dw, mortar.fp8_quantize(dy, transpose=True)
+
+    want = results()
+    assert done == [1, 1, 1]
+    for name in ("_forward_now", "_backward_now", "_quantize_now"):
+        monkeypatch.setattr(ops, name, lambda *a: 0)
+    for a, b in zip(results(), want, strict=True):
+        if isinstance(a, Fp8Output):
+            assert_same_output(a, b)
+        else:
+            assert_same_bytes(a, b)
+
+
+def test_meta_and_fake_tensors(device):
+    case = random_case(torch.device("meta"), (6, 64), transpose=True)
+    out = run(case)
+    assert out.q.is_meta and out.q.shape == (6, 64) and out.q_t.shape == (64, 6)
+    dx, dw = mortar.fp8_rmsnorm_backward(case.x, case.x, case.weight, out.rstd)
+    assert dx.is_meta and dw.is_meta
+
+
+def test_an_updated_residual_is_noticed(device):
+    """A backward that needs what it held before says so."""
+    case = random_case(device, (6, 64), torch.float32, residual=torch.float32)
+    w = torch.ones(64, device=device, requires_grad=True)
+    total = (case.residual * w).sum()
+    mortar.fp8_rmsnorm(case.x, case.weight, residual=case.residual)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_the_record(device):
+    out = run(random_case(device, (4, 32)))
+    assert Fp8Output._fields == (
+        "q",
+        "scale",
+        "q_t",
+        "scale_t",
+        "rstd",
+        "amax",
+        "residual",
+        "normed",
+    )
+    assert out.q_t is None and out.scale_t is None and out.normed is None
