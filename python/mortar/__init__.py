@@ -14,7 +14,16 @@ from . import _ffi
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("adapter_store", "compat", "dynamic_conv", "fp8", "lora", "nn", "reference")
+_SUBMODULES = (
+    "adapter_store",
+    "compat",
+    "dynamic_conv",
+    "fp8",
+    "lora",
+    "lora_train",
+    "nn",
+    "reference",
+)
 # Modules with torch ops, and a function that the library has where it was built with them.
 _OP_FAMILIES = {
     "lora": "lora_plan",

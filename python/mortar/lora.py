@@ -32,6 +32,8 @@ from the graph's memory, so that what a plan keeps never enters a graph.
 A wrong argument raises ValueError (shape, size, stride, alignment, overlap) or TypeError (dtype,
 device) before anything is written. Ids outside [-1, L) count as -1; ``check`` reports them.
 
+Training is ``linear`` and ``mixed_linear`` (lora_train.py), which have gradients.
+
 The method is that of Punica (arXiv:2310.18547) and S-LoRA (arXiv:2311.03285).
 """
 
@@ -45,8 +47,20 @@ from . import _lora_ops as ops
 from ._ffi import lib, torch_function
 from ._library import is_eager
 from ._lora_weights import Weights
+from .lora_train import linear, mixed_linear
 
-__all__ = ["Plan", "PlanReport", "Weights", "apply", "check", "expand", "plan", "shrink"]
+__all__ = [
+    "Plan",
+    "PlanReport",
+    "Weights",
+    "apply",
+    "check",
+    "expand",
+    "linear",
+    "mixed_linear",
+    "plan",
+    "shrink",
+]
 
 _CHECK_EVERY_PLAN = os.environ.get("MORTAR_DEBUG_CHECKS", "0") not in ("", "0")
 _is_grad_enabled = torch.is_grad_enabled

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators ``torch.ops.mortar.lora_train*`` and their gradient; users want lora_train.py.
+
+A call has L adapters and S slices. ``a`` and ``b`` hold the matrices that are there, ``places``
+tells of each pair where: l * S + s. ``scales`` has one entry per pair, ``p`` one per adapter,
+``widths`` one per slice. Rows are 2-D here: [M, K] and [M, N_s].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+from ._ffi import lib, torch_function
+from ._library import define, is_eager
+from .reference import lora_train as reference
+
+_forward, _backward = lib.lora_train_forward, lib.lora_train_backward
+# These cost the host less, and return 0 for what only the others can take or refuse.
+_forward_now = torch_function("torch_lora_train_forward")
+_backward_now = torch_function("torch_lora_train_backward")
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class Layer(NamedTuple):
+    """What describes a call beside its tensors."""
+
+    widths: tuple[int, ...]
+    places: tuple[int, ...]
+    scales: tuple[float, ...]
+    p: tuple[float, ...]
+    drops_delta: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, bool]:
+        return len(self.widths), len(self.p), self.drops_delta
+
+    def spread(self, values: Sequence, absent) -> list:
+        """One value per adapter and slice of one per pair."""
+        if len(self.places) == len(self.widths) * len(self.p):
+            return list(values)
+        out = [absent] * (len(self.widths) * len(self.p))
+        for place, value in zip(self.places, values, strict=True):
+            out[place] = value
+        return out
+
+
+class Rows(NamedTuple):
+    """Where masks and the adapter of a row come from."""
+
+    rng: Tensor | None
+    offsets: Tensor | None
+    plan: Tensor | None
+
+
+def hidden_width(layer: Layer, a: Sequence[Tensor]) -> int:
+    """Columns of h: the ranks of the slices, each rounded up to a multiple of 8."""
+    ranks = [0] * len(layer.widths)
+    for place, matrix in zip(layer.places, a, strict=True):
+        s = place % len(ranks)
+        ranks[s] = max(ranks[s], matrix.shape[0])
+    return sum(-(-rank // 8) * 8 for rank in ranks)
+
+
+# ---- calls of the library ------------------------------------------------------------------------
+
+
+def _interleave(*lists: Sequence) -> list:
+    return [value for group in zip(*lists, strict=True) for value in group]
+
+
+def _exact(layer: Layer, rows: Rows, a, b, num_rows: int) -> reference.Problem:
+    """The call as the reference takes it: float64 is for gradcheck, and no kernel's business."""
+    if rows.plan is not None:
+        raise TypeError(
+            "lora_train: x must be float32, float16 or bfloat16 with a plan, got float64"
+        )
+    slices, adapters, _ = layer.sizes
+    if rows.offsets is None:
+        row_adapter = torch.zeros(num_rows, dtype=torch.int64)
+    else:
+        row_adapter = torch.arange(adapters).repeat_interleave(rows.offsets.cpu().long().diff())
+    pairs = layer.spread(list(zip(a, b, strict=True)), None)
+    scales = layer.spread(layer.scales, 0.0)
+    cut = range(0, adapters * slices, slices)
+    return reference.Problem(
+        [pairs[i : i + slices] for i in cut], [scales[i : i + slices] for i in cut],
+        row_adapter.to(a[0].device), layer.widths, layer.p, layer.drops_delta, rows.rng,
+    )  # fmt: skip
+
+
+def run_forward(layer: Layer, rows: Rows, x, h, y, base, a, b) -> None:
+    """Writes y (a list) and, unless it is None, h."""
+    if x.dtype is torch.float64:
+        results = reference.forward(_exact(layer, rows, a, b, x.shape[0]), x, base or None)
+        for out, result in zip(y, results, strict=True):
+            out.copy_(result)
+        return
+    base = base or [None] * len(y)
+    pa, pb = layer.spread(a, None), layer.spread(b, None)
+    scales = layer.spread(layer.scales, 1.0)
+    tensors = (x, h, None, *rows, *y, *base, *_interleave(pa, pb))
+    if is_eager(x) and _forward_now(id(tensors), *layer.sizes, *layer.p, *scales):
+        return
+    pairs = _interleave(pa, pb, scales)
+    _forward(*layer.sizes, x, h, None, *rows, *layer.p, *y, *base, *pairs)
+
+
+def run_backward(layer: Layer, rows: Rows, dy, x, h, dx, add_dx, a, b, grads) -> None:
+    """grads: (da, db, add_a, add_b) of every pair, None for a frozen one."""
+    da, db, add_a, add_b = (layer.spread(values, None) for values in zip(*grads, strict=True))
+    add_a, add_b = ([bool(value) for value in values] for values in (add_a, add_b))
+    pa, pb = layer.spread(a, None), layer.spread(b, None)
+    scales = layer.spread(layer.scales, 1.0)
+    tensors = (x, h, dx, None, *rows, *dy, *_interleave(pa, pb), *_interleave(da, db))
+    numbers = (*layer.sizes, add_dx, *layer.p, *scales, *_interleave(add_a, add_b))
+    if is_eager(dy[0]) and _backward_now(id(tensors), *numbers):
+        return
+    pairs, out = _interleave(pa, pb, scales), _interleave(da, db, add_a, add_b)
+    _backward(*layer.sizes, add_dx, x, h, dx, None, *rows, *layer.p, *dy, *pairs, *out)
+
+
+def _exact_gradients(layer: Layer, rows: Rows, dy, x, a, b) -> list[Tensor]:
+    """dx, then every dA, then every dB, in float64."""
+    problem = _exact(layer, rows, a, b, dy[0].shape[0])
+    x = x if x is not None else dy[0].new_zeros(dy[0].shape[0], a[0].shape[1])
+    dx, da, db = reference.backward(problem, x, dy)
+    slices = len(layer.widths)
+    pick = [divmod(place, slices) for place in layer.places]
+    return [dx, *(da[i][s] for i, s in pick), *(db[i][s] for i, s in pick)]
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+
+def _outputs(x, a, layer: Layer, dtype, save_h) -> list[Tensor]:
+    """Unfilled y of every slice, and h, which is empty unless it is saved."""
+    rows = x.shape[0]
+    y = [x.new_empty(rows, width, dtype=dtype) for width in layer.widths]
+    columns = hidden_width(layer, a) if save_h else 0
+    return [*y, x.new_empty(rows if save_h else 0, columns, dtype=a[0].dtype)]
+
+
+def _layer(widths, places, scales, p, drops_delta) -> Layer:
+    return Layer(tuple(widths), tuple(places), tuple(scales), tuple(p), drops_delta)
+
+
+def _train(
+    x, base, a, b, rng, offsets, plan, widths, places, scales, p, drops_delta, dtype, save_h
+):
+    layer = _layer(widths, places, scales, p, drops_delta)
+    *y, h = outputs = _outputs(x, a, layer, dtype, save_h)
+    run_forward(layer, Rows(rng, offsets, plan), x, h if save_h else None, y, base, a, b)
+    return outputs
+
+
+def _train_fake(
+    x, base, a, b, rng, offsets, plan, widths, places, scales, p, drops_delta, dtype, save_h
+):
+    return _outputs(x, a, _layer(widths, places, scales, p, drops_delta), dtype, save_h)
+
+
+def _train_autograd(
+    x, base, a, b, rng, offsets, plan, widths, places, scales, p, drops_delta, dtype, save_h
+):
+    if wants_gradient(x, base, a, b):
+        layer = _layer(widths, places, scales, p, drops_delta)
+        call = Call(layer, Rows(rng, offsets, plan), len(base), dtype, save_h, False)
+        y = _Linear.apply(call, x, *base, *a, *b)
+        # h has no gradient, and belongs to the node that has just been made.
+        return [*(y if isinstance(y, tuple) else (y,)), x.new_empty(0, 0, dtype=a[0].dtype)]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _op(
+            x, base, a, b, rng, offsets, plan, widths, places, scales, p, drops_delta, dtype, save_h
+        )
+
+
+def _train_out(x, base, a, b, y, h, rng, offsets, plan, widths, places, scales, p, drops_delta):
+    refuse_gradient("lora_train_out", x, base, a, b)
+    layer = _layer(widths, places, scales, p, drops_delta)
+    run_forward(layer, Rows(rng, offsets, plan), x, h, y, base, a, b)
+    if _is_grad_enabled():
+        increment_version([*y, *([] if h is None else [h])])
+
+
+def _gradient_buffers(dy, a, b, wants, dx_dtype) -> list[Tensor | None]:
+    """dx, then every dA, then every dB; None where it is not wanted."""
+    dx = dy[0].new_empty(dy[0].shape[0], a[0].shape[1], dtype=dx_dtype) if wants[0] else None
+    weights = zip((*a, *b), wants[1:], strict=True)
+    return [dx, *(w.new_empty(w.shape) if wanted else None for w, wanted in weights)]
+
+
+def gradients(layer: Layer, rows: Rows, dy, x, h, a, b, wants, dx_dtype) -> list[Tensor | None]:
+    """New tensors: dx, then every dA, then every dB; None where it is not wanted."""
+    if dy[0].dtype is torch.float64:
+        found = _exact_gradients(layer, rows, dy, x, a, b)
+        return [value if wanted else None for value, wanted in zip(found, wants, strict=True)]
+    out = _gradient_buffers(dy, a, b, wants, dx_dtype)
+    pairs = len(a)
+    never = (False,) * pairs
+    grads = list(zip(out[1 : 1 + pairs], out[1 + pairs :], never, never, strict=True))
+    run_backward(layer, rows, dy, x, h, out[0], False, a, b, grads)
+    return out
+
+
+def _train_backward(
+    dy, x, h, a, b, rng, offsets, plan, widths, places, scales, p, drops_delta, wants, dx_dtype
+):
+    layer = _layer(widths, places, scales, p, drops_delta)
+    rows = Rows(rng, offsets, plan)
+    found = gradients(layer, rows, dy, x, h, a, b, wants, dx_dtype)
+    return [g for g in found if g is not None]
+
+
+def _train_backward_fake(
+    dy, x, h, a, b, rng, offsets, plan, widths, places, scales, p, drops_delta, wants, dx_dtype
+):
+    return [g for g in _gradient_buffers(dy, a, b, wants, dx_dtype) if g is not None]
+
+
+def _train_backward_out(
+    dy, x, h, a, b, dx, da, db, da_pairs, db_pairs, add_dx, add_da, add_db,
+    rng, offsets, plan, widths, places, scales, p, drops_delta,
+):  # fmt: skip
+    layer = _layer(widths, places, scales, p, drops_delta)
+    grads = [[None, None, False, False] for _ in a]
+    for column, pairs, given, adds in ((0, da_pairs, da, add_da), (1, db_pairs, db, add_db)):
+        for pair, grad, add in zip(pairs, given, adds, strict=True):
+            grads[pair][column], grads[pair][column + 2] = grad, add
+    run_backward(layer, Rows(rng, offsets, plan), dy, x, h, dx, add_dx, a, b, grads)
+    if _is_grad_enabled():
+        increment_version([*da, *db, *([] if dx is None else [dx])])
+
+
+_ROWS = "Tensor? rng, Tensor? offsets, Tensor? plan"
+_LAYER = f"{_ROWS}, int[] widths, int[] places, float[] scales, float[] p, bool drops_delta"
+_op = define(
+    f"lora_train(Tensor x, Tensor[] base, Tensor[] a, Tensor[] b, {_LAYER}, ScalarType dtype, "
+    "bool save_h) -> Tensor[]",
+    _train,
+    _train_fake,
+    autograd=_train_autograd,
+)
+_out_op = define(
+    "lora_train_out(Tensor x, Tensor[] base, Tensor[] a, Tensor[] b, Tensor(a!)[] y, "
+    f"Tensor(b!)? h, {_LAYER}) -> ()",
+    _train_out,
+)
+_backward_op = define(
+    f"lora_train_backward(Tensor[] dy, Tensor? x, Tensor? h, Tensor[] a, Tensor[] b, {_LAYER}, "
+    "bool[] wants, ScalarType dx_dtype) -> Tensor[]",
+    _train_backward,
+    _train_backward_fake,
+)
+_backward_out_op = define(
+    "lora_train_backward_out(Tensor[] dy, Tensor? x, Tensor? h, Tensor[] a, Tensor[] b, "
+    "Tensor(a!)? dx, Tensor(b!)[] da, Tensor(c!)[] db, int[] da_pairs, int[] db_pairs, "
+    f"bool add_dx, bool[] add_da, bool[] add_db, {_LAYER}) -> ()",
+    _train_backward_out,
+)
+
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """What a node of autograd is made from, beside the tensors that have gradients."""
+
+    layer: Layer
+    rows: Rows
+    num_base: int
+    dtype: torch.dtype
+    save_h: bool
+    in_place: bool
+    """The result takes the place of the base."""
+
+
+def wants_gradient(x, base, a, b) -> bool:
+    return _is_grad_enabled() and any(t.requires_grad for t in (x, *base, *a, *b))
+
+
+def refuse_gradient(op: str, x, base, a, b) -> None:
+    if wants_gradient(x, base, a, b):
+        raise RuntimeError(
+            f"{op}: out must be the base itself while a gradient is wanted, got another tensor; "
+            "leave it away or call it under torch.no_grad()"
+        )
+
+
+def as_rows(t: Tensor) -> Tensor:
+    """[..., C] as [M, C]; a view wherever the strides allow one."""
+    return t if t.ndim == 2 else t.flatten(0, -2) if t.ndim > 2 else t.unsqueeze(0)
+
+
+def forward_outputs(call: Call, x, base, a, b, save_h: bool) -> tuple[list[Tensor], Tensor | None]:
+    """y of every slice in the leading dimensions of x, and h if it is saved."""
+    layer, rows = call.layer, as_rows(x)
+    flat_base = [as_rows(t) for t in base]
+    if (not is_eager(x) or x.is_meta) and not call.in_place:
+        args = (rows, flat_base, a, b, *call.rows, *layer)
+        *flat, h = _op(*args, call.dtype, save_h)
+        return [t.view(*x.shape[:-1], t.shape[-1]) for t in flat], h if save_h else None
+    h = None
+    if save_h:
+        h = rows.new_empty(rows.shape[0], hidden_width(layer, a), dtype=a[0].dtype)
+    if call.in_place:
+        y = list(base)
+        flat = [t.view(-1, t.shape[-1]) if t.numel() else t.flatten(0, -2) for t in y]
+        flat_base = flat
+    else:
+        lead = x.shape[:-1]
+        y = [x.new_empty(*lead, width, dtype=call.dtype) for width in layer.widths]
+        flat = [as_rows(t) for t in y]
+    run_forward(layer, call.rows, rows, h, flat, flat_base, a, b)
+    return y, h
+
+
+class _Linear(torch.autograd.Function):
+    """Saves x where dA needs it (or dB, without h), h where dB does, and the weights."""
+
+    @staticmethod
+    def forward(ctx, call, x, *tensors):
+        pairs = len(call.layer.places)
+        base, weights = tensors[: call.num_base], tensors[call.num_base :]
+        a, b = weights[:pairs], weights[pairs:]
+        needs = ctx.needs_input_grad[2 + call.num_base :]
+        wants_a, wants_b = any(needs[:pairs]), any(needs[pairs:])
+        save_h = call.save_h and wants_b and x.dtype is not torch.float64
+        y, h = forward_outputs(call, x, base, list(a), list(b), save_h)
+        keep_x = wants_a or (wants_b and h is None)
+        ctx.save_for_backward(x if keep_x else None, h, *call.rows, *weights)
+        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
+        if call.in_place:
+            ctx.mark_dirty(*base)
+        return y[0] if len(y) == 1 else tuple(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dy):
+        call = ctx.call
+        x, h, rng, offsets, plan, *weights = ctx.saved_tensors
+        pairs = len(call.layer.places)
+        a, b = weights[:pairs], weights[pairs:]
+        base = 2 + call.num_base
+        needs = ctx.needs_input_grad
+        dbase = [g if wanted else None for g, wanted in zip(dy, needs[2:base])]  # noqa: B905
+        wants = [needs[1], *needs[base:]]
+        found = [None] * len(wants)
+        if any(wants):
+            flat = [as_rows(g) for g in dy]
+            args = (flat, None if x is None else as_rows(x), h, a, b)
+            rows = Rows(rng, offsets, plan)
+            if is_eager(flat[0]) and not flat[0].is_meta:
+                found = gradients(call.layer, rows, *args, wants, ctx.dtype)
+            else:
+                made = iter(_backward_op(*args, *rows, *call.layer, wants, ctx.dtype))
+                found = [next(made) if wanted else None for wanted in wants]
+        dx = None if found[0] is None else found[0].view(ctx.shape)
+        return None, dx, *dbase, *found[1:]
+
+
+# ---- calls of the friendly layer -----------------------------------------------------------------
+
+
+def train(call: Call, x: Tensor, base, a, b) -> list[Tensor]:
+    """y of every slice, with a gradient where one is wanted."""
+    if torch.compiler.is_compiling():
+        args = (as_rows(x), [as_rows(t) for t in base], list(a), list(b), *call.rows, *call.layer)
+        *flat, _ = _op(*args, call.dtype, call.save_h)
+        y = [t.view(*x.shape[:-1], t.shape[-1]) for t in flat]
+        if call.in_place:
+            y = [old.copy_(new) for old, new in zip(base, y, strict=True)]
+        return y
+    if wants_gradient(x, base, a, b):
+        y = _Linear.apply(call, x, *base, *a, *b)
+        return [y] if isinstance(y, Tensor) else list(y)
+    return forward_outputs(call, x, base, list(a), list(b), False)[0]
+
+
+def train_into(op: str, layer: Layer, rows: Rows, x: Tensor, base, a, b, out: list[Tensor]) -> None:
+    refuse_gradient(op, x, base, a, b)
+    flat = [t.view(-1, t.shape[-1]) if t.ndim != 2 else t for t in out]
+    _out_op(as_rows(x), [as_rows(t) for t in base], list(a), list(b), flat, None, *rows, *layer)
+
+
+def accumulate(
+    layer: Layer, rows: Rows, dy, x, h, dx, add_dx: bool, a, b, da, db, add_da, add_db
+) -> None:
+    """The backward into given tensors; da, db and their flags have an entry per pair."""
+    da_pairs, db_pairs = ([i for i, g in enumerate(gs) if g is not None] for gs in (da, db))
+    _backward_out_op(
+        dy, x, h, a, b, dx, [da[i] for i in da_pairs], [db[i] for i in db_pairs],
+        da_pairs, db_pairs, add_dx, [add_da[i] for i in da_pairs], [add_db[i] for i in db_pairs],
+        *rows, *layer,
+    )  # fmt: skip

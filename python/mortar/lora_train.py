@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA training: ``y = base + scale * (drop(x) @ A.T) @ B.T`` with its gradients.
+
+Beside a frozen layer, in place of four lines and about ten kernels::
+
+    y = linear_layer(x)                                             # [..., N]
+    y = mortar.lora.linear(x, A, B, alpha / r, base=y, dropout=0.05, training=self.training)
+
+``linear`` takes one adapter, or several slices that share x (q/k/v, gate/up), whose x is then read
+once and whose dx is written once. ``mixed_linear`` takes several adapters in one batch, by
+contiguous segments of rows or by a ``mortar.lora.plan``, each with its own rank, scale and dropout;
+ranks are not padded and nothing waits for the device.
+
+x, base and the weights are float32, float16 or bfloat16 in any mixture (the weights of one call
+have one dtype), on CPU or CUDA. Sums are float32, products of float32 are true float32; h = scale *
+drop(x) @ A.T and ds = scale * dy @ B are rounded once to the dtype of the weights, results once to
+their own (docs/numerics.md). Results are bitwise repeatable. Beside x only h [M, r] is kept for the
+backward, nothing of the mask. Gradients of frozen tensors are not computed. float64 tensors take
+the formulas in plain PyTorch, for ``torch.autograd.gradcheck``.
+
+Dropout draws its seed and offset, 16 bytes, from PyTorch's generator of the device, once per call
+and only if 0 < p < 1 while training: ``torch.manual_seed``, ``fork_rng`` and checkpointing behave
+as with ``nn.Dropout``. The mask is Philox of (seed, offset, index of the element): it depends on
+neither dtype nor strides nor machine, and is made again in the backward.
+
+The ops are ``torch.ops.mortar.lora_train`` (with a gradient), ``lora_train_out``,
+``lora_train_backward`` and ``lora_train_backward_out``; all may be traced by
+``torch.compile(fullgraph=True)``. A wrong argument raises ValueError or TypeError before anything
+is written.
+
+The method is that of Hu et al. (arXiv:2106.09685).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _lora_train_ops as ops
+from ._ffi import lib
+
+__all__ = ["backward", "check", "linear", "mixed_linear"]
+
+_NO_ROWS = ops.Rows(None, None, None)
+_DROPS = {"input": False, "delta": True}
+
+
+def linear(
+    x: Tensor,
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    scale: float | Sequence[float] = 1.0,
+    *,
+    base: Tensor | Sequence[Tensor] | None = None,
+    out: Tensor | Sequence[Tensor] | None = None,
+    dropout: float = 0.0,
+    dropout_on: str = "input",
+    training: bool = True,
+    dtype: torch.dtype | None = None,
+    save_h: bool = True,
+) -> Tensor | tuple[Tensor, ...]:
+    """``base + scale * (drop(x) @ a.T) @ b.T``, differentiable in x, a, b and base.
+
+    Args:
+        x: [..., K], float32, float16 or bfloat16.
+        a: [r, K], r from 1 to 512; or one for each of S slices, 1 to 8.
+        b: [N, r], of the dtype of a; or one for each slice.
+        scale: alpha / r, or what takes its place; one number, or one for each slice.
+        base: [..., N] (one for each slice), what is added to, in one rounding; usually the output
+            of the frozen layer. None: nothing.
+        out: written and returned. May be the base itself, which then changes in place, with or
+            without gradients; any other tensor only while no gradient is wanted.
+        dropout: p in [0, 1], in effect rounded to a multiple of 2^-16. p = 1 gives the base.
+        dropout_on: "input" drops elements of x, as PEFT does; "delta" drops elements of what is
+            added to the base. The slices share the mask of x.
+        training: False drops nothing.
+        dtype: of the result without a base. None: that of autocast where it is on, else that of x.
+        save_h: False keeps no h for the backward, which then computes it again from x.
+
+    Returns:
+        [..., N], or a tuple of S such tensors if a and b are sequences.
+
+    Raises:
+        ValueError: a shape, number or overlap is wrong; nothing has been written then.
+        TypeError: a dtype or device is wrong.
+        RuntimeError: out is not the base, and a gradient is wanted.
+    """
+    single = isinstance(a, Tensor)
+    a, b = _listed("linear", "a", a, None), _listed("linear", "b", b, None)
+    slices = len(a)
+    if len(b) != slices:
+        raise ValueError(f"linear: b must have one matrix per slice = {slices}, got {len(b)}")
+    if isinstance(scale, float | int):
+        scales = (float(scale),) * slices
+    else:
+        scales = tuple(float(s) for s in scale)
+        if len(scales) != slices:
+            raise ValueError(f"linear: scale must have one entry per slice, got {len(scales)}")
+    _check_matrices("linear", x, a, b)
+    p = _probability("linear", dropout, training)
+    places = tuple(range(slices))
+    layer = ops.Layer(
+        tuple(m.shape[0] for m in b), places, scales, (p,), _drops("linear", dropout_on)
+    )
+    rows = ops.Rows(_draw(x), None, None) if 0 < p < 1 else _NO_ROWS
+    y = _run("linear", layer, rows, x, a, b, base, out, dtype, save_h)
+    return y[0] if single else tuple(y)
+
+
+def mixed_linear(
+    x: Tensor,
+    adapters: Sequence,
+    rows,
+    scales: Sequence[float],
+    *,
+    base: Tensor | Sequence[Tensor] | None = None,
+    out: Tensor | Sequence[Tensor] | None = None,
+    dropout: float | Sequence[float] = 0.0,
+    dropout_on: str = "input",
+    training: bool = True,
+    widths: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    save_h: bool = True,
+) -> Tensor | tuple[Tensor, ...]:
+    """``linear`` with an adapter of its own for every row: what trains several adapters in a step.
+
+    Gradients equal those of separate steps. An adapter without rows gets zeros, one whose tensors
+    require no gradient costs nothing.
+
+    Args:
+        x: [..., K]; rows are its leading dimensions, flattened to M.
+        adapters: L adapters, each a pair (A [r, K], B [N, r]), or with slices a list of S such
+            pairs, None where the adapter leaves a slice alone. Ranks may differ.
+        rows: a ``mortar.lora.Plan`` of M tokens and L adapters, whose base rows take the base
+            alone; or int32 [L + 1] on the device of x: adapter l has the rows offsets[l] to
+            offsets[l + 1] - 1, and the last offset is M. Offsets on CUDA are not read by the host:
+            see ``check``.
+        scales: one number per adapter.
+        dropout: p, or one for each adapter.
+        widths: N of every slice, where no adapter has a pair that would tell.
+        base, out, dropout_on, training, dtype, save_h: as for ``linear``.
+
+    Returns:
+        [..., N], or a tuple of S such tensors if the adapters are lists.
+
+    Raises:
+        As ``linear``; ValueError as well, on the CPU, for offsets that do not cover M rows.
+    """
+    if not len(adapters):
+        raise ValueError("mixed_linear: adapters must hold at least one adapter, got none")
+    sliced = any(isinstance(row, list) for row in adapters)
+    listed = [row if isinstance(row, list) else [row] for row in adapters]
+    slices = max(len(row) for row in listed)
+    listed = [[None] * slices if row == [None] else row for row in listed]
+    if any(len(row) != slices for row in listed):
+        raise ValueError(
+            f"mixed_linear: adapters must have {slices} slices each, got "
+            f"{[len(row) for row in listed]}"
+        )
+    _check_count("scales", scales, len(listed))
+    places, a, b, pair_scales = [], [], [], []
+    found: list[int | None] = [None] * slices if widths is None else list(widths)
+    for number, row in enumerate(listed):
+        for s, pair in enumerate(row):
+            if pair is None:
+                continue
+            _check_matrices("mixed_linear", x, pair[:1], pair[1:])
+            places.append(number * slices + s)
+            a.append(pair[0])
+            b.append(pair[1])
+            pair_scales.append(float(scales[number]))
+            if found[s] is None:
+                found[s] = pair[1].shape[0]
+    if not places or None in found or len(found) != slices:
+        raise ValueError(
+            "mixed_linear: adapters must hold a pair for every slice, or widths say how wide it "
+            f"is, got widths {found}"
+        )
+    p = (dropout,) * len(listed) if isinstance(dropout, float | int) else tuple(dropout)
+    _check_count("dropout", p, len(listed))
+    p = tuple(_probability("mixed_linear", q, training) for q in p)
+    layer = ops.Layer(
+        tuple(found), tuple(places), tuple(pair_scales), p, _drops("mixed_linear", dropout_on)
+    )
+    rng = _draw(x) if any(0 < q < 1 for q in p) else None
+    y = _run(
+        "mixed_linear", layer, _rows(rng, rows, x, len(listed)), x, a, b, base, out, dtype, save_h
+    )
+    return tuple(y) if sliced else y[0]
+
+
+def backward(
+    dy: Tensor | Sequence[Tensor],
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    scale: float | Sequence[float] = 1.0,
+    *,
+    x: Tensor | None = None,
+    h: Tensor | None = None,
+    dx: Tensor | None = None,
+    da: Tensor | Sequence[Tensor | None] | None = None,
+    db: Tensor | Sequence[Tensor | None] | None = None,
+    add: bool = False,
+    dropout: float = 0.0,
+    dropout_on: str = "input",
+    rng: Tensor | None = None,
+) -> None:
+    """The gradients of ``linear`` into given tensors, for those who write their own backward.
+
+    Args:
+        dy: [M, N], or one for each slice, as a and b.
+        x: [M, K]; needed for da, and for db without h.
+        h: what the forward op returned; None: computed again where db needs it.
+        dx: [M, K], any float dtype. None: not wanted, as da and db.
+        da, db: of the shapes of a and b, any float dtype (a float32 or 16-bit ``.grad``).
+        add: True adds to what dx, da and db hold, in float32, rounded once.
+        rng: int64 [2], seed and offset of the forward; needed if 0 < dropout < 1.
+    """
+    a, b, dy = (
+        _listed("backward", "a", a, None),
+        _listed("backward", "b", b, None),
+        _listed("backward", "dy", dy, None),
+    )
+    slices = len(a)
+    da, db = (
+        _listed("backward", "gradients", [None] * slices if g is None else g, slices)
+        for g in (da, db)
+    )
+    scales = (float(scale),) * slices if isinstance(scale, float | int) else tuple(scale)
+    p = _probability("backward", dropout, True)
+    widths = tuple(m.shape[0] for m in b)
+    layer = ops.Layer(widths, tuple(range(slices)), scales, (p,), _drops("backward", dropout_on))
+    adds = [add] * slices
+    ops.accumulate(
+        layer, ops.Rows(rng, None, None), dy, x, h, dx, add, a, b, da, db, adds, adds
+    )  # fmt: skip
+
+
+def check(offsets: Tensor, num_adapters: int, num_rows: int) -> None:
+    """Reads the offsets of ``mixed_linear`` back and checks them; waits for the device, so for
+    debugging only.
+
+    Raises:
+        ValueError: they do not start at 0, decrease, or do not end at num_rows.
+    """
+    lib.lora_train_check(offsets, num_adapters, num_rows)
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def _listed(op: str, name: str, given, count: int | None) -> list:
+    """One tensor or a sequence of them as a list, of `count` entries unless that is None."""
+    listed = [given] if isinstance(given, Tensor) else list(given)
+    if count is not None and len(listed) != count:
+        raise ValueError(
+            f"{op}: {name} must have one tensor per slice = {count}, got {len(listed)}"
+        )
+    return listed
+
+
+def _check_count(name: str, values: Sequence, count: int) -> None:
+    if len(values) != count:
+        raise ValueError(
+            f"mixed_linear: {name} must have one entry per adapter = {count}, got {len(values)}"
+        )
+
+
+def _check_matrices(op: str, x, a: Sequence, b: Sequence) -> None:
+    """What is needed before sizes can be read; the library checks the rest."""
+    for name, tensors in (("x", (x,)), ("a", a), ("b", b)):
+        for t in tensors:
+            if not isinstance(t, Tensor):
+                raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least 1 dimension, got shape ()")
+    for name, tensors in (("a", a), ("b", b)):
+        for t in tensors:
+            if t.ndim != 2:
+                raise ValueError(f"{op}: {name} must have 2 dimensions, got shape {tuple(t.shape)}")
+
+
+def _probability(op: str, p: float, training: bool) -> float:
+    if not 0 <= p <= 1:
+        raise ValueError(f"{op}: dropout must be 0 to 1, got {p}")
+    return float(p) if training else 0.0
+
+
+def _drops(op: str, dropout_on: str) -> bool:
+    if dropout_on not in _DROPS:
+        raise ValueError(f'{op}: dropout_on must be "input" or "delta", got {dropout_on!r}')
+    return _DROPS[dropout_on]
+
+
+def _draw(x: Tensor) -> Tensor:
+    """Seed and offset, from PyTorch's generator of the device of x."""
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=x.device)
+
+
+def _rows(rng: Tensor | None, rows, x: Tensor, num_adapters: int) -> ops.Rows:
+    if isinstance(rows, Tensor):
+        return ops.Rows(rng, rows, None)
+    from .lora import Plan
+
+    if not isinstance(rows, Plan):
+        raise TypeError(
+            "mixed_linear: rows must be a mortar.lora.Plan or a tensor of offsets, got "
+            f"{type(rows).__name__}"
+        )
+    num_rows = x[..., 0].numel() if x.shape[-1] else rows.num_tokens
+    if rows[1:] != (num_rows, num_adapters):
+        raise ValueError(
+            f"mixed_linear: rows must be a plan for {num_rows} tokens and {num_adapters} adapters, "
+            f"got one for {rows.num_tokens} and {rows.num_adapters}"
+        )
+    return ops.Rows(rng, None, rows.data)
+
+
+def _result_dtype(x: Tensor, base: list[Tensor], dtype: torch.dtype | None) -> torch.dtype:
+    if base:
+        return base[0].dtype
+    if dtype is not None:
+        return dtype
+    kind = x.device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def _run(op: str, layer, rows, x, a, b, base, out, dtype, save_h) -> list[Tensor]:
+    slices = len(layer.widths)
+    base = [] if base is None else _listed(op, "base", base, slices)
+    for t in base:
+        _check_lead(op, "base", t, x)
+    if out is None:
+        call = ops.Call(layer, rows, len(base), _result_dtype(x, base, dtype), save_h, False)
+        return ops.train(call, x, base, a, b)
+    out = _listed(op, "out", out, slices)
+    for t in out:
+        _check_lead(op, "out", t, x)
+    if len(base) == slices and all(y is t for y, t in zip(out, base, strict=True)):
+        call = ops.Call(layer, rows, slices, base[0].dtype, save_h, True)
+        return ops.train(call, x, base, a, b)
+    ops.train_into(op, layer, rows, x, base, a, b, out)
+    return out
+
+
+def _check_lead(op: str, name: str, t, x: Tensor) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+    if t.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{op}: {name} must have the leading dimensions of x = {tuple(x.shape[:-1])}, got "
+            f"{tuple(t.shape[:-1])}"
+        )

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input of LoRA training: one sentence, and nothing written."""
+
+import pytest
+import torch
+
+from lora_train_cases import BF16, Case, Problem
+from mortar import lora, lora_train
+
+
+@pytest.fixture
+def case(device):
+    return Case(Problem(), device)
+
+
+def bad_call(case, message, error=ValueError, **changes):
+    """`linear` with some arguments replaced; given outputs must stay as they were."""
+    a, b = case.adapters[0][0]
+    args = {"x": case.x, "a": a, "b": b, "base": case.base[0], **changes}
+    out = args.get("out")
+    before = None if out is None else out.clone()
+    with pytest.raises(error, match=message) as caught:
+        lora.linear(**args)
+    assert "\n" not in str(caught.value)
+    if out is not None:
+        assert torch.equal(out, before)
+
+
+def test_shapes(case):
+    a, b = case.adapters[0][0]
+    out = torch.full_like(case.base[0], 3.0)
+    for changes, message in (
+        ({"a": a[:, :-1]}, r"a must have shape"),
+        ({"a": a[:-1]}, r"b must have shape \(24, 5\)"),
+        ({"b": b[:-1]}, r"(b|y\[0\]|base\[0\]) must have shape"),
+        ({"base": case.base[0][:-1]}, r"base must have the leading dimensions of x"),
+        ({"a": a[0]}, r"a must have 2 dimensions"),
+        ({"x": case.x[:, 0, None, None]}, r"leading dimensions|shape"),
+        ({"a": a[:0], "b": b[:, :0]}, r"a must have 1 to 512 rows, got 0"),
+        ({"a": [a, a]}, r"b must have one matrix per slice = 2, got 1"),
+    ):
+        bad_call(case, message, out=out, **changes)
+
+
+def test_rank_over_the_limit(case, device):
+    a, b = torch.zeros(513, 40, device=device), torch.zeros(24, 513, device=device)
+    bad_call(case, "1 to 512 rows, got 513", a=a, b=b)
+
+
+def test_dtypes(case):
+    a, b = case.adapters[0][0]
+    bad_call(case, "x must have dtype", TypeError, x=case.x.int())
+    bad_call(case, "b must have dtype", TypeError, b=b.to(BF16))
+    bad_call(case, "a must have dtype", TypeError, a=a.double(), b=b.double())
+    bad_call(case, "x must be a tensor, got list", TypeError, x=[1.0])
+
+
+def test_out_of_another_dtype_than_the_base(case):
+    out = torch.zeros(19, 24, dtype=BF16, device=case.x.device)
+    bad_call(case, r"base\[0\] must have dtype", TypeError, out=out)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("training", [True, False])
+def test_probability(case, p, training):
+    bad_call(case, "dropout must be 0 to 1", dropout=p, training=training)
+
+
+def test_words(case):
+    bad_call(case, 'dropout_on must be "input" or "delta"', dropout_on="post")
+
+
+def test_overlap(case):
+    a, b = case.adapters[0][0]
+    room = torch.zeros(19, 64, device=case.x.device)
+    x, out = room[:, :40].copy_(case.x), room[:, 38:62]
+    bad_call(case, r"y\[0\] and x must not overlap", x=x, out=out)
+    shared = torch.zeros(1, 24, device=case.x.device).expand(19, 24)
+    bad_call(case, r"y\[0\] must", out=shared)
+
+
+def test_more_than_eight_slices(case):
+    a, b = case.adapters[0][0]
+    with pytest.raises(ValueError, match="num_slices must be 1 to 8, got 9"):
+        lora.linear(case.x, [a] * 9, [b] * 9)
+
+
+def mixed(case, rows, **options):
+    return lora.mixed_linear(case.x, case.adapters, rows, case.scales, base=case.base, **options)
+
+
+@pytest.fixture
+def several(device):
+    return Case(Problem((4, 6, 9), ranks=(2, 3, 4), form="segments"), device)
+
+
+def test_rows(several, device):
+    for offsets, message in (
+        ([0, 4, 10], r"offsets must have shape \(4\)"),
+        ([[0, 4, 10, 19]], r"offsets must have"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mixed(several, torch.tensor(offsets, dtype=torch.int32, device=device))
+    with pytest.raises(TypeError, match="offsets must have dtype"):
+        mixed(several, torch.tensor([0, 4, 10, 19], device=device))
+    with pytest.raises(TypeError, match="rows must be a mortar.lora.Plan or a tensor"):
+        mixed(several, [0, 4, 10, 19])
+    plan = lora.plan(several.row_adapter[1:], 3)
+    with pytest.raises(ValueError, match="plan for 19 tokens and 3 adapters, got one for 18"):
+        mixed(several, plan)
+
+
+@pytest.mark.parametrize("offsets, message", [
+    ((1, 4, 10, 19), "start at 0, got 1"),
+    ((0, 4, 3, 19), "must not decrease, got 3 after 4"),
+    ((0, 4, 10, 18), "end at M = 19, got 18"),
+    ((0, 4, 10, 20), "end at M = 19, got 20"),
+])  # fmt: skip
+def test_segments_that_do_not_cover_the_rows(several, device, offsets, message):
+    tensor = torch.tensor(offsets, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=message):
+        lora_train.check(tensor, 3, 19)
+    if device.type == "cpu":
+        out = torch.full_like(several.base[0], 3.0)
+        with pytest.raises(ValueError, match=message):
+            mixed(several, tensor, out=out)
+        assert (out == 3).all()
+
+
+def test_adapter_ids_out_of_range_are_reported(several):
+    ids = several.row_adapter.clone()
+    ids[3] = 3
+    with pytest.raises(ValueError, match=r"ids in \[-1, 3\), got 1 others, the first at token 3"):
+        lora.check(lora.plan(ids, 3))
+
+
+def test_counts(several):
+    rows = several.rows()
+    with pytest.raises(ValueError, match="scales must have one entry per adapter = 3, got 2"):
+        lora.mixed_linear(several.x, several.adapters, rows, [1.0, 2.0])
+    with pytest.raises(ValueError, match="dropout must have one entry per adapter = 3, got 1"):
+        mixed(several, rows, dropout=[0.5])
+    with pytest.raises(ValueError, match="adapters must hold at least one adapter"):
+        lora.mixed_linear(several.x, [], rows, [])
+    with pytest.raises(ValueError, match="adapters must hold a pair for every slice"):
+        lora.mixed_linear(several.x, [None, None, None], rows, [1.0] * 3)
+
+
+def test_backward(case, device):
+    a, b = case.adapters[0][0]
+    da = torch.full_like(a, 3.0)
+    for options, message in (
+        ({"da": da}, "x is required for da"),
+        ({"da": da, "x": case.x[:-1]}, "x must have shape"),
+        ({"da": da[:-1], "x": case.x}, "da must have shape"),
+        ({"da": da, "x": case.x, "dropout": 0.5}, "rng is required with dropout"),
+        ({"da": da, "db": da, "x": case.x}, "db must have shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lora_train.backward(case.dy[0], a, b, **options)
+        assert (da == 3).all()
+
+
+def test_float64_with_a_plan(several):
+    several.x = several.x.double()
+    several.adapters = [[tuple(w.double() for w in q) for q in row] for row in several.adapters]
+    plan = lora.plan(several.row_adapter, 3)
+    with pytest.raises(TypeError, match="got float64"):
+        lora.mixed_linear(several.x, several.adapters, plan, several.scales)
