@@ -256,7 +256,7 @@ class Call {
     h.partials = work_.splits;
     h.h = to;
     h.dtype = p_.weight;
-    h.max_tiles = most_tiles(p_, kTileRows);
+    h.max_tiles = most_tiles(p_, kReduceRows);
     reduce_hidden(h, stream_);
   }
 

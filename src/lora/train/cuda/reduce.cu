@@ -21,7 +21,7 @@ __device__ inline int slice_of(const HiddenColumns& hidden, int first_slice, int
 }
 
 __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant__ HiddenParams p) {
-  const RowTile rows = row_tile(p.rows, static_cast<int>(blockIdx.x), kTileRows, true);
+  const RowTile rows = row_tile(p.rows, static_cast<int>(blockIdx.x), kReduceRows, true);
   const std::int64_t plane = p.rows.num_rows * p.hidden.width;
   for (int i = threadIdx.x; i < rows.count * p.width; i += kThreads) {
     const std::int64_t position = rows.start + i / p.width;

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// What must not change a bit of a training step: repetition, threads, strides, whether outputs are
+// given anew or in place. And what dropout draws.
+#include <gtest/gtest.h>
+#include <omp.h>
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "lora/train/dropout.h"
+#include "lora_train_case.h"
+
+namespace mortar::testing {
+namespace {
+
+constexpr DType kBF16 = DType::kBFloat16;
+
+class LoraTrainInvariance : public ::testing::TestWithParam<Device> {};
+
+TrainCase dropped_slices(DType dtype) {
+  TrainCase c;
+  c.rows = 300;
+  c.hidden = 136;
+  c.widths = {64, 24};
+  c.ranks = {8, 16};
+  c.x = c.w = c.y = c.grad = c.dx = dtype;
+  c.p = {0.2f};
+  c.base = BaseIs::kApart;
+  return c;
+}
+
+/// Copies what a step reads from one whose matrices may lie otherwise.
+void copy_inputs(TrainStep& from, TrainStep* to) {
+  const auto copy = [](GuardedMatrix& a, GuardedMatrix* b) {
+    const Tensor source = a.host(), target = b->host();
+    for (std::int64_t i = 0; i < source.shape[0]; ++i) {
+      for (std::int64_t j = 0; j < source.shape[1]; ++j) {
+        store_float(target.data, target.dtype, i * target.strides[0] + j * target.strides[1],
+                    load_float(source.data, source.dtype,
+                               i * source.strides[0] + j * source.strides[1]));
+      }
+    }
+    b->memory().upload();
+  };
+  copy(from.x, &to->x);
+  const bool in_place = to->c.base == BaseIs::kInPlace;
+  for (std::size_t i = 0; i < from.a.size(); ++i) {
+    copy(from.a[i], &to->a[i]);
+    copy(from.b[i], &to->b[i]);
+  }
+  for (std::size_t s = 0; s < from.dy.size(); ++s) {
+    copy(from.dy[s], &to->dy[s]);
+    copy(from.base[s], in_place ? &to->y[s] : &to->base[s]);
+  }
+}
+
+void run(TrainStep* step) {
+  step->run_forward();
+  step->run_backward();
+}
+
+void expect_same(TrainStep& a, TrainStep& b, const char* what) {
+  for (std::size_t s = 0; s < a.y.size(); ++s) {
+    EXPECT_TRUE(same_bytes(a.y[s].host(), b.y[s].host())) << what << ": y";
+  }
+  EXPECT_TRUE(same_bytes(a.h.host(), b.h.host())) << what << ": h";
+  EXPECT_TRUE(same_bytes(a.dx.host(), b.dx.host())) << what << ": dx";
+  for (std::size_t i = 0; i < a.da.size(); ++i) {
+    EXPECT_TRUE(same_bytes(a.da[i].host(), b.da[i].host())) << what << ": da";
+    EXPECT_TRUE(same_bytes(a.db[i].host(), b.db[i].host())) << what << ": db";
+  }
+}
+
+TEST_P(LoraTrainInvariance, RepetitionChangesNoBit) {
+  for (const DType dtype : {DType::kFloat32, kBF16}) {
+    TrainStep first(dropped_slices(dtype), GetParam());
+    run(&first);
+    for (int i = 0; i < 3; ++i) {
+      TrainStep again(dropped_slices(dtype), GetParam());
+      run(&again);
+      expect_same(first, again, "again");
+    }
+  }
+}
+
+TEST_P(LoraTrainInvariance, StridesAndGivenOutputsChangeNoBit) {
+  for (const DType dtype : {DType::kFloat32, kBF16}) {
+    const TrainCase plain = dropped_slices(dtype);
+    TrainStep first(plain, GetParam());
+    run(&first);
+    TrainCase transposed = plain, misaligned = plain, in_place = plain;
+    transposed.transposed = true;
+    misaligned.layout = {1, 3};
+    in_place.base = BaseIs::kInPlace;
+    const std::pair<const char*, TrainCase> others[] = {
+        {"transposed", transposed}, {"misaligned", misaligned}, {"in place", in_place}};
+    for (const auto& [what, c] : others) {
+      TrainStep other(c, GetParam());
+      copy_inputs(first, &other);
+      run(&other);
+      expect_same(first, other, what);
+    }
+  }
+}
+
+TEST(LoraTrainOnCpu, ThreadsChangeNoBit) {
+  const int threads = omp_get_max_threads();
+  TrainCase c = dropped_slices(DType::kFloat32);
+  c.rows = 1500;
+  omp_set_num_threads(1);
+  TrainStep one(c, Device{});
+  run(&one);
+  for (const int n : {2, 3, 8}) {
+    omp_set_num_threads(n);
+    TrainStep several(c, Device{});
+    run(&several);
+    expect_same(one, several, "threads");
+  }
+  omp_set_num_threads(threads);
+}
+
+/// NaN and Inf reach their own row and what sums over it, and nothing else.
+TEST_P(LoraTrainInvariance, NanStaysInItsRow) {
+  TrainCase c = dropped_slices(DType::kFloat32);
+  c.p = {};
+  TrainStep step(c, GetParam());
+  const Tensor x = step.x.host();
+  store_float(x.data, x.dtype, 7 * x.strides[0] + 3, std::nanf(""));
+  step.x.memory().upload();
+  run(&step);
+  const Tensor y = step.y[0].host(), dx = step.dx.host();
+  for (std::int64_t m = 0; m < c.rows; ++m) {
+    EXPECT_EQ(std::isnan(load_float(y.data, y.dtype, m * y.strides[0])), m == 7) << m;
+    EXPECT_FALSE(std::isnan(load_float(dx.data, dx.dtype, m * dx.strides[0] + 3))) << m;
+  }
+  const Tensor da = step.da[0].host();
+  for (std::int64_t k = 0; k < c.hidden; ++k) {
+    EXPECT_EQ(std::isnan(load_float(da.data, da.dtype, k)), k == 3) << k;
+  }
+}
+
+TEST(LoraTrainDropout, DropsTheShareAskedForIndependently) {
+  using namespace lora::train;
+  constexpr int kElements = 1 << 18;
+  for (const float p : {0.05f, 0.1f, 0.5f, 0.9f}) {
+    const std::uint32_t threshold = drop_threshold(p);
+    int dropped = 0, both = 0, other_offset = 0, other_seed = 0;
+    for (int i = 0; i < kElements; ++i) {
+      const bool own = !keeps(1, 2, i, threshold);
+      dropped += own;
+      both += own && !keeps(1, 2, i + 1, threshold);
+      other_offset += own && !keeps(1, 3, i, threshold);
+      other_seed += own && !keeps(2, 2, i, threshold);
+    }
+    // Five standard deviations of a binomial count.
+    const auto expect = [&](int count, double share) {
+      EXPECT_NEAR(count, share * kElements, 5 * std::sqrt(share * (1 - share) * kElements)) << p;
+    };
+    expect(dropped, p);
+    expect(both, p * p);
+    expect(other_offset, p * p);
+    expect(other_seed, p * p);
+  }
+}
+
+TEST(LoraTrainDropout, KeepsAllOrNoneWithoutADraw) {
+  using namespace lora::train;
+  EXPECT_EQ(drop_threshold(0.0f), 0u);
+  EXPECT_EQ(drop_threshold(1.0f), kDropAll);
+  EXPECT_EQ(keep_scale(0), 1.0f);
+  EXPECT_EQ(keep_scale(kDropAll), 0.0f);
+  EXPECT_EQ(keep_scale(kDropAll / 2), 2.0f);
+  for (int i = 0; i < 100; ++i) {
+    EXPECT_TRUE(keeps(1, 2, i, 0));
+    EXPECT_FALSE(keeps(1, 2, i, kDropAll));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, LoraTrainInvariance, ::testing::ValuesIn(devices()),
+                         [](const auto& one) { return device_label(one.param); });
+
+}  // namespace
+}  // namespace mortar::testing
