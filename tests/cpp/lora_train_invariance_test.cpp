@@ -36,9 +36,9 @@ void copy_inputs(TrainStep& from, TrainStep* to) {
     const Tensor source = a.host(), target = b->host();
     for (std::int64_t i = 0; i < source.shape[0]; ++i) {
       for (std::int64_t j = 0; j < source.shape[1]; ++j) {
-        store_float(target.data, target.dtype, i * target.strides[0] + j * target.strides[1],
-                    load_float(source.data, source.dtype,
-                               i * source.strides[0] + j * source.strides[1]));
+        store_float(
+            target.data, target.dtype, i * target.strides[0] + j * target.strides[1],
+            load_float(source.data, source.dtype, i * source.strides[0] + j * source.strides[1]));
       }
     }
     b->memory().upload();

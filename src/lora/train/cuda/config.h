@@ -16,7 +16,7 @@ inline constexpr int kTileRows = 128;     ///< of shrink and expand: weights are
 inline constexpr int kTileColumns = 128;  ///< of expand and outer
 inline constexpr int kBlockColumns = 64;  ///< 16-bit elements of a row of 128 bytes, swizzled
 inline constexpr int kStepRows = 64;      ///< rows of outer's pipeline steps
-inline constexpr int kReduceRows = 16;   ///< of the reduction of h: one value a thread at rank 16
+inline constexpr int kReduceRows = 16;    ///< of the reduction of h: one value a thread at rank 16
 inline constexpr int kMostRanks = 64;     ///< rank columns of a thread block
 /// Stages of a pipeline: 4 of 18 to 24 KB, two thread blocks an SM, keep about 100 KB in flight.
 inline constexpr int kStages = 4;

@@ -13,7 +13,8 @@ enum class Side { kA, kB };
 
 /// How the weights of all pairs lie, as [r, wide].
 struct WeightLayout {
-  bool rows_are_ranks;  ///< dense along the wide dimension; else rows of ranks are what is dense
+  /// Rows of ranks, dense along the wide dimension; else rows along it, dense in the ranks.
+  bool rows_are_ranks;
   bool async, vectors;
   int parts;
 };
@@ -52,7 +53,7 @@ struct HiddenParams {
 };
 void reduce_hidden(const HiddenParams& p, Stream stream);
 
-/// out[row, c] = base[row, c] + mask * sum_j h[row, j] W[j, c], over the slices from first_slice on.
+/// out[row, c] = base[row, c] + mask * sum_j h[row, j] W[j, c], over slices from first_slice on.
 struct ExpandParams {
   PairTable pairs;
   RowGroups rows;
