@@ -2,7 +2,8 @@
 // Vectors of float32 from and to arrays of float32, float16 and bfloat16, for code that Highway
 // compiles once per SIMD level. Widening is exact; narrowing goes to the nearest value with ties
 // to even (Highway up to 1.1 truncates to bfloat16, hence the own version), and every level gives
-// the bits of core/float16.h.
+// the bits of core/float16.h. A family's own per-level namespace takes these names in with
+// `using namespace mortar::HWY_NAMESPACE;`.
 #if defined(MORTAR_CORE_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MORTAR_CORE_SIMD_INL_H_
 #undef MORTAR_CORE_SIMD_INL_H_
@@ -11,81 +12,121 @@
 #endif
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/float16.h"
 #include "hwy/highway.h"
-
-/// 1 where the level converts float16 in hardware; elsewhere lanes go one by one.
-#undef MORTAR_SIMD_HAS_F16
-#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || (HWY_TARGET == HWY_NEON && HWY_ARCH_ARM_A64)
-#define MORTAR_SIMD_HAS_F16 1
-#else
-#define MORTAR_SIMD_HAS_F16 0
-#endif
 
 HWY_BEFORE_NAMESPACE();
 namespace mortar {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// The widest vector of floats of this level.
+/// The widest vector of floats of this level, its bits, and as many 16-bit elements.
 using FloatTag = hn::ScalableTag<float>;
 using FloatVec = hn::Vec<FloatTag>;
 using BitsTag = hn::RebindToUnsigned<FloatTag>;
 using BitsVec = hn::Vec<BitsTag>;
 using HalfTag = hn::Rebind<std::uint16_t, FloatTag>;
+using HalfVec = hn::Vec<HalfTag>;
 inline constexpr std::int64_t kLanes = hn::MaxLanes(FloatTag());
 
-inline HWY_ATTR BitsVec load_u16(const void* p) {
-  const auto u16 = hn::LoadU(HalfTag(), static_cast<const std::uint16_t*>(p));
-  return hn::PromoteTo(BitsTag(), u16);
+/// Whether the level converts float16 in hardware, rounding to nearest even; elsewhere lanes go one
+/// by one.
+inline constexpr bool kHasFloat16 = (HWY_TARGET & (HWY_AVX2 | HWY_AVX3 | HWY_AVX3_DL)) != 0 ||
+                                    (HWY_TARGET == HWY_NEON && HWY_ARCH_ARM_A64);
+
+template <class T>
+HWY_INLINE FloatVec widen(HalfVec bits) {
+  const FloatTag f32;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return hn::BitCast(f32, hn::ShiftLeft<16>(hn::PromoteTo(BitsTag(), bits)));
+  } else if constexpr (kHasFloat16) {
+    return hn::PromoteTo(f32, hn::BitCast(hn::Rebind<hwy::float16_t, FloatTag>(), bits));
+  } else {
+    HWY_ALIGN T narrow[kLanes];
+    HWY_ALIGN float wide[kLanes];
+    hn::Store(bits, HalfTag(), &narrow[0].bits);
+    for (std::int64_t i = 0; i < kLanes; ++i) wide[i] = to_float(narrow[i]);
+    return hn::Load(f32, wide);
+  }
 }
 
-/// Stores the low 16 bits of every lane, which hold a value below 2^16.
-inline HWY_ATTR void store_u16(BitsVec v, void* p) {
-  const hn::RebindToSigned<BitsTag> i32;
-  hn::StoreU(hn::DemoteTo(HalfTag(), hn::BitCast(i32, v)), HalfTag(),
-             static_cast<std::uint16_t*>(p));
+template <class T>
+HWY_INLINE HalfVec narrow(FloatVec v) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const BitsTag u32;
+    const BitsVec bits = hn::BitCast(u32, v);
+    const BitsVec high = hn::ShiftRight<16>(bits);
+    const BitsVec odd = hn::And(high, hn::Set(u32, 1u));
+    const BitsVec nearest = hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(u32, 0x7fffu)), odd));
+    const BitsVec quiet = hn::Or(high, hn::Set(u32, 0x40u));  // adding to a NaN could carry
+    const BitsVec chosen = hn::IfThenElse(hn::RebindMask(u32, hn::IsNaN(v)), quiet, nearest);
+    return hn::DemoteTo(HalfTag(), hn::BitCast(hn::RebindToSigned<BitsTag>(), chosen));
+  } else if constexpr (kHasFloat16) {
+    return hn::BitCast(HalfTag(), hn::DemoteTo(hn::Rebind<hwy::float16_t, FloatTag>(), v));
+  } else {
+    HWY_ALIGN T narrow[kLanes];
+    HWY_ALIGN float wide[kLanes];
+    hn::Store(v, FloatTag(), wide);
+    for (std::int64_t i = 0; i < kLanes; ++i) narrow[i] = from_float<T>(wide[i]);
+    return hn::Load(HalfTag(), &narrow[0].bits);
+  }
 }
 
-inline HWY_ATTR FloatVec load_f32(const float* p) { return hn::LoadU(FloatTag(), p); }
-
-inline HWY_ATTR FloatVec load_f32(const BFloat16* p) {
-  return hn::BitCast(FloatTag(), hn::ShiftLeft<16>(load_u16(p)));
+/// Two 16-bit elements a lane: those in the low halves, those in the high halves, and both back.
+template <class T>
+HWY_INLINE FloatVec widen_low(BitsVec pair) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return hn::BitCast(FloatTag(), hn::ShiftLeft<16>(pair));
+  } else {
+    return widen<T>(hn::TruncateTo(HalfTag(), pair));
+  }
+}
+template <class T>
+HWY_INLINE FloatVec widen_high(BitsVec pair) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return hn::BitCast(FloatTag(), hn::And(pair, hn::Set(BitsTag(), 0xffff0000u)));
+  } else {
+    return widen<T>(hn::TruncateTo(HalfTag(), hn::ShiftRight<16>(pair)));
+  }
+}
+template <class T>
+HWY_INLINE BitsVec narrow_pair(FloatVec low, FloatVec high) {
+  return hn::Or(hn::PromoteTo(BitsTag(), narrow<T>(low)),
+                hn::ShiftLeft<16>(hn::PromoteTo(BitsTag(), narrow<T>(high))));
 }
 
-inline HWY_ATTR FloatVec load_f32(const Float16* p) {
-#if MORTAR_SIMD_HAS_F16
-  const hn::Rebind<hwy::float16_t, FloatTag> f16;
-  return hn::PromoteTo(FloatTag(), hn::BitCast(f16, hn::LoadU(HalfTag(), &p->bits)));
-#else
-  alignas(64) float lanes[kLanes];
-  for (std::int64_t i = 0; i < kLanes; ++i) lanes[i] = to_float(p[i]);
-  return hn::Load(FloatTag(), lanes);
-#endif
+template <class T>
+HWY_INLINE FloatVec load_f32(const T* p) {
+  if constexpr (std::is_same_v<T, float>) {
+    return hn::LoadU(FloatTag(), p);
+  } else {
+    return widen<T>(hn::LoadU(HalfTag(), reinterpret_cast<const std::uint16_t*>(p)));
+  }
 }
 
-inline HWY_ATTR void store_f32(FloatVec v, float* p) { hn::StoreU(v, FloatTag(), p); }
-
-inline HWY_ATTR void store_f32(FloatVec v, BFloat16* p) {
-  const BitsTag u32;
-  const BitsVec bits = hn::BitCast(u32, v);
-  const BitsVec high = hn::ShiftRight<16>(bits);
-  const BitsVec odd = hn::And(high, hn::Set(u32, 1u));
-  const BitsVec nearest = hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(u32, 0x7fffu)), odd));
-  const BitsVec quiet = hn::Or(high, hn::Set(u32, 0x40u));
-  store_u16(hn::IfThenElse(hn::RebindMask(u32, hn::IsNaN(v)), quiet, nearest), p);
+template <class T>
+HWY_INLINE void store_f32(FloatVec v, T* p) {
+  if constexpr (std::is_same_v<T, float>) {
+    hn::StoreU(v, FloatTag(), p);
+  } else {
+    hn::StoreU(narrow<T>(v), HalfTag(), reinterpret_cast<std::uint16_t*>(p));
+  }
 }
 
-inline HWY_ATTR void store_f32(FloatVec v, Float16* p) {
-#if MORTAR_SIMD_HAS_F16
-  const hn::Rebind<hwy::float16_t, FloatTag> f16;
-  hn::StoreU(hn::BitCast(HalfTag(), hn::DemoteTo(f16, v)), HalfTag(), &p->bits);
-#else
-  alignas(64) float lanes[kLanes];
-  hn::Store(v, FloatTag(), lanes);
-  for (std::int64_t i = 0; i < kLanes; ++i) p[i] = from_float<Float16>(lanes[i]);
-#endif
+/// Whether a vector of T can be written past the caches: Highway's Stream writes at least 16 bytes.
+template <class T>
+inline constexpr bool kStreams = kLanes * sizeof(T) >= 16;
+
+/// store_f32 past the caches; p must be aligned to the vector.
+template <class T>
+HWY_INLINE void stream_f32(FloatVec v, T* p) {
+  if constexpr (std::is_same_v<T, float>) {
+    hn::Stream(v, FloatTag(), p);
+  } else {
+    hn::Stream(narrow<T>(v), HalfTag(), reinterpret_cast<std::uint16_t*>(p));
+  }
 }
 
 }  // namespace HWY_NAMESPACE

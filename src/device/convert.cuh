@@ -31,22 +31,19 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
   return __float2bfloat16_rn(v);
 }
 
-/// Element `index` of an array whose dtype is known only at run time.
+/// Element `index` of an array whose dtype is known only at run time and checked before the launch.
 __device__ __forceinline__ float load_as_float(const void* data, DType dtype, std::int64_t index) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(data)[index];
-  if (dtype == DType::kFloat16) return to_float(static_cast<const __half*>(data)[index]);
-  return to_float(static_cast<const __nv_bfloat16*>(data)[index]);
+  return visit_checked_dtype(FloatDTypes(), dtype, [&](auto tag) {
+    return to_float(static_cast<const typename decltype(tag)::type*>(data)[index]);
+  });
 }
 
 __device__ __forceinline__ void store_from_float(void* data, DType dtype, std::int64_t index,
                                                  float v) {
-  if (dtype == DType::kFloat32) {
-    static_cast<float*>(data)[index] = v;
-  } else if (dtype == DType::kFloat16) {
-    static_cast<__half*>(data)[index] = from_float<__half>(v);
-  } else {
-    static_cast<__nv_bfloat16*>(data)[index] = from_float<__nv_bfloat16>(v);
-  }
+  visit_checked_dtype(FloatDTypes(), dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    static_cast<T*>(data)[index] = from_float<T>(v);
+  });
 }
 
 /// Two 16-bit elements in one register, the first in the low half. Kept as words, and not as arrays

@@ -5,6 +5,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cassert>
+
 #include "core/dtype_visitor.h"
 
 namespace mortar::device {
@@ -30,6 +32,19 @@ using StorageType = typename DeviceTypeOf<kDType>::type;
 template <class List, class Visitor>
 decltype(auto) visit_dtype(DType dtype, const char* op, Visitor&& visitor) {
   return visit_dtype_as<DeviceTypeOf>(List(), dtype, op, visitor);
+}
+
+/// The same inside a kernel, which cannot throw: the host must have checked the dtype against the
+/// list before the launch. Debug builds assert it; the last type takes no compare.
+template <DType kFirst, DType... kRest, class Visitor>
+__device__ __forceinline__ decltype(auto) visit_checked_dtype(DTypeList<kFirst, kRest...>,
+                                                              DType dtype, Visitor&& visitor) {
+  if constexpr (sizeof...(kRest) > 0) {
+    if (dtype != kFirst) return visit_checked_dtype(DTypeList<kRest...>(), dtype, visitor);
+  } else {
+    assert(dtype == kFirst);
+  }
+  return visitor(TypeTag<StorageType<kFirst>>());
 }
 
 }  // namespace mortar::device

@@ -11,6 +11,12 @@
 #include <vector>
 
 #include "lora/cuda/params.cuh"
+#include "mortar/error.h"
+#if MORTAR_HAS_CUDA
+#include <vector_types.h>
+
+#include "lora/cuda/backend.cuh"
+#endif
 
 namespace mortar::lora {
 namespace {
@@ -140,6 +146,29 @@ TEST(LoraConfig, OnlyBatchesThatFitTheChipAtOnceHaveRoom) {
   // Above rank 128 a kernel of its own adds the slabs.
   EXPECT_EQ(room(shape(1, 1, 256, 4096, down)), std::pair(0, 0));
 }
+
+#if MORTAR_HAS_CUDA
+TEST(LoraConfig, KernelsForOneTypeOf16BitsRefuseAnyOther) {  // before a launch: no GPU is needed
+  for (const DType dtype : {DType::kInt32, DType::kFloat32, DType::kFloat8E4M3}) {
+    cuda::ShrinkParams shrink;
+    cuda::ExpandParams expand;
+    shrink.x.dtype = expand.y.dtype = dtype;
+    EXPECT_THROW(cuda::shrink_mma(shrink, {}, {}), Error) << dtype_name(dtype);
+    EXPECT_THROW(cuda::expand_decode(expand, {}), Error) << dtype_name(dtype);
+    EXPECT_THROW(cuda::expand_prefill(expand, {}), Error) << dtype_name(dtype);
+  }
+}
+
+TEST(LoraConfig, KernelsOfMixedTypesRefuseWhatIsNoFloat) {
+  for (const DType dtype : {DType::kInt32, DType::kFloat8E4M3}) {
+    cuda::ShrinkParams shrink;
+    cuda::ExpandParams expand;
+    shrink.x.dtype = expand.y.dtype = dtype;
+    EXPECT_THROW(cuda::shrink_parts(shrink, {}, {}), Error) << dtype_name(dtype);
+    EXPECT_THROW(cuda::expand_parts(expand, {}), Error) << dtype_name(dtype);
+  }
+}
+#endif
 
 }  // namespace
 }  // namespace mortar::lora

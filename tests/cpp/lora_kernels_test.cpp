@@ -15,6 +15,7 @@
 #include "core/cpu_target.h"
 #include "core/float_element.h"
 #include "lora/cpu/kernels.h"
+#include "mortar/error.h"
 
 namespace mortar {
 namespace {
@@ -106,6 +107,16 @@ TEST_P(Levels, SmallConvertScalesAndKeepsToItsCount) {
     for (std::int64_t i = 0; i < count; ++i) ASSERT_EQ(to[i], from[i] * 0.25f);
     ASSERT_EQ(to[count], -7.0f);
   }
+}
+
+TEST_P(Levels, SmallADTypeWithoutAKernelThrows) {
+  float from = 1, to = -7;
+  for (const DType dtype : {DType::kInt32, DType::kUInt8, DType::kFloat8E4M3}) {
+    EXPECT_THROW(lora::cpu::float_index(dtype), Error) << dtype_name(dtype);
+    EXPECT_THROW(GetParam()->convert(&from, dtype, 1, 1, &to, kF32), Error) << dtype_name(dtype);
+    EXPECT_THROW(GetParam()->convert(&from, kF32, 1, 1, &to, dtype), Error) << dtype_name(dtype);
+  }
+  EXPECT_EQ(to, -7.0f);
 }
 
 TEST(LevelChoice, SmallFirstIsInUseAndAnotherCanBeChosen) {

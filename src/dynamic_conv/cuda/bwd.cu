@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kMaxThreads,
 }  // namespace
 
 void backward(const BackwardProblem& p, const CudaConfig* config, Stream stream) {
-  with_traits(p.shape, [&](auto traits) {
+  with_traits("dynamic_conv_backward", p.shape, [&](auto traits) {
     using Traits = decltype(traits);
     if (!fits<Traits>(p.shape, {p.x, p.dy, p.dx}, {p.k, p.dk})) return false;
     launch_tiles<backward_kernel<Traits>, Traits, Params>("dynamic_conv_backward", p, config,

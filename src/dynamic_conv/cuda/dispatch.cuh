@@ -6,18 +6,12 @@
 #include <limits>
 
 #include "core/check.h"
+#include "device/dtype_visitor.cuh"
 #include "device/launch.cuh"
 #include "dynamic_conv/config.h"
 #include "dynamic_conv/cuda/tile.cuh"
 
 namespace mortar::dynamic_conv::cuda {
-
-template <class Body>
-void with_type(DType dtype, const Body& body) {
-  if (dtype == DType::kFloat32) return body(float());
-  if (dtype == DType::kFloat16) return body(__half());
-  body(__nv_bfloat16());
-}
 
 /// body(VectorTraits<T, W>()) for the W that equals `width`; returns what it returns.
 template <class T, int W = kMaxWidth, class Body>
@@ -33,14 +27,12 @@ bool with_width(int width, const Body& body) {
 /// Offers the vector traits, where dtypes agree, then the scalar ones; `body` returns whether it
 /// took the offer and always takes the last.
 template <class Problem, class Body>
-void with_traits(const Problem& shape, const Body& body) {
-  bool taken = false;
-  if (shape.x_dtype == shape.k_dtype) {
-    with_type(shape.x_dtype, [&](auto t) { taken = with_width<decltype(t)>(shape.width, body); });
-  }
-  if (taken) return;
-  with_type(shape.x_dtype, [&](auto x) {
-    with_type(shape.k_dtype, [&](auto k) { body(ScalarTraits<decltype(x), decltype(k)>()); });
+void with_traits(const char* op, const Problem& shape, const Body& body) {
+  device::visit_dtype<FloatDTypes>(shape.x_dtype, op, [&](auto x) {
+    using X = typename decltype(x)::type;
+    if (shape.x_dtype == shape.k_dtype && with_width<X>(shape.width, body)) return;
+    device::visit_dtype<FloatDTypes>(
+        shape.k_dtype, op, [&](auto k) { body(ScalarTraits<X, typename decltype(k)::type>()); });
   });
 }
 

@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kMaxThreads,
 }  // namespace
 
 void forward(const ForwardProblem& p, const CudaConfig* config, Stream stream) {
-  with_traits(p.shape, [&](auto traits) {
+  with_traits("dynamic_conv_forward", p.shape, [&](auto traits) {
     using Traits = decltype(traits);
     if (!fits<Traits>(p.shape, {p.x, p.y}, {p.k})) return false;
     launch_tiles<forward_kernel<Traits>, Traits, Params>("dynamic_conv_forward", p, config,

@@ -6,8 +6,9 @@
 
 #include <cstdint>
 #include <span>
+#include <type_traits>
 
-#include "mortar/tensor.h"
+#include "core/dtype_visitor.h"
 
 #if defined(__clang__)
 #define MORTAR_UNROLL _Pragma("clang loop unroll(full)")
@@ -79,9 +80,13 @@ using PackKernel = void (*)(const PackBlock&);
 using ConvertKernel = void (*)(const void* src, DType src_dtype, float scale, std::int64_t count,
                                void* dst, DType dst_dtype);
 
-/// Index of a float dtype in the tables below.
-constexpr int float_index(DType dtype) {
-  return dtype == DType::kFloat32 ? 0 : (dtype == DType::kBFloat16 ? 1 : 2);
+/// Index of a float dtype in the tables below; any other dtype throws.
+inline int float_index(DType dtype) {
+  return visit_dtype<DTypeList<DType::kFloat32, DType::kBFloat16, DType::kFloat16>>(
+      dtype, "lora", [](auto tag) {
+        using T = typename decltype(tag)::type;
+        return std::is_same_v<T, float> ? 0 : std::is_same_v<T, BFloat16> ? 1 : 2;
+      });
 }
 
 struct Kernels {

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/dtype_visitor.h"
 #include "core/int_math.h"
 #include "hwy/highway.h"
 #include "lora/cpu/pack-inl.h"
@@ -39,29 +40,15 @@ void convert_row(const S* src, float scale, std::int64_t count, D* dst) {
   for (; i < count; ++i) dst[i] = from_float<D>(to_float(src[i]) * scale);
 }
 
-template <class S>
-void convert_from(const void* src, float scale, std::int64_t count, void* dst, DType dst_dtype) {
-  const auto* from = static_cast<const S*>(src);
-  switch (dst_dtype) {
-    case DType::kBFloat16:
-      return convert_row(from, scale, count, static_cast<BFloat16*>(dst));
-    case DType::kFloat16:
-      return convert_row(from, scale, count, static_cast<Float16*>(dst));
-    default:
-      return convert_row(from, scale, count, static_cast<float*>(dst));
-  }
-}
-
 void convert(const void* src, DType src_dtype, float scale, std::int64_t count, void* dst,
              DType dst_dtype) {
-  switch (src_dtype) {
-    case DType::kBFloat16:
-      return convert_from<BFloat16>(src, scale, count, dst, dst_dtype);
-    case DType::kFloat16:
-      return convert_from<Float16>(src, scale, count, dst, dst_dtype);
-    default:
-      return convert_from<float>(src, scale, count, dst, dst_dtype);
-  }
+  visit_dtype<FloatDTypes>(src_dtype, "lora", [&](auto from) {
+    using S = typename decltype(from)::type;
+    visit_dtype<FloatDTypes>(dst_dtype, "lora", [&](auto to) {
+      using D = typename decltype(to)::type;
+      convert_row(static_cast<const S*>(src), scale, count, static_cast<D*>(dst));
+    });
+  });
 }
 
 template <class X>

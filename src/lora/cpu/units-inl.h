@@ -77,16 +77,10 @@ struct ExpandUnit {
   /// The kPart-th value of every unit.
   template <int kPart>
   static HWY_INLINE Vec part(Packed unit) {
-    const BitsTag u32;
     if constexpr (std::is_same_v<B, float>) {
       return hn::BitCast(FloatTag(), unit);
-    } else if constexpr (std::is_same_v<B, BFloat16>) {
-      return hn::BitCast(FloatTag(), kPart == 0 ? hn::ShiftLeft<16>(unit)
-                                                : hn::And(unit, hn::Set(u32, 0xffff0000u)));
     } else {
-      alignas(64) Float16 half[kLanes];
-      store_u16(kPart == 0 ? hn::And(unit, hn::Set(u32, 0xffffu)) : hn::ShiftRight<16>(unit), half);
-      return load_f32(half);
+      return kPart == 0 ? widen_low<B>(unit) : widen_high<B>(unit);
     }
   }
 

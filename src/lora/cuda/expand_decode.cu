@@ -300,11 +300,9 @@ void launch_typed(const ExpandParams& p, Stream stream) {
 }  // namespace
 
 void expand_decode(const ExpandParams& p, Stream stream) {
-  if (p.y.dtype == DType::kBFloat16) {
-    launch_typed<__nv_bfloat16>(p, stream);
-  } else {
-    launch_typed<__half>(p, stream);
-  }
+  device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
+    launch_typed<typename decltype(tag)::type>(p, stream);
+  });
 }
 
 }  // namespace mortar::lora::cuda

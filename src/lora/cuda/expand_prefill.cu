@@ -330,11 +330,9 @@ bool expand_prefill_fits(const ExpandParams& p) {
 void expand_prefill(const ExpandParams& p, Stream stream) {
   check(p.h.width <= kExpandPrefillMaxRank && !p.h.raw,
         "lora_expand: no kernel for tiles of 64 tokens and rank ", p.h.width);
-  if (p.y.dtype == DType::kBFloat16) {
-    launch_typed<__nv_bfloat16>(p, stream);
-  } else {
-    launch_typed<__half>(p, stream);
-  }
+  device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
+    launch_typed<typename decltype(tag)::type>(p, stream);
+  });
 }
 
 }  // namespace mortar::lora::cuda

@@ -215,11 +215,9 @@ void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
 void shrink_decode(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
   check(p.vector && p.h.raw && !p.pad && p.h.dtype == DType::kFloat32,
         "lora_shrink: no kernel for unaligned x or A that writes slabs");
-  if (p.x.dtype == DType::kBFloat16) {
-    launch_typed<__nv_bfloat16>(p, c, stream);
-  } else {
-    launch_typed<__half>(p, c, stream);
-  }
+  device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
+    launch_typed<typename decltype(tag)::type>(p, c, stream);
+  });
 }
 
 }  // namespace mortar::lora::cuda

@@ -103,19 +103,11 @@ void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream) {
                 shrink_depth(to));
   l.stream = stream;
   l.pdl = true;
-  const auto launch = [&](auto one) {
-    using H = decltype(one);
+  device::visit_dtype<FloatDTypes>(to.h.dtype, "lora_shrink", [&](auto tag) {
+    using H = typename decltype(tag)::type;
     to.groups.plan != nullptr ? device::launch<finish_kernel<H, true>>("lora_shrink", l, p)
                               : device::launch<finish_kernel<H, false>>("lora_shrink", l, p);
-  };
-  switch (to.h.dtype) {
-    case DType::kFloat32:
-      return launch(float{});
-    case DType::kFloat16:
-      return launch(__half{});
-    default:
-      return launch(__nv_bfloat16{});
-  }
+  });
 }
 
 }  // namespace mortar::lora::cuda

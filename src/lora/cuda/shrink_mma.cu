@@ -330,11 +330,9 @@ void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
 }  // namespace
 
 void shrink_mma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
-  if (p.x.dtype == DType::kBFloat16) {
-    launch_typed<__nv_bfloat16>(p, c, stream);
-  } else {
-    launch_typed<__half>(p, c, stream);
-  }
+  device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
+    launch_typed<typename decltype(tag)::type>(p, c, stream);
+  });
 }
 
 }  // namespace mortar::lora::cuda

@@ -324,11 +324,9 @@ void shrink_wgmma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
         "lora_shrink: wgmma needs tiles of 64 tokens and rows of whole 16-byte pieces");
   check(c.cluster_k == 1 || (c.cluster_k == 2 && p.h.num_slabs == 1),
         "lora_shrink: a cluster holds 1 CTA, or 2 without slabs, got ", c.cluster_k);
-  if (p.x.dtype == DType::kBFloat16) {
-    launch_typed<__nv_bfloat16>(p, c, stream);
-  } else {
-    launch_typed<__half>(p, c, stream);
-  }
+  device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
+    launch_typed<typename decltype(tag)::type>(p, c, stream);
+  });
 }
 
 }  // namespace mortar::lora::cuda

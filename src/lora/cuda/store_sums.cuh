@@ -166,13 +166,10 @@ __device__ __forceinline__ void store_sums_any(const HView& h, const std::int64_
                                                const RankRows<kRows>& rows,
                                                const Octets<kRows>& octets, int first,
                                                const float (&sum)[kCount]) {
-  if (h.dtype == DType::kFloat32) {
-    store_sums<float>(h, base, rows, octets, first, sum);
-  } else if (h.dtype == DType::kBFloat16) {
-    store_sums<__nv_bfloat16>(h, base, rows, octets, first, sum);
-  } else {
-    store_sums<__half>(h, base, rows, octets, first, sum);
-  }
+  using DTypes = DTypeList<DType::kFloat32, DType::kBFloat16, DType::kFloat16>;
+  device::visit_checked_dtype(DTypes(), h.dtype, [&](auto tag) {
+    store_sums<typename decltype(tag)::type>(h, base, rows, octets, first, sum);
+  });
 }
 
 }  // namespace mortar::lora::cuda
