@@ -2,10 +2,10 @@
 // The dynamic convolution as TVM-FFI functions. Optional tensors may be None; the stream is the
 // framework's current one on the device of the tensors. Packed calls, in this order:
 //
-//   dynamic_conv_forward   x, k, cu_seqlens, initial_state, y, final_state, silu
-//   dynamic_conv_backward  x, k, cu_seqlens, initial_state, dy, dfinal_state, dx, dk,
+//   dynamic_conv_forward   x, kernels, cu_seqlens, initial_state, y, final_state, silu
+//   dynamic_conv_backward  x, kernels, cu_seqlens, initial_state, dy, dfinal_state, dx, dk,
 //                          dinitial_state, silu
-//   dynamic_conv_step      x, k, state, slots, y, silu        x and y [N, D] or [N, 1, D]
+//   dynamic_conv_step      x, kernels, state, slots, y, silu        x and y [N, D] or [N, 1, D]
 //   dynamic_conv_check     cu_seqlens, num_tokens, slots, num_slots
 //
 // and torch_dynamic_conv_* (packed_call.h).
@@ -24,19 +24,19 @@ using tvm::ffi::Any;
 template <class Source>
 void forward(PackedArgs packed, Any*) {
   ArgReader<Source> args(packed, "dynamic_conv_forward");
-  const Tensor x = args.tensor("x"), k = args.tensor("k");
+  const Tensor x = args.tensor("x"), kernels = args.tensor("kernels");
   const Tensor cu_seqlens = args.tensor("cu_seqlens");
   const Tensor initial_state = args.tensor("initial_state");
   const Tensor y = args.tensor("y"), final_state = args.tensor("final_state");
   const bool silu = args.template value<bool>("silu");
   const typename Source::Call call(x.device);
-  dynamic_conv_forward(x, k, cu_seqlens, initial_state, y, final_state, silu, call.stream);
+  dynamic_conv_forward(x, kernels, cu_seqlens, initial_state, y, final_state, silu, call.stream);
 }
 
 template <class Source>
 void backward(PackedArgs packed, Any*) {
   ArgReader<Source> args(packed, "dynamic_conv_backward");
-  const Tensor x = args.tensor("x"), k = args.tensor("k");
+  const Tensor x = args.tensor("x"), kernels = args.tensor("kernels");
   const Tensor cu_seqlens = args.tensor("cu_seqlens");
   const Tensor initial_state = args.tensor("initial_state");
   const Tensor dy = args.tensor("dy"), dfinal_state = args.tensor("dfinal_state");
@@ -44,21 +44,22 @@ void backward(PackedArgs packed, Any*) {
   const Tensor dinitial_state = args.tensor("dinitial_state");
   const bool silu = args.template value<bool>("silu");
   const typename Source::Call call(x.device);
-  dynamic_conv_backward(x, k, cu_seqlens, initial_state, dy, dfinal_state, dx, dk, dinitial_state,
-                        silu, call.stream);
+  dynamic_conv_backward(x, kernels, cu_seqlens, initial_state, dy, dfinal_state, dx, dk,
+                        dinitial_state, silu, call.stream);
 }
 
 template <class Source>
 void step(PackedArgs packed, Any*) {
   ArgReader<Source> args(packed, "dynamic_conv_step");
   Tensor x = args.tensor("x");
-  const Tensor k = args.tensor("k"), state = args.tensor("state"), slots = args.tensor("slots");
+  const Tensor kernels = args.tensor("kernels"), state = args.tensor("state"),
+               slots = args.tensor("slots");
   Tensor y = args.tensor("y");
   const bool silu = args.template value<bool>("silu");
   drop_second(x, 3);
   drop_second(y, 3);
   const typename Source::Call call(x.device);
-  dynamic_conv_step(x, k, state, slots, y, silu, call.stream);
+  dynamic_conv_step(x, kernels, state, slots, y, silu, call.stream);
 }
 
 void check_contents(PackedArgs packed, Any*) {

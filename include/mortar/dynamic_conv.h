@@ -41,9 +41,9 @@ inline constexpr int kDynamicConvMaxWidth = 8;
 
 /// y and, if given, the final state.
 ///
-/// x: [B, T, D]. k: [B, T, D, W]. cu_seqlens: optional [N + 1]. initial_state, final_state:
+/// x: [B, T, D]. kernels: [B, T, D, W]. cu_seqlens: optional [N + 1]. initial_state, final_state:
 /// optional [N, D, L], of equal L. y: [B, T, D].
-void dynamic_conv_forward(const Tensor& x, const Tensor& k, const Tensor& cu_seqlens,
+void dynamic_conv_forward(const Tensor& x, const Tensor& kernels, const Tensor& cu_seqlens,
                           const Tensor& initial_state, const Tensor& y, const Tensor& final_state,
                           bool silu, Stream stream);
 
@@ -51,23 +51,23 @@ void dynamic_conv_forward(const Tensor& x, const Tensor& k, const Tensor& cu_seq
 /// where chunks of time meet) and every element of dx, dk and dinitial_state is written once.
 ///
 /// dy: [B, T, D], gradient of y. dfinal_state: optional [N, D, L], gradient of the final state.
-/// dx: [B, T, D]. dk: [B, T, D, W]. dinitial_state: optional [N, D, L]. The states that are given
+/// dx: [B, T, D]. dkernels: [B, T, D, W]. dinitial_state: optional [N, D, L]. The states that are given
 /// have equal L. With silu, s is computed again: nothing but the inputs need be kept.
-void dynamic_conv_backward(const Tensor& x, const Tensor& k, const Tensor& cu_seqlens,
+void dynamic_conv_backward(const Tensor& x, const Tensor& kernels, const Tensor& cu_seqlens,
                            const Tensor& initial_state, const Tensor& dy,
                            const Tensor& dfinal_state, const Tensor& dx, const Tensor& dk,
                            const Tensor& dinitial_state, bool silu, Stream stream);
 
 /// One token of each of N sequences; the state is updated in place.
 ///
-/// x: [N, D]. k: [N, D, W]. state: [S, D, L]. slots: optional int32 [N]: row i uses
+/// x: [N, D]. kernels: [N, D, W]. state: [S, D, L]. slots: optional int32 [N]: row i uses
 /// state[slots[i]]; without it S = N and row i uses state[i]. y: [N, D]. Row i is padding if its
 /// slot lies outside [0, S) (-1 by convention): its row of y is written as zero and no state is
 /// touched. Two rows with the same live slot are the caller's error: both results and the state are
 /// then unspecified. dynamic_conv_check reports both. A captured CUDA graph may be replayed after
 /// `slots` has changed.
-void dynamic_conv_step(const Tensor& x, const Tensor& k, const Tensor& state, const Tensor& slots,
-                       const Tensor& y, bool silu, Stream stream);
+void dynamic_conv_step(const Tensor& x, const Tensor& kernels, const Tensor& state,
+                       const Tensor& slots, const Tensor& y, bool silu, Stream stream);
 
 /// Checks the content of cu_seqlens (for T = num_tokens) and of slots (for S = num_slots); either
 /// may be absent. Throws Error, naming the first bad entry, if cu_seqlens decreases, does not start

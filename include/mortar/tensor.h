@@ -21,6 +21,10 @@ enum class DType : std::int8_t {
   kFloat8E5M2
 };
 
+/// What vector loads need: plans, tables and workspaces start at a multiple of so many bytes, as do
+/// other tensors where their op says so.
+inline constexpr std::int64_t kMemoryAlignment = 16;
+
 /// Bytes of one element.
 constexpr std::int64_t dtype_size(DType dtype) {
   switch (dtype) {

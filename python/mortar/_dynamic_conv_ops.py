@@ -75,15 +75,31 @@ def _note_writes(*tensors: Tensor | None) -> None:
         increment_version([t for t in tensors if t is not None])
 
 
+def renamed(op: str, error: Exception) -> Exception:
+    """The library's own sentence with the name that the user typed; any other error as it is."""
+    name, colon, sentence = str(error).partition(": ")
+    if isinstance(error, (TypeError, ValueError)) and colon and name.startswith("dynamic_conv_"):
+        return type(error)(f"{op}: {sentence}")
+    return error
+
+
+def _forward_as(op: str, *args) -> None:
+    try:
+        _forward(*args)
+    except (TypeError, ValueError) as error:
+        raise renamed(op, error) from None
+
+
 def _dynamic_conv_out(x, kernels, cu_seqlens, initial_state, y, final_state, silu):
-    _refuse_gradient("dynamic_conv_out", x, kernels, initial_state)
-    _forward(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
+    op = "dynamic_conv_out"
+    _refuse_gradient(op, x, kernels, initial_state)
+    _forward_as(op, x, kernels, cu_seqlens, initial_state, y, final_state, silu)
     _note_writes(y, final_state)
 
 
 def _dynamic_conv(x, kernels, cu_seqlens, initial_state, state_len, silu):
     y, final_state = _outputs(x, cu_seqlens, state_len)
-    _forward(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
+    _forward_as("dynamic_conv", x, kernels, cu_seqlens, initial_state, y, final_state, silu)
     return y, _or_empty(final_state, x)
 
 

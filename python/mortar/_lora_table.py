@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ._limits import LORA_MAX_RANK as MAX_RANK
+from ._limits import LORA_MAX_SLICES as MAX_SLICES
+from ._limits import MEMORY_ALIGNMENT as ALIGNMENT
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 Adapter = Pair | Sequence[Pair | None] | None
 
-MAX_ADAPTERS, MAX_SLICES, MAX_RANK = 4096, 8, 512  # as in include/mortar/lora.h
-ALIGNMENT = 16  # bytes; what a vector load of the kernels needs
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT32 = struct.Struct("<f")
 _ENTRY = struct.Struct("<QQifQ")  # LoraTableEntry: a, b, rank, scale, unused

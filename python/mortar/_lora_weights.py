@@ -10,8 +10,8 @@ import tvm_ffi
 
 from . import _lora_ops as ops
 from ._ffi import lib
+from ._limits import LORA_MAX_ADAPTERS as MAX_ADAPTERS
 from ._lora_table import (
-    MAX_ADAPTERS,
     Adapter,
     Layer,
     Row,

@@ -17,10 +17,9 @@ from functools import cached_property
 from typing import Any
 
 from ._ffi import lib, torch
+from ._limits import MEMORY_ALIGNMENT
 
 __all__ = ["Adapter", "AdapterModule", "AdapterStore"]
-
-_ALIGNMENT = 16  # bytes; what mortar.lora asks of a weight that it uses in place
 
 
 class AdapterModule:
@@ -215,7 +214,7 @@ class AdapterStore:
 def _place(tensor: Any, device: Any, dtype: Any) -> Any:
     """The tensor on a device, dense and aligned for the kernels; itself if it is so already."""
     placed = tensor.to(device=device, dtype=dtype)
-    return placed if placed.data_ptr() % _ALIGNMENT == 0 else placed.clone()
+    return placed if placed.data_ptr() % MEMORY_ALIGNMENT == 0 else placed.clone()
 
 
 def _text(op: str, name: str, value: Any) -> str:

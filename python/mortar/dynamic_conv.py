@@ -14,9 +14,6 @@ Below them lie the operators `torch.ops.mortar.dynamic_conv*`:
     dynamic_conv_backward   that gradient
     dynamic_conv_out        writes into given tensors: the fast path where no gradient is wanted
     dynamic_conv_step       writes into y and the state
-
-Errors of the library name its own functions, dynamic_conv_forward for `dynamic_conv`, and call
-`kernels` k.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dynamic_conv_ops import convolve, convolve_now, step_into
+from ._dynamic_conv_ops import convolve, convolve_now, renamed, step_into
 from ._ffi import lib
 from ._library import is_eager
 
@@ -37,6 +34,17 @@ def _is_silu(op: str, activation: str) -> bool:
     if activation in ("silu", "swish"):
         return True
     raise ValueError(f"{op}: activation must be None, 'silu' or 'swish', got {activation!r}")
+
+
+def _in_words_of(op: str, error: Exception, required: dict, optional: dict) -> Exception:
+    """What to raise for an `error` that a call of `op` ended in: an argument that is no tensor is
+    told first, and a sentence of the library gets the name that the user typed."""
+    for name, value in (required | optional).items():
+        if not isinstance(value, Tensor) and (name in required or value is not None):
+            wanted = "a torch.Tensor" if name in required else "a torch.Tensor or None"
+            got = "None" if value is None else type(value).__name__
+            return TypeError(f"{op}: {name} must be {wanted}, got {got}")
+    return renamed(op, error)
 
 
 def dynamic_conv(
@@ -79,15 +87,19 @@ def dynamic_conv(
         TypeError: a dtype or device is wrong.
     """
     silu = activation is not None and _is_silu("dynamic_conv", activation)
-    length = -1
-    if output_final_state:
-        length = _final_state_len(x, kernels, initial_state, state_len)
-    if is_eager(x):
-        outputs = convolve_now(x, kernels, cu_seqlens, initial_state, length, silu)
-        if outputs is not None:
-            return outputs
-    y, final_state = convolve(x, kernels, cu_seqlens, initial_state, length, silu)
-    return (y, final_state) if output_final_state else y
+    try:
+        length = -1
+        if output_final_state:
+            length = _final_state_len(x, kernels, initial_state, state_len)
+        if is_eager(x):
+            outputs = convolve_now(x, kernels, cu_seqlens, initial_state, length, silu)
+            if outputs is not None:
+                return outputs
+        y, final_state = convolve(x, kernels, cu_seqlens, initial_state, length, silu)
+        return (y, final_state) if output_final_state else y
+    except Exception as error:
+        optional = {"cu_seqlens": cu_seqlens, "initial_state": initial_state}
+        raise _in_words_of("dynamic_conv", error, {"x": x, "kernels": kernels}, optional) from None
 
 
 def _final_state_len(
@@ -138,7 +150,11 @@ def dynamic_conv_step(
             `dynamic_conv` with initial_state and T = 1.
     """
     silu = activation is not None and _is_silu("dynamic_conv_step", activation)
-    return step_into(x, kernels, state, slots, torch.empty_like(x), silu)
+    try:
+        return step_into(x, kernels, state, slots, torch.empty_like(x), silu)
+    except Exception as error:
+        required = {"x": x, "kernels": kernels, "state": state}
+        raise _in_words_of("dynamic_conv_step", error, required, {"slots": slots}) from None
 
 
 def check(
@@ -158,7 +174,10 @@ def check(
         ValueError: cu_seqlens decreases, does not start at 0 or does not end at num_tokens; a slot
             lies outside [-1, num_slots) or occurs twice. The message names the first such entry.
     """
-    lib.dynamic_conv_check(cu_seqlens, num_tokens, slots, num_slots)
+    try:
+        lib.dynamic_conv_check(cu_seqlens, num_tokens, slots, num_slots)
+    except (TypeError, ValueError) as error:
+        raise renamed("dynamic_conv.check", error) from None
 
 
 class Traffic(NamedTuple):

@@ -116,6 +116,11 @@ void ArgCheck::bad_alignment(const Tensor& t, const char* name, std::int64_t byt
             " bytes, got address ", t.data);
 }
 
+void ArgCheck::fail_without_cuda(Device device) const {
+  fail_with(ErrorKind::kType, op_, ": tensors must be on cpu, as this build of Mortar has no CUDA ",
+            "backend, got ", device_string(device));
+}
+
 void ArgCheck::disjoint(const Tensor& a, const char* a_name, const Tensor& b,
                         const char* b_name) const {
   if (!a.defined() || !b.defined() || a.device != b.device) return;

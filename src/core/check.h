@@ -111,6 +111,9 @@ class ArgCheck {
   /// No two index tuples of a written view may address one element (checked by strides).
   void no_self_overlap(const Tensor& t, const char* name) const;
 
+  /// For builds without CUDA.
+  [[noreturn, gnu::cold]] void fail_without_cuda(Device device) const;
+
   const char* op() const { return op_; }
 
  private:

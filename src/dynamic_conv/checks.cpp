@@ -12,7 +12,7 @@ void check_float(const ArgCheck& arg, const Tensor& t, const char* name) {
 
 int check_width(const ArgCheck& arg, const Tensor& k) {
   const std::int64_t width = k.size(-1);
-  check(width >= 1 && width <= kMaxWidth, arg.op(), ": k must have 1 to ", kMaxWidth,
+  check(width >= 1 && width <= kMaxWidth, arg.op(), ": kernels must have 1 to ", kMaxWidth,
         " taps in its last dimension, got ", width);
   return static_cast<int>(width);
 }
@@ -47,13 +47,13 @@ Shape check_shape(const ArgCheck& arg, const Tensor& x, const Tensor& k, const T
   arg.ndim(x, "x", 3);
   check_float(arg, x, "x");
   arg.last_dim_dense(x, "x");
-  arg.ndim(k, "k", 4);
+  arg.ndim(k, "kernels", 4);
   Shape s;
   s.width = check_width(arg, k);
-  arg.shape(k, "k", {x.size(0), x.size(1), x.size(2), s.width});
-  check_float(arg, k, "k");
-  arg.device(k, "k", x.device);
-  check_taps_dense(arg, k, "k");
+  arg.shape(k, "kernels", {x.size(0), x.size(1), x.size(2), s.width});
+  check_float(arg, k, "kernels");
+  arg.device(k, "kernels", x.device);
+  check_taps_dense(arg, k, "kernels");
   check(x.size(1) <= kMaxTime, arg.op(), ": x must have at most ", kMaxTime, " time steps, got ",
         x.size(1));
   check(x.size(0) <= kMaxTime && x.size(2) <= kMaxTime, arg.op(), ": x must have at most ",
@@ -117,13 +117,13 @@ StepProblem check_step(const ArgCheck& arg, const Tensor& x, const Tensor& k, co
   arg.ndim(x, "x", 2);
   check_float(arg, x, "x");
   arg.last_dim_dense(x, "x");
-  arg.ndim(k, "k", 3);
+  arg.ndim(k, "kernels", 3);
   StepProblem p;
   p.width = check_width(arg, k);
-  arg.shape(k, "k", {x.size(0), x.size(1), p.width});
-  check_float(arg, k, "k");
-  arg.device(k, "k", x.device);
-  check_taps_dense(arg, k, "k");
+  arg.shape(k, "kernels", {x.size(0), x.size(1), p.width});
+  check_float(arg, k, "kernels");
+  arg.device(k, "kernels", x.device);
+  check_taps_dense(arg, k, "kernels");
   arg.ndim(state, "state", 3);
   p.state_length = check_state_length(arg, state, "state", p.width);
   arg.shape(state, "state", {slots.defined() ? -1 : x.size(0), x.size(1), p.state_length});

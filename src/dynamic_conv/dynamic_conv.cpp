@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "core/backend.h"
 #include "core/check.h"
 #include "dynamic_conv/checks.h"
 #include "dynamic_conv/problem.h"
@@ -13,57 +14,48 @@
 namespace mortar {
 namespace {
 
-using dynamic_conv::Backend;
-
-const Backend& backend([[maybe_unused]] const ArgCheck& arg, Device device) {
-  if (device.type == DeviceType::kCPU) return dynamic_conv::cpu::kBackend;
-#if MORTAR_HAS_CUDA
-  return dynamic_conv::cuda::kBackend;
-#else
-  check_type(false, arg.op(), ": tensors must be on cpu, as this build of Mortar has no CUDA ",
-             "backend, got ", device_string(device));
-  return dynamic_conv::cpu::kBackend;
-#endif
-}
+constexpr auto& backend = choose_backend<dynamic_conv::cpu::kBackend, dynamic_conv::cuda::kBackend>;
 
 }  // namespace
 
-void dynamic_conv_forward(const Tensor& x, const Tensor& k, const Tensor& cu_seqlens,
+void dynamic_conv_forward(const Tensor& x, const Tensor& kernels, const Tensor& cu_seqlens,
                           const Tensor& initial_state, const Tensor& y, const Tensor& final_state,
                           bool silu, Stream stream) {
   const ArgCheck arg("dynamic_conv_forward");
   dynamic_conv::ForwardProblem p;
-  p.shape = dynamic_conv::check_shape(arg, x, k, cu_seqlens, silu);
+  p.shape = dynamic_conv::check_shape(arg, x, kernels, cu_seqlens, silu);
   p.x = dynamic_conv::signal(x);
-  p.k = dynamic_conv::signal(k);
+  p.k = dynamic_conv::signal(kernels);
   p.y = dynamic_conv::check_like(arg, y, "y", x, "x");
   p.initial = dynamic_conv::check_state(arg, initial_state, "initial_state", x, &p.shape);
   p.final = dynamic_conv::check_state(arg, final_state, "final_state", x, &p.shape);
-  dynamic_conv::check_outputs_apart(
-      arg, {{y, "y"}, {final_state, "final_state"}},
-      {{x, "x"}, {k, "k"}, {cu_seqlens, "cu_seqlens"}, {initial_state, "initial_state"}});
+  dynamic_conv::check_outputs_apart(arg, {{y, "y"}, {final_state, "final_state"}},
+                                    {{x, "x"},
+                                     {kernels, "kernels"},
+                                     {cu_seqlens, "cu_seqlens"},
+                                     {initial_state, "initial_state"}});
   if (p.has_work()) backend(arg, x.device).forward(p, stream);
 }
 
-void dynamic_conv_backward(const Tensor& x, const Tensor& k, const Tensor& cu_seqlens,
+void dynamic_conv_backward(const Tensor& x, const Tensor& kernels, const Tensor& cu_seqlens,
                            const Tensor& initial_state, const Tensor& dy,
                            const Tensor& dfinal_state, const Tensor& dx, const Tensor& dk,
                            const Tensor& dinitial_state, bool silu, Stream stream) {
   const ArgCheck arg("dynamic_conv_backward");
   dynamic_conv::BackwardProblem p;
-  p.shape = dynamic_conv::check_shape(arg, x, k, cu_seqlens, silu);
+  p.shape = dynamic_conv::check_shape(arg, x, kernels, cu_seqlens, silu);
   p.x = dynamic_conv::signal(x);
-  p.k = dynamic_conv::signal(k);
+  p.k = dynamic_conv::signal(kernels);
   p.dy = dynamic_conv::check_like(arg, dy, "dy", x, "x");
   p.dx = dynamic_conv::check_like(arg, dx, "dx", x, "x");
-  p.dk = dynamic_conv::check_like(arg, dk, "dk", k, "k");
+  p.dk = dynamic_conv::check_like(arg, dk, "dk", kernels, "kernels");
   p.initial = dynamic_conv::check_state(arg, initial_state, "initial_state", x, &p.shape);
   p.dfinal = dynamic_conv::check_state(arg, dfinal_state, "dfinal_state", x, &p.shape);
   p.dinitial = dynamic_conv::check_state(arg, dinitial_state, "dinitial_state", x, &p.shape);
   dynamic_conv::check_outputs_apart(arg,
                                     {{dx, "dx"}, {dk, "dk"}, {dinitial_state, "dinitial_state"}},
                                     {{x, "x"},
-                                     {k, "k"},
+                                     {kernels, "kernels"},
                                      {cu_seqlens, "cu_seqlens"},
                                      {initial_state, "initial_state"},
                                      {dy, "dy"},
@@ -71,12 +63,13 @@ void dynamic_conv_backward(const Tensor& x, const Tensor& k, const Tensor& cu_se
   if (p.has_work()) backend(arg, x.device).backward(p, stream);
 }
 
-void dynamic_conv_step(const Tensor& x, const Tensor& k, const Tensor& state, const Tensor& slots,
-                       const Tensor& y, bool silu, Stream stream) {
+void dynamic_conv_step(const Tensor& x, const Tensor& kernels, const Tensor& state,
+                       const Tensor& slots, const Tensor& y, bool silu, Stream stream) {
   const ArgCheck arg("dynamic_conv_step");
-  const dynamic_conv::StepProblem p = dynamic_conv::check_step(arg, x, k, state, slots, y, silu);
+  const dynamic_conv::StepProblem p =
+      dynamic_conv::check_step(arg, x, kernels, state, slots, y, silu);
   dynamic_conv::check_outputs_apart(arg, {{y, "y"}, {state, "state"}},
-                                    {{x, "x"}, {k, "k"}, {slots, "slots"}});
+                                    {{x, "x"}, {kernels, "kernels"}, {slots, "slots"}});
   if (p.rows > 0 && p.channels > 0) backend(arg, x.device).step(p, stream);
 }
 

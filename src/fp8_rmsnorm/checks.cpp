@@ -316,7 +316,7 @@ std::byte* check_workspace(const ArgCheck& arg, const Tensor& workspace, std::in
   arg.contiguous(workspace, "workspace");
   check(workspace.size(0) >= bytes, arg.op(), ": workspace must have at least ", bytes,
         " bytes, got ", workspace.size(0));
-  if (bytes > 0) arg.aligned(workspace, "workspace", 16);
+  if (bytes > 0) arg.aligned(workspace, "workspace", kMemoryAlignment);
   return workspace.ptr<std::byte>();
 }
 

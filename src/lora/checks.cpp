@@ -130,7 +130,7 @@ GroupsView check_groups(const ArgCheck& arg, const LoraGroups& groups, std::int6
   GroupsView v;
   if (groups.plan.defined()) {
     v.plan = check_ints(arg, groups.plan, "plan", device);
-    arg.aligned(groups.plan, "plan", 16);
+    arg.aligned(groups.plan, "plan", kMemoryAlignment);
     check(groups.num_tokens == num_tokens && groups.num_adapters == num_adapters, arg.op(),
           ": plan must be made for ", num_tokens, " tokens and ", num_adapters,
           " adapters, got one for ", groups.num_tokens, " and ", groups.num_adapters);
@@ -170,7 +170,7 @@ void* check_workspace(const ArgCheck& arg, const Tensor& workspace, std::int64_t
   arg.contiguous(workspace, "workspace");
   check(workspace.shape[0] >= bytes, arg.op(), ": workspace must have at least ", bytes,
         " bytes, got ", workspace.shape[0]);
-  if (bytes > 0) arg.aligned(workspace, "workspace", 16);
+  if (bytes > 0) arg.aligned(workspace, "workspace", kMemoryAlignment);
   return workspace.data;
 }
 

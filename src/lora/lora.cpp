@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "core/backend.h"
 #include "core/check.h"
 #include "lora/checks.h"
 #include "lora/problem.h"
@@ -14,15 +15,7 @@ namespace {
 using lora::Backend;
 using lora::Needs;
 
-const Backend& backend([[maybe_unused]] const ArgCheck& arg, Device device) {
-  if (device.type == DeviceType::kCPU) return lora::cpu::kBackend;
-#if MORTAR_HAS_CUDA
-  return lora::cuda::kBackend;
-#else
-  fail_with(ErrorKind::kRuntime, arg.op(), ": tensors must be on cpu, as this build of Mortar has",
-            " no CUDA backend, got ", device_string(device));
-#endif
-}
+constexpr auto& backend = choose_backend<lora::cpu::kBackend, lora::cuda::kBackend>;
 
 lora::WorkspaceQuery workspace_query(const Tensor& x, const LoraWeights& weights) {
   lora::WorkspaceQuery q;
@@ -63,7 +56,7 @@ void check_plan_tensor(const ArgCheck& arg, const Tensor& plan) {
   arg.ndim(plan, "plan", 1);
   arg.dtype(plan, "plan", {DType::kInt32});
   arg.contiguous(plan, "plan");
-  arg.aligned(plan, "plan", 16);
+  arg.aligned(plan, "plan", kMemoryAlignment);
 }
 
 }  // namespace

@@ -101,7 +101,7 @@ LoraWeights LoraWeights::from_table(const Tensor& table, DType dtype, int max_ra
         ": number of slices must be 1 to ", kLoraMaxSlices, ", got ", widths.size(), " widths");
   kArg.shape(table, "table", {-1, static_cast<std::int64_t>(widths.size()), 4});
   kArg.contiguous(table, "table");
-  kArg.aligned(table, "table", 16);
+  kArg.aligned(table, "table", kMemoryAlignment);
   check_num_adapters(table.shape[0]);
   check_type(dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16,
              kArg.op(), ": dtype must be float32 or float16 or bfloat16, got ", dtype_name(dtype));

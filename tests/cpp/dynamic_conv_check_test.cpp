@@ -58,11 +58,11 @@ INSTANTIATE_TEST_SUITE_P(Devices, DynamicConvCheck, ::testing::ValuesIn(devices(
 
 TEST_P(DynamicConvCheck, SmallShapes) {
   EXPECT_EQ(forward_error(x, make(DType::kBFloat16, {1, 6, 8, 9}), {}, {}, y, {}),
-            "dynamic_conv_forward: k must have 1 to 8 taps in its last dimension, got 9");
+            "dynamic_conv_forward: kernels must have 1 to 8 taps in its last dimension, got 9");
   EXPECT_EQ(forward_error(x, make(DType::kBFloat16, {1, 6, 8, 0}), {}, {}, y, {}),
-            "dynamic_conv_forward: k must have 1 to 8 taps in its last dimension, got 0");
+            "dynamic_conv_forward: kernels must have 1 to 8 taps in its last dimension, got 0");
   EXPECT_EQ(forward_error(x, make(DType::kBFloat16, {1, 5, 8, 4}), {}, {}, y, {}),
-            "dynamic_conv_forward: k must have shape (1, 6, 8, 4), got (1, 5, 8, 4)");
+            "dynamic_conv_forward: kernels must have shape (1, 6, 8, 4), got (1, 5, 8, 4)");
   EXPECT_EQ(forward_error(x, k, {}, {}, make(DType::kBFloat16, {1, 6, 7}), {}),
             "dynamic_conv_forward: y must have the shape of x (1, 6, 8), got (1, 6, 7)");
   EXPECT_EQ(forward_error(make(DType::kBFloat16, {6, 8}), k, {}, {}, y, {}),
@@ -81,7 +81,7 @@ TEST_P(DynamicConvCheck, SmallDtypesAndDevices) {
   Tensor elsewhere = k.view();
   elsewhere.device = device.type == DeviceType::kCPU ? Device{DeviceType::kCUDA, 0} : Device{};
   EXPECT_EQ(forward_error(x, elsewhere, {}, {}, y, {}, ErrorKind::kType),
-            concat("dynamic_conv_forward: k must be on ", device_string(device), ", got ",
+            concat("dynamic_conv_forward: kernels must be on ", device_string(device), ", got ",
                    device_string(elsewhere.device)));
 }
 
@@ -92,9 +92,10 @@ TEST_P(DynamicConvCheck, SmallStrides) {
             "dynamic_conv_forward: x must have stride 1 in its last dimension, got stride 6");
   Tensor gaps = k.view();
   gaps.strides[2] = 5;
-  EXPECT_EQ(forward_error(x, gaps, {}, {}, y, {}),
-            "dynamic_conv_forward: k must be dense in its last two dimensions (strides 4, 1), got "
-            "strides (5, 1)");
+  EXPECT_EQ(
+      forward_error(x, gaps, {}, {}, y, {}),
+      "dynamic_conv_forward: kernels must be dense in its last two dimensions (strides 4, 1), got "
+      "strides (5, 1)");
   Tensor expanded = y.view();
   expanded.strides[1] = 0;
   EXPECT_NE(forward_error(x, k, {}, {}, expanded, {}).find("y must not overlap itself"),
@@ -132,7 +133,7 @@ TEST_P(DynamicConvCheck, SmallBackward) {
         [&] { dynamic_conv_backward(x, k, {}, {}, dy, {}, dx_, dk_, {}, false, {}); });
   };
   EXPECT_EQ(error(dx, make(DType::kBFloat16, {1, 6, 8, 3})),
-            "dynamic_conv_backward: dk must have the shape of k (1, 6, 8, 4), got (1, 6, 8, 3)");
+            "dynamic_conv_backward: dk must have the shape of kernels (1, 6, 8, 4), got (1, 6, 8, 3)");
   EXPECT_NE(error(x, dk).find("dx and x must not overlap"), std::string::npos);
 }
 

@@ -364,7 +364,7 @@ TEST(LoraOpErrorCpu, SmallCudaTensorsInACpuBuild) {
     lora_plan(elsewhere(call.token_adapter), 3, elsewhere(call.plan), Stream{});
     FAIL() << "no error was thrown";
   } catch (const Error& e) {
-    EXPECT_EQ(e.kind(), ErrorKind::kRuntime);
+    EXPECT_EQ(e.kind(), ErrorKind::kType);
     EXPECT_STREQ(e.what(),
                  "lora_plan: tensors must be on cpu, as this build of Mortar has no CUDA "
                  "backend, got cuda:0");

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input: one clear sentence, and nothing written."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,19 +57,19 @@ def strided(shape, stride):
 # what is changed -> the argument that the message must name, and the kind of error
 FORWARD = {
     "x 2-D": ({"x": empty(6, 5)}, "x", ValueError),
-    "kernels 3-D": ({"kernels": empty(6, 5, 4)}, "k", ValueError),
-    "kernels other T": ({"kernels": empty(1, 7, 5, 4)}, "k", ValueError),
-    "kernels other D": ({"kernels": empty(1, 6, 4, 4)}, "k", ValueError),
-    "W 0": ({"kernels": empty(1, 6, 5, 0)}, "k", ValueError),
-    "W 9": ({"kernels": empty(1, 6, 5, 9)}, "k", ValueError),
+    "kernels 3-D": ({"kernels": empty(6, 5, 4)}, "kernels", ValueError),
+    "kernels other T": ({"kernels": empty(1, 7, 5, 4)}, "kernels", ValueError),
+    "kernels other D": ({"kernels": empty(1, 6, 4, 4)}, "kernels", ValueError),
+    "W 0": ({"kernels": empty(1, 6, 5, 0)}, "kernels", ValueError),
+    "W 9": ({"kernels": empty(1, 6, 5, 9)}, "kernels", ValueError),
     "x float64": ({"x": empty(1, 6, 5, dtype=torch.float64)}, "x", TypeError),
-    "kernels int": ({"kernels": empty(1, 6, 5, 4, dtype=torch.int32)}, "k", TypeError),
+    "kernels int": ({"kernels": empty(1, 6, 5, 4, dtype=torch.int32)}, "kernels", TypeError),
     "x not dense": ({"x": strided((1, 6, 5), (60, 10, 2))}, "x", ValueError),
     "kernels not dense in W": (
-        {"kernels": strided((1, 6, 5, 4), (240, 40, 8, 2))}, "k", ValueError,
+        {"kernels": strided((1, 6, 5, 4), (240, 40, 8, 2))}, "kernels", ValueError,
     ),
     "kernels not dense in D": (
-        {"kernels": strided((1, 6, 5, 4), (240, 40, 8, 1))}, "k", ValueError,
+        {"kernels": strided((1, 6, 5, 4), (240, 40, 8, 1))}, "kernels", ValueError,
     ),
     "packed with B 2": (
         {"x": empty(2, 6, 5), "kernels": empty(2, 6, 5, 4), "y": empty(2, 6, 5)}, "cu_seqlens",
@@ -94,8 +95,8 @@ FORWARD = {
 STEP = {
     "x of two tokens": ({"x": empty(3, 2, 5)}, "x", ValueError),
     "x not dense": ({"x": strided((3, 5), (10, 2))}, "x", ValueError),
-    "kernels other N": ({"kernels": empty(2, 5, 4)}, "k", ValueError),
-    "W 9": ({"kernels": empty(3, 5, 9)}, "k", ValueError),
+    "kernels other N": ({"kernels": empty(2, 5, 4)}, "kernels", ValueError),
+    "W 9": ({"kernels": empty(3, 5, 9)}, "kernels", ValueError),
     "state of wrong length": ({"state": empty(6, 5, 2)}, "state", ValueError),
     "state other D": ({"state": empty(6, 4, 3)}, "state", ValueError),
     "state half": ({"state": empty(6, 5, 3, dtype=torch.float16)}, "state", TypeError),
@@ -119,7 +120,7 @@ def assert_refused(call, arguments, changes, argument, error, written):
     device = arguments["x"].device
     arguments |= {name: make(device) for name, make in changes.items()}
     before = {name: arguments[name].clone() for name in written}
-    with pytest.raises(error, match=rf"^dynamic_conv_\w+: .*\b{argument}\b") as caught:
+    with pytest.raises(error, match=rf"^{call.__name__}: .*\b{argument}\b") as caught:
         call(*arguments.values())
     sentence = str(caught.value)
     assert "\n" not in sentence and "got" in sentence, sentence
@@ -179,16 +180,49 @@ def test_friendly_functions_say_what_is_wrong(device):
         dynamic_conv(x, kernels, output_final_state=True, state_len=5)
     with pytest.raises(ValueError, match=r"kernels must have 4 dimensions, got \(6, 5, 4\)"):
         dynamic_conv(x, kernels[0], output_final_state=True)
-    with pytest.raises(ValueError, match="dynamic_conv_forward: x must have 3 dimensions"):
+    with pytest.raises(ValueError, match="^dynamic_conv: x must have 3 dimensions"):
         dynamic_conv(x[0], kernels)
     with pytest.raises(ValueError, match="cu_seqlens must have 1 to"):
         dynamic_conv(x[:1], kernels[:1], output_final_state=True,
                      cu_seqlens=torch.zeros(0, dtype=torch.int32, device=device))  # fmt: skip
 
 
+NO_TENSORS = {"list": [[1.0]], "int": 3, "ndarray": np.zeros((1, 6, 5))}
+
+
+@pytest.mark.parametrize("bad", [*NO_TENSORS.values(), None], ids=[*NO_TENSORS, "None"])
+@pytest.mark.parametrize("state", [False, True], ids=["", "final state"])
+@pytest.mark.parametrize("name", ["x", "kernels", "cu_seqlens", "initial_state"])
+def test_what_is_no_tensor(device, name, state, bad):
+    arguments = forward_arguments(device)
+    arguments = {n: arguments[n] for n in ("x", "kernels", "cu_seqlens", "initial_state")}
+    arguments[name] = bad
+    optional = name in ("cu_seqlens", "initial_state")
+    if optional and bad is None:
+        return
+    wanted = "a torch.Tensor or None" if optional else "a torch.Tensor"
+    got = "None" if bad is None else type(bad).__name__
+    with pytest.raises(TypeError, match=f"^dynamic_conv: {name} must be {wanted}, got {got}$"):
+        dynamic_conv(**arguments, output_final_state=state)
+
+
+@pytest.mark.parametrize("bad", NO_TENSORS.values(), ids=NO_TENSORS)
+@pytest.mark.parametrize("name", ["x", "kernels", "state", "slots"])
+def test_what_is_no_tensor_in_a_step(device, name, bad):
+    arguments = step_arguments(device)
+    arguments = {n: arguments[n] for n in ("x", "kernels", "state", "slots")}
+    state = arguments["state"]
+    arguments[name] = bad
+    wanted = "a torch.Tensor or None" if name == "slots" else "a torch.Tensor"
+    sentence = f"^dynamic_conv_step: {name} must be {wanted}, got {type(bad).__name__}$"
+    with pytest.raises(TypeError, match=sentence):
+        dynamic_conv_step(**arguments)
+    assert (state == POISON).all()
+
+
 def test_fresh_outputs_are_refused_the_same_way_with_gradients(device):
     x = torch.randn(2, 6, 5, device=device, requires_grad=True)
-    with pytest.raises(ValueError, match="dynamic_conv_forward: .*k"):
+    with pytest.raises(ValueError, match="^dynamic_conv: kernels must have 1 to 8 taps"):
         dynamic_conv(x, torch.randn(2, 6, 5, 9, device=device))
 
 

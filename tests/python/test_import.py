@@ -2,12 +2,17 @@
 """``import mortar``: with PyTorch, without it, and without the library."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import mortar
+from mortar import _limits
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, **env: str) -> subprocess.CompletedProcess:
@@ -75,3 +80,15 @@ def test_submodules_are_attributes(name):
 def test_unknown_attribute():
     with pytest.raises(AttributeError, match="module 'mortar' has no attribute 'lore'"):
         _ = mortar.lore
+
+
+def test_limits_are_those_of_the_headers():
+    """Python reads them from the library, which was compiled with the headers."""
+    constants = {}
+    for header in (ROOT / "include" / "mortar").glob("*.h"):
+        text = header.read_text()
+        for name, value in re.findall(r"inline constexpr \S+ k(\w+) = ([\d <]+);", text):
+            factor, _, shift = value.partition("<<")
+            constants[name.lower()] = int(factor) << int(shift or 0)
+    for name in (n for n in dir(_limits) if n.isupper()):
+        assert getattr(_limits, name) == constants[name.lower().replace("_", "")], name

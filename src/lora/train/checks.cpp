@@ -146,7 +146,7 @@ void* check_hidden(const ArgCheck& arg, const Tensor& h, const Problem& p, Devic
   arg.dtype(h, "h", {p.weight});
   arg.device(h, "h", device);
   arg.contiguous(h, "h");
-  arg.aligned(h, "h", 16);
+  arg.aligned(h, "h", kMemoryAlignment);
   return h.data;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/backend.h"
 #include "core/check.h"
 #include "lora/checks.h"
 #include "lora/train/checks.h"
@@ -16,15 +17,7 @@ using lora::train::Backend;
 using lora::train::Checked;
 using lora::train::Problem;
 
-const Backend& backend([[maybe_unused]] const ArgCheck& arg, Device device) {
-  if (device.type == DeviceType::kCPU) return lora::train::cpu::kBackend;
-#if MORTAR_HAS_CUDA
-  return lora::train::cuda::kBackend;
-#else
-  fail_with(ErrorKind::kRuntime, arg.op(), ": tensors must be on cpu, as this build of Mortar has",
-            " no CUDA backend, got ", device_string(device));
-#endif
-}
+constexpr auto& backend = choose_backend<lora::train::cpu::kBackend, lora::train::cuda::kBackend>;
 
 }  // namespace
 
