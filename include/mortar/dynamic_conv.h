@@ -51,7 +51,7 @@ void dynamic_conv_forward(const Tensor& x, const Tensor& kernels, const Tensor& 
 /// where chunks of time meet) and every element of dx, dk and dinitial_state is written once.
 ///
 /// dy: [B, T, D], gradient of y. dfinal_state: optional [N, D, L], gradient of the final state.
-/// dx: [B, T, D]. dkernels: [B, T, D, W]. dinitial_state: optional [N, D, L]. The states that are given
+/// dx: [B, T, D]. dk: [B, T, D, W]. dinitial_state: optional [N, D, L]. The states that are given
 /// have equal L. With silu, s is computed again: nothing but the inputs need be kept.
 void dynamic_conv_backward(const Tensor& x, const Tensor& kernels, const Tensor& cu_seqlens,
                            const Tensor& initial_state, const Tensor& dy,

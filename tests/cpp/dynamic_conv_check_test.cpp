@@ -133,7 +133,8 @@ TEST_P(DynamicConvCheck, SmallBackward) {
         [&] { dynamic_conv_backward(x, k, {}, {}, dy, {}, dx_, dk_, {}, false, {}); });
   };
   EXPECT_EQ(error(dx, make(DType::kBFloat16, {1, 6, 8, 3})),
-            "dynamic_conv_backward: dk must have the shape of kernels (1, 6, 8, 4), got (1, 6, 8, 3)");
+            "dynamic_conv_backward: dk must have the shape of kernels (1, 6, 8, 4), "
+            "got (1, 6, 8, 3)");
   EXPECT_NE(error(x, dk).find("dx and x must not overlap"), std::string::npos);
 }
 
