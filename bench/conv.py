@@ -17,6 +17,8 @@ from harness import Case, Options, View, main
 
 #: B, T, D: the rows at which the peers were measured as well.
 SHAPES = [(1, 4096, 3072), (8, 4096, 3072), (4, 16384, 2048), (32, 512, 3072)]
+#: Few tokens, and sizes that are no power of two: where a chip is not filled, or unevenly.
+OTHER_SHAPES = [(1, 33, 3072), (1, 200, 3072), (1, 1000, 1536), (3, 77, 1000), (16, 9, 4096)]
 OTHER_WIDTHS = (2, 3, 8)
 STEP_ROWS = (1, 32, 128, 1024)
 
@@ -35,7 +37,7 @@ VIEWS = [
 
 def _gpu_cases() -> Iterator[Case]:
     for case, name in ((ForwardCase, "conv_forward"), (BackwardCase, "conv_backward")):
-        for shape in SHAPES:
+        for shape in SHAPES + OTHER_SHAPES:
             yield case(Problem(*shape), name)
         for width in OTHER_WIDTHS:
             yield case(Problem(8, 4096, 3072, width), "conv_width")

@@ -61,18 +61,20 @@ struct CudaConfig {
   /// beat more threads (backward, 1 x 4096 x 3072, W = 4, H200: 78.5 us with 372 an SM in chunks of
   /// 128 steps, 83.6 us with 1,490 in chunks of 32).
   static constexpr std::int64_t kThreadsPerSm = 320;
-  static constexpr int kLeastSteps = 8;
+  /// Chunks of more steps are a multiple of these: whole groups of loads.
+  static constexpr int kStepGranule = 8;
 
   /// `groups`: channel groups of one step; `most_steps`: 8 to 48 forward, 96 or 128 backward
-  /// (whose halo, W - 1 steps of every chunk, costs more).
+  /// (whose halo, W - 1 steps of every chunk, costs more); `least_steps`: where threads are too few
+  /// for the SMs whatever the chunks, 1 or a multiple of kStepGranule.
   static CudaConfig make(std::int64_t batch, std::int64_t time, std::int64_t groups, int num_sms,
-                         int most_steps) {
+                         int most_steps, int least_steps) {
     CudaConfig c;
     while (c.threads > 32 && c.threads / 2 >= groups) c.threads /= 2;
     c.steps = most_steps;
     const auto in_flight = [&] { return batch * groups * ceil_div<std::int64_t>(time, c.steps); };
-    while (c.steps > kLeastSteps && in_flight() < kThreadsPerSm * num_sms) {
-      c.steps = round_up(c.steps / 2, kLeastSteps);
+    while (c.steps > least_steps && in_flight() < kThreadsPerSm * num_sms) {
+      c.steps = c.steps > kStepGranule ? round_up(c.steps / 2, kStepGranule) : c.steps / 2;
     }
     return c;
   }

@@ -91,7 +91,7 @@ TEST_P(DynamicConvCuda, SmallLaunchChoicesChangeNoBit) {
       Operand starts(device, DType::kInt32, {sequences + 1});
       starts.fill(Array(pack.begin(), pack.end()));
       std::vector<std::vector<std::uint64_t>> expected;
-      for (int steps : {0, 8, 12, 24, 64, 128, 304}) {
+      for (int steps : {0, 1, 2, 3, 5, 8, 12, 24, 64, 128, 304}) {
         const auto config =
             dynamic_conv::CudaConfig{.threads = steps == 24 ? 32 : 128, .steps = steps};
         Operand y(device, DType::kBFloat16, {1, time, channels});

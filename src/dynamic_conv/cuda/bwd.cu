@@ -23,6 +23,9 @@ constexpr int kLoadRegisters = 24;  ///< of the steps in flight: 4 steps at W = 
 /// W = 3 (8 x 4096 x 3072, bf16, H200): 517 us in chunks of 96 steps, 530 in chunks of 64 or 128;
 /// all other widths gain up to 4 % from 128.
 constexpr int most_steps(int width) { return width == 3 ? 96 : 128; }
+/// A chunk of few tokens: one step and the W - 1 that complete its dx are then one group of loads
+/// (W = 4, 16-bit), where 8 steps would be three, each a trip to memory.
+constexpr int kLeastSteps = 1;
 
 struct Params {
   BackwardProblem problem;
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(kMaxThreads,
   float window[kWidth][kChannels];
   Pending<Traits> pending;
   const auto begin_sequence = [&](int t) {
-    read_history<Traits>(shape, p.x, p.initial, tile, walk, t, window);
+    read_history_at_once<Traits>(shape, p.x, p.initial, tile, walk, t, window);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
 #pragma unroll
@@ -223,6 +226,8 @@ __global__ void __launch_bounds__(kMaxThreads,
       }
     }
     // One group step by step: boundaries lie in it or at its start, or the chunk comes to an end.
+    // The next group is loaded at its end: a load in each step would share a scoreboard with those
+    // before it, and every step would wait for a trip to memory.
     int from = 0;
     do {
       const int to = min(min(walk.end, stop) - base, kAhead);
@@ -232,7 +237,6 @@ __global__ void __launch_bounds__(kMaxThreads,
         const int t = base + u;
         float g[kChannels];
         consume(u, g);
-        load(u, t + kAhead < stop);
         if (t < tile.end) store_dk(g);
         dk = advance(dk, params.dk_step);
         dx = advance(dx, params.dx_step);
@@ -249,6 +253,8 @@ __global__ void __launch_bounds__(kMaxThreads,
       cross_boundaries(base + to);
     } while (from < kAhead && base + from < stop);
     base += kAhead;
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) load(u, base + u < stop);
   }
 }
 
@@ -260,8 +266,8 @@ void backward(const BackwardProblem& p, const CudaConfig* config, Stream stream)
   with_traits("dynamic_conv_backward", p.shape, [&](auto traits) {
     using Traits = decltype(traits);
     if (!fits<Traits>(p.shape, {p.x, p.dy, p.dx}, {p.k, p.dk})) return false;
-    launch_tiles<backward_kernel<Traits>, Traits, Params>("dynamic_conv_backward", p, config,
-                                                          most_steps(p.shape.width), stream);
+    launch_tiles<backward_kernel<Traits>, Traits, Params>(
+        "dynamic_conv_backward", p, config, most_steps(p.shape.width), kLeastSteps, stream);
     return true;
   });
 }

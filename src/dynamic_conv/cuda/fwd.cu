@@ -26,6 +26,8 @@ constexpr int most_steps(const Shape& s) {
   return s.width < 5 ? 24 : 48;
 }
 
+constexpr int kLeastSteps = 8;  ///< one group of loads at W = 4, 16-bit
+
 struct Params {
   ForwardProblem problem;
   std::int64_t x_step, k_step, y_step;  ///< bytes
@@ -170,7 +172,7 @@ void forward(const ForwardProblem& p, const CudaConfig* config, Stream stream) {
     using Traits = decltype(traits);
     if (!fits<Traits>(p.shape, {p.x, p.y}, {p.k})) return false;
     launch_tiles<forward_kernel<Traits>, Traits, Params>("dynamic_conv_forward", p, config,
-                                                         most_steps(p.shape), stream);
+                                                         most_steps(p.shape), kLeastSteps, stream);
     return true;
   });
 }

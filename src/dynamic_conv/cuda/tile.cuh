@@ -114,6 +114,48 @@ __device__ __forceinline__ void read_history(const Shape& shape, const Signal& x
   }
 }
 
+inline constexpr int kHistoryLoads = 4;  ///< in flight
+
+/// The same with the loads of several steps in flight together, which takes one trip to memory
+/// instead of W - 1, and the registers of these loads: the forward at W = 8 has none left.
+template <class Traits>
+__device__ __forceinline__ void read_history_at_once(
+    const Shape& shape, const Signal& x, const State& initial, const Tile& tile, const Walk& walk,
+    int t, float (&window)[Traits::kWidth][Traits::kChannels]) {
+  using X = typename Traits::X;
+  constexpr int kChannels = Traits::kChannels;
+  constexpr int kRows = Traits::kWidth - 1;
+  const int channel = opaque(tile.channel);
+  const X* row = at<const X>(x, x.row(opaque(tile.b), t - 1) + channel);
+#pragma unroll
+  for (int first = 0; first < kRows; first += kHistoryLoads) {
+    device::Bits<X, kChannels> bits[kHistoryLoads];
+#pragma unroll
+    for (int i = 0; i < kHistoryLoads; ++i) {
+      const int j = first + i;
+      bits[i] = {};
+      if (j < kRows && (Traits::kVector || j + 1 < shape.width) && t - 1 - j >= walk.start) {
+        bits[i] = device::load<X, kChannels>(row);
+      }
+      row -= x.time_stride;
+    }
+#pragma unroll
+    for (int i = 0; i < kHistoryLoads; ++i) {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        if (first + i < kRows) window[first + i][c] = bits[i].get(c);
+      }
+    }
+  }
+  if (t - kRows >= walk.start || !initial.given()) return;
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) {
+    if ((Traits::kVector || j + 1 < shape.width) && t - 1 - j < walk.start) {
+      read_input<Traits>(shape, x, initial, tile, walk, t - 1 - j, window[j]);
+    }
+  }
+}
+
 /// p moved by bytes: a step of time in bytes is an operand from constant memory, where one in
 /// elements would take registers to be scaled.
 template <class T>
