@@ -17,8 +17,8 @@
 namespace mortar::testing {
 namespace {
 
-/// Every kStride-th bit pattern of float32, 4,100 to an octave: a prime, so that the low bits of the
-/// mantissa vary too.
+/// Every kStride-th bit pattern of float32, 4,100 to an octave: a prime, so that the low bits of
+/// the mantissa vary too.
 constexpr std::uint32_t kStride = 2039;
 
 struct Sweep {
@@ -75,8 +75,8 @@ void expect_silu(const Sweep& got, double cut, double least, const Units& units)
   ::testing::Test::RecordProperty("worst share of the bound", std::to_string(worst));
 }
 
-/// The slope q (1 + s (1 - q)), q = sigmoid(s), passes through zero, so its error counts in units of
-/// 2^-24. That of q counts once as a factor and s times in 1 - q, until q is 1 from s = 17.4 on.
+/// The slope q (1 + s (1 - q)), q = sigmoid(s), passes through zero, so its error counts in units
+/// of 2^-24. That of q counts once as a factor and s times in 1 - q, until q is 1 from s = 17.4 on.
 void expect_slope(const Sweep& got, double factor, double per_s) {
   for (std::size_t i = 0; i < got.s.size(); ++i) {
     const double s = got.s[i], q = exact_sigmoid(s);
