@@ -8,7 +8,6 @@ tells of each pair where: l * S + s. ``scales`` has one entry per pair, ``p`` on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,123 +15,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from ._ffi import lib, torch_function
 from ._library import define, is_eager
-from .reference import lora_train as reference
+from ._lora_train_calls import (
+    Layer,
+    Rows,
+    exact_gradients,
+    hidden_width,
+    run_backward,
+    run_forward,
+)
 
-_forward, _backward = lib.lora_train_forward, lib.lora_train_backward
-# These cost the host less, and return 0 for what only the others can take or refuse.
-_forward_now = torch_function("torch_lora_train_forward")
-_backward_now = torch_function("torch_lora_train_backward")
 _is_grad_enabled = torch.is_grad_enabled
-
-
-class Layer(NamedTuple):
-    """What describes a call beside its tensors."""
-
-    widths: tuple[int, ...]
-    places: tuple[int, ...]
-    scales: tuple[float, ...]
-    p: tuple[float, ...]
-    drops_delta: bool
-
-    @property
-    def sizes(self) -> tuple[int, int, bool]:
-        return len(self.widths), len(self.p), self.drops_delta
-
-    def spread(self, values: Sequence, absent) -> list:
-        """One value per adapter and slice of one per pair."""
-        if len(self.places) == len(self.widths) * len(self.p):
-            return list(values)
-        out = [absent] * (len(self.widths) * len(self.p))
-        for place, value in zip(self.places, values, strict=True):
-            out[place] = value
-        return out
-
-
-class Rows(NamedTuple):
-    """Where masks and the adapter of a row come from."""
-
-    rng: Tensor | None
-    offsets: Tensor | None
-    plan: Tensor | None
-
-
-def hidden_width(layer: Layer, a: Sequence[Tensor]) -> int:
-    """Columns of h: the ranks of the slices, each rounded up to a multiple of 8."""
-    ranks = [0] * len(layer.widths)
-    for place, matrix in zip(layer.places, a, strict=True):
-        s = place % len(ranks)
-        ranks[s] = max(ranks[s], matrix.shape[0])
-    return sum(-(-rank // 8) * 8 for rank in ranks)
-
-
-# ---- calls of the library ------------------------------------------------------------------------
-
-
-def _interleave(*lists: Sequence) -> list:
-    return [value for group in zip(*lists, strict=True) for value in group]
-
-
-def _exact(layer: Layer, rows: Rows, a, b, num_rows: int) -> reference.Problem:
-    """The call as the reference takes it: float64 is for gradcheck, and no kernel's business."""
-    if rows.plan is not None:
-        raise TypeError(
-            "lora_train: x must be float32, float16 or bfloat16 with a plan, got float64"
-        )
-    slices, adapters, _ = layer.sizes
-    if rows.offsets is None:
-        row_adapter = torch.zeros(num_rows, dtype=torch.int64)
-    else:
-        row_adapter = torch.arange(adapters).repeat_interleave(rows.offsets.cpu().long().diff())
-    pairs = layer.spread(list(zip(a, b, strict=True)), None)
-    scales = layer.spread(layer.scales, 0.0)
-    cut = range(0, adapters * slices, slices)
-    return reference.Problem(
-        [pairs[i : i + slices] for i in cut], [scales[i : i + slices] for i in cut],
-        row_adapter.to(a[0].device), layer.widths, layer.p, layer.drops_delta, rows.rng,
-    )  # fmt: skip
-
-
-def run_forward(layer: Layer, rows: Rows, x, h, y, base, a, b) -> None:
-    """Writes y (a list) and, unless it is None, h."""
-    if x.dtype is torch.float64:
-        results = reference.forward(_exact(layer, rows, a, b, x.shape[0]), x, base or None)
-        for out, result in zip(y, results, strict=True):
-            out.copy_(result)
-        return
-    base = base or [None] * len(y)
-    pa, pb = layer.spread(a, None), layer.spread(b, None)
-    scales = layer.spread(layer.scales, 1.0)
-    tensors = (x, h, None, *rows, *y, *base, *_interleave(pa, pb))
-    if is_eager(x) and _forward_now(id(tensors), *layer.sizes, *layer.p, *scales):
-        return
-    pairs = _interleave(pa, pb, scales)
-    _forward(*layer.sizes, x, h, None, *rows, *layer.p, *y, *base, *pairs)
-
-
-def run_backward(layer: Layer, rows: Rows, dy, x, h, dx, add_dx, a, b, grads) -> None:
-    """grads: (da, db, add_a, add_b) of every pair, None for a frozen one."""
-    da, db, add_a, add_b = (layer.spread(values, None) for values in zip(*grads, strict=True))
-    add_a, add_b = ([bool(value) for value in values] for values in (add_a, add_b))
-    pa, pb = layer.spread(a, None), layer.spread(b, None)
-    scales = layer.spread(layer.scales, 1.0)
-    tensors = (x, h, dx, None, *rows, *dy, *_interleave(pa, pb), *_interleave(da, db))
-    numbers = (*layer.sizes, add_dx, *layer.p, *scales, *_interleave(add_a, add_b))
-    if is_eager(dy[0]) and _backward_now(id(tensors), *numbers):
-        return
-    pairs, out = _interleave(pa, pb, scales), _interleave(da, db, add_a, add_b)
-    _backward(*layer.sizes, add_dx, x, h, dx, None, *rows, *layer.p, *dy, *pairs, *out)
-
-
-def _exact_gradients(layer: Layer, rows: Rows, dy, x, a, b) -> list[Tensor]:
-    """dx, then every dA, then every dB, in float64."""
-    problem = _exact(layer, rows, a, b, dy[0].shape[0])
-    x = x if x is not None else dy[0].new_zeros(dy[0].shape[0], a[0].shape[1])
-    dx, da, db = reference.backward(problem, x, dy)
-    slices = len(layer.widths)
-    pick = [divmod(place, slices) for place in layer.places]
-    return [dx, *(da[i][s] for i, s in pick), *(db[i][s] for i, s in pick)]
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -198,7 +91,7 @@ def _gradient_buffers(dy, a, b, wants, dx_dtype) -> list[Tensor | None]:
 def gradients(layer: Layer, rows: Rows, dy, x, h, a, b, wants, dx_dtype) -> list[Tensor | None]:
     """New tensors: dx, then every dA, then every dB; None where it is not wanted."""
     if dy[0].dtype is torch.float64:
-        found = _exact_gradients(layer, rows, dy, x, a, b)
+        found = exact_gradients(layer, rows, dy, x, a, b)
         return [value if wanted else None for value, wanted in zip(found, wants, strict=True)]
     out = _gradient_buffers(dy, a, b, wants, dx_dtype)
     pairs = len(a)
@@ -320,6 +213,18 @@ def forward_outputs(call: Call, x, base, a, b, save_h: bool) -> tuple[list[Tenso
     return y, h
 
 
+def found_gradients(layer, rows, dy, x, h, a, b, wants, dx_dtype) -> list[Tensor | None]:
+    """dx [M, K], then every dA, then every dB, of dy in any leading dimensions; None where it is
+    not wanted. By way of the op where something traces."""
+    if not any(wants):
+        return [None] * len(wants)
+    flat = [as_rows(g) for g in dy]
+    if is_eager(flat[0]) and not flat[0].is_meta:
+        return gradients(layer, rows, flat, x, h, a, b, wants, dx_dtype)
+    made = iter(_backward_op(flat, x, h, a, b, *rows, *layer, wants, dx_dtype))
+    return [next(made) if wanted else None for wanted in wants]
+
+
 class _Linear(torch.autograd.Function):
     """Saves x where dA needs it (or dB, without h), h where dB does, and the weights."""
 
@@ -350,16 +255,9 @@ class _Linear(torch.autograd.Function):
         needs = ctx.needs_input_grad
         dbase = [g if wanted else None for g, wanted in zip(dy, needs[2:base])]  # noqa: B905
         wants = [needs[1], *needs[base:]]
-        found = [None] * len(wants)
-        if any(wants):
-            flat = [as_rows(g) for g in dy]
-            args = (flat, None if x is None else as_rows(x), h, a, b)
-            rows = Rows(rng, offsets, plan)
-            if is_eager(flat[0]) and not flat[0].is_meta:
-                found = gradients(call.layer, rows, *args, wants, ctx.dtype)
-            else:
-                made = iter(_backward_op(*args, *rows, *call.layer, wants, ctx.dtype))
-                found = [next(made) if wanted else None for wanted in wants]
+        rows = Rows(rng, offsets, plan)
+        flat = None if x is None else as_rows(x)
+        found = found_gradients(call.layer, rows, dy, flat, h, a, b, wants, ctx.dtype)
         dx = None if found[0] is None else found[0].view(ctx.shape)
         return None, dx, *dbase, *found[1:]
 

@@ -332,14 +332,14 @@ def _result_dtype(x: Tensor, base: list[Tensor], dtype: torch.dtype | None) -> t
 def _run(op: str, layer, rows, x, a, b, base, out, dtype, save_h) -> list[Tensor]:
     slices = len(layer.widths)
     base = [] if base is None else _listed(op, "base", base, slices)
-    for t in base:
-        _check_lead(op, "base", t, x)
+    for t, width in zip(base, layer.widths, strict=bool(base)):
+        _check_shape(op, "base", t, (*x.shape[:-1], width))
     if out is None:
         call = ops.Call(layer, rows, len(base), _result_dtype(x, base, dtype), save_h, False)
         return ops.train(call, x, base, a, b)
     out = _listed(op, "out", out, slices)
-    for t in out:
-        _check_lead(op, "out", t, x)
+    for t, width in zip(out, layer.widths, strict=True):
+        _check_shape(op, "out", t, (*x.shape[:-1], width))
     if len(base) == slices and all(y is t for y, t in zip(out, base, strict=True)):
         call = ops.Call(layer, rows, slices, base[0].dtype, save_h, True)
         return ops.train(call, x, base, a, b)
@@ -347,11 +347,8 @@ def _run(op: str, layer, rows, x, a, b, base, out, dtype, save_h) -> list[Tensor
     return out
 
 
-def _check_lead(op: str, name: str, t, x: Tensor) -> None:
+def _check_shape(op: str, name: str, t, shape: tuple[int, ...]) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-    if t.shape[:-1] != x.shape[:-1]:
-        raise ValueError(
-            f"{op}: {name} must have the leading dimensions of x = {tuple(x.shape[:-1])}, got "
-            f"{tuple(t.shape[:-1])}"
-        )
+    if t.shape != shape:
+        raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(t.shape)}")

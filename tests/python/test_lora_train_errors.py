@@ -32,10 +32,10 @@ def test_shapes(case):
     for changes, message in (
         ({"a": a[:, :-1]}, r"a must have shape"),
         ({"a": a[:-1]}, r"b must have shape \(24, 5\)"),
-        ({"b": b[:-1]}, r"(b|y\[0\]|base\[0\]) must have shape"),
-        ({"base": case.base[0][:-1]}, r"base must have the leading dimensions of x"),
+        ({"b": b[:-1]}, "base must have shape"),
+        ({"base": case.base[0][:-1]}, r"base must have shape \(19, 24\), got \(18, 24\)"),
         ({"a": a[0]}, r"a must have 2 dimensions"),
-        ({"x": case.x[:, 0, None, None]}, r"leading dimensions|shape"),
+        ({"x": case.x[:, 0, None, None]}, "base must have shape"),
         ({"a": a[:0], "b": b[:, :0]}, r"a must have 1 to 512 rows, got 0"),
         ({"a": [a, a]}, r"b must have one matrix per slice = 2, got 1"),
     ):
