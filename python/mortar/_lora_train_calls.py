@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the library's LoRA training with flat arguments; see _lora_train_ops.py for the words."""
+"""Calls of the library's LoRA training with flat arguments, as _lora_train_ops.py names them."""
 
 from __future__ import annotations
 
