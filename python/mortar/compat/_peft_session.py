@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 from .. import lora
 from .._lora_table import ALIGNMENT, DTYPES, MAX_RANK
+from ._peft_training import TrainedForward, training_mixed
 from ._serving import KEY, ServedForward, Session
 
 # PEFT's layers over quantised base layers: base(x), plus the plain delta. They are no subclass of
@@ -30,9 +32,10 @@ class PeftSession(Session):
     left: str
     """What is left to PEFT, and why; empty if nothing is."""
 
-    def __init__(self, lora_model: LoraModel) -> None:
+    def __init__(self, lora_model: LoraModel, train_mixed: bool = False) -> None:
         super().__init__(())
         self._model = lora_model
+        self._train_mixed = train_mixed
         self._peft_hooks = lora_model._enable_peft_forward_hooks
         self._install()
 
@@ -43,10 +46,11 @@ class PeftSession(Session):
             for module in modules
             if isinstance(module, LoraLayer) and (module.lora_A or module.lora_embedding_A)
         ]
-        refusals = {layer: _refusal(layer) for layer in self._layers}
+        untrained = {layer: _refusal(layer) for layer in self._layers}
+        refusals = {layer: why or _cannot_serve(layer) for layer, why in untrained.items()}
         served = [layer for layer, reason in refusals.items() if reason is None]
         left = Counter(filter(None, refusals.values()))
-        self.num_served = len(served)
+        self.num_served = sum(reason is None for reason in untrained.values())
         self.left = ", ".join(f"{count} x {reason}" for reason, count in sorted(left.items()))
 
         adapters = {n for layer in self._layers for n in (*layer.lora_A, *layer.lora_embedding_A)}
@@ -55,18 +59,32 @@ class PeftSession(Session):
         self._configs = dict(self._model.peft_config)
         self._watched = [_Watched(layer) for layer in served]
         for layer in served:
-            forward = _PeftForward(self, layer.base_layer, layer.forward, _weights(layer, self.ids))
+            trained = TrainedForward(self, layer, layer.forward)
+            forward = _PeftForward(self, layer.base_layer, trained, _weights(layer, self.ids))
             self.patch(layer, "forward", forward)
         for module in modules:
             if refusals.get(module) or isinstance(module, AuxiliaryTrainingWrapper):
                 # PEFT hands its names to these layers by hooks that it sets for every forward.
-                self.patch(module, "forward", _NamedForward(self, module.forward))
+                forward = _NamedForward(self, module.forward)
+                if module in untrained and untrained[module] is None:
+                    forward = TrainedForward(self, module, forward)
+                self.patch(module, "forward", forward)
         self.patch(self._model, "_enable_peft_forward_hooks", self._hooks)
         self.patch(self._model, KEY, self)
 
     @contextmanager
     def _hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         names = kwargs.get("adapter_names")
+        self.has_mixed = False
+        if names is not None and self._model.training and self._train_mixed:
+            self._check_mixed(kwargs)
+            self._refresh(self._has_changed())
+            self.has_mixed = True
+            with training_mixed(self, self._model, self.batch_of(self.checked(names, False))):
+                yield
+            return
+        if names is None:
+            self._refresh(self._has_new_configs())
         if names is None or not self._can_serve(kwargs):
             with self._peft_hooks(*args, **kwargs):
                 yield
@@ -89,18 +107,36 @@ class PeftSession(Session):
                 return False
         if torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()):
             return False
-        if self._has_changed():
-            self.undo()
-            self._install()
+        self._refresh(self._has_changed())
         return True
 
-    def _has_changed(self) -> bool:
+    def _check_mixed(self, kwargs: dict[str, Any]) -> None:
+        """Raises what PEFT raises for a mixed batch that does not train."""
+        if kwargs.get("alora_offsets") is not None:
+            raise ValueError("accelerate: a mixed batch that trains must have no alora_offsets")
+        if any(layer.merged_adapters for layer in self._layers):
+            raise ValueError(
+                "Cannot pass `adapter_names` when there are merged adapters, please call "
+                "`unmerge_adapter` first."
+            )
+
+    def _refresh(self, changed: bool) -> None:
+        if not changed:
+            return
+        before = self.left
+        self.undo()
+        self._install()
+        if self.left and self.left != before:
+            warnings.warn(f"accelerate: layers left to PEFT: {self.left}", stacklevel=2)
+
+    def _has_new_configs(self) -> bool:
         configs = self._model.peft_config  # a loaded adapter may have brought new layers
-        return (
-            configs.keys() != self._configs.keys()
-            or any(configs[name] is not config for name, config in self._configs.items())
-            or any(watched.changed() for watched in self._watched)
+        return configs.keys() != self._configs.keys() or any(
+            configs[name] is not config for name, config in self._configs.items()
         )
+
+    def _has_changed(self) -> bool:
+        return self._has_new_configs() or any(watched.changed() for watched in self._watched)
 
 
 class _PeftForward(ServedForward):
@@ -121,8 +157,9 @@ class _NamedForward:
         self._original = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._session.batch is not None:
-            kwargs["adapter_names"] = list(self._session.batch.names)
+        batch = self._session.batch or self._session.mixed
+        if batch is not None:
+            kwargs["adapter_names"] = list(batch.names)
         return self._original(*args, **kwargs)
 
 
@@ -155,7 +192,7 @@ def _weights(layer: LoraLayer, ids: dict[str, int]) -> lora.Weights:
 
 
 def _refusal(layer: LoraLayer) -> str | None:
-    """Why a layer is left to PEFT; None if Mortar can serve it."""
+    """Why a layer is left to PEFT altogether; None if Mortar can train it."""
     kind = type(layer)
     if not isinstance(layer, Linear) and kind.__module__ not in _QUANTISED:
         return f"{kind.__name__} layers"
@@ -166,9 +203,21 @@ def _refusal(layer: LoraLayer) -> str | None:
         return f"adapters of {type(layer.lora_A).__name__}"
     if any(linear.bias is not None for linear in linears):
         return "LoRA biases"
+    for name, a in layer.lora_A.items():
+        dtypes = sorted({str(a.weight.dtype), str(layer.lora_B[name].weight.dtype)})
+        if len(dtypes) > 1 or a.weight.dtype not in DTYPES:
+            return f"adapters of {' and '.join(dtypes)}"
+    if max(layer.r.values()) > MAX_RANK:
+        return f"ranks over {MAX_RANK}"
+    return None
+
+
+def _cannot_serve(layer: LoraLayer) -> str | None:
+    """Why PEFT serves the mixed batches of a layer that Mortar can train."""
+    linears = (*layer.lora_A.values(), *layer.lora_B.values())
     weights = [linear.weight.data for linear in linears]
     dtypes = sorted({str(w.dtype) for w in weights})
-    if len(dtypes) > 1 or weights[0].dtype not in DTYPES:
+    if len(dtypes) > 1:
         return f"adapters of {' and '.join(dtypes)}"
     devices = {str(w.device) for w in weights}
     if len(devices) > 1 or weights[0].device.type not in ("cpu", "cuda"):
@@ -177,8 +226,6 @@ def _refusal(layer: LoraLayer) -> str | None:
         return "adapters that are not dense tensors"
     if any(w.data_ptr() % ALIGNMENT for w in weights):
         return f"adapters not aligned to {ALIGNMENT} bytes"
-    if max(layer.r.values()) > MAX_RANK:
-        return f"ranks over {MAX_RANK}"
     return None
 
 

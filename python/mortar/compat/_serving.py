@@ -48,10 +48,15 @@ class Session:
 
     batch: Batch | None = None
     """None while no mixed batch runs: layers then do what they did before."""
+    mixed: Batch | None = None
+    """The samples' adapters while a mixed batch trains."""
+    has_mixed = False
+    """Whether the last forward trained a mixed batch."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.ids = {name: number for number, name in enumerate(names)}
         self._last: Batch | None = None
+        self.warned: set[str] = set()
         # By owner: what its attributes were before.
         self._patched: dict[int, tuple[Any, dict[str, Any]]] = {}
 
@@ -86,18 +91,28 @@ class Session:
             raise ValueError(f"Trying to infer with non-existing adapter(s): {listed}")
         return named
 
-    @contextmanager
-    def serving(self, names: tuple[str, ...]) -> Iterator[None]:
-        """Names the samples of every forward within.
+    def check_recompute(self) -> None:
+        """A layer that runs in a backward runs again: its names must be known."""
+        if self.has_mixed and torch._C._current_graph_task_id() >= 0:
+            raise RuntimeError(
+                "accelerate: a mixed batch that trains must be checkpointed by the model's "
+                "gradient_checkpointing_enable(), got another checkpoint around its layers"
+            )
 
-        The batch outlives the context: a decode step with the names of the step before (on the
-        same stream) finds its plan made.
-        """
+    def batch_of(self, names: tuple[str, ...]) -> Batch:
+        """Outlives the forward: the next one with these names, on the same stream, finds its plan
+        made."""
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         batch = self._last
         if batch is None or batch.names != names or batch.stream != stream:
             ids = [-1 if name == BASE else self.ids[name] for name in names]
             batch = self._last = Batch(names, ids, len(self.ids), stream)
+        return batch
+
+    @contextmanager
+    def serving(self, names: tuple[str, ...]) -> Iterator[None]:
+        """Names the samples of every forward within."""
+        batch = self.batch_of(names)
         previous, self.batch = self.batch, batch
         try:
             yield

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves mixed batches of PEFT LoRA adapters through Mortar.
+"""Trains PEFT models, and serves mixed batches of their LoRA adapters, through Mortar.
+
+    model = get_peft_model(base, LoraConfig(...))
+    mortar.compat.peft.accelerate(model)                 # and train as before
 
     model = PeftModel.from_pretrained(base, "adapters/sql", adapter_name="sql")
     model.load_adapter("adapters/chat", adapter_name="chat")
@@ -8,6 +11,12 @@
         model(input_ids, adapter_names=["sql", "chat", "__base__"])      # PEFT's own API
         model.generate(input_ids=input_ids, adapter_names=["sql", "chat", None])
     mortar.compat.peft.restore(model)
+
+While a layer trains (in training mode, or with a gradient wanted) its base layer runs, and then
+one ``mortar.lora.linear`` adds the delta of the active adapter: dropout, both products, scale and
+sum in one pass, x kept as it is, h beside it and nothing else. Several active adapters are summed.
+Losses are PEFT's but for rounding, the output has PEFT's dtype; dropout draws other numbers from
+the same generator.
 
 PEFT runs a mixed batch as a loop: in every layer, for every adapter, it gathers samples,
 multiplies twice and scatters. Here the names become ids once per forward, the tokens are grouped
@@ -49,20 +58,25 @@ if TYPE_CHECKING:
 __all__ = ["accelerate", "attach", "restore"]
 
 
-def accelerate(model: PeftModel) -> PeftModel:
-    """Lets a PEFT model run its mixed batches (``adapter_names=``) through Mortar.
+def accelerate(model: PeftModel, train_mixed: bool = False) -> PeftModel:
+    """Lets a PEFT model train, and run its mixed batches (``adapter_names=``), through Mortar.
 
-    Linear layers with plain LoRA are served, whatever their ranks, scales and dtypes, over
+    Linear layers with plain LoRA are taken over, whatever their ranks, scales and dtypes, over
     quantised base layers and Conv1D too. Other layers (embeddings, convolutions, DoRA and other
     variants, LoRA biases, float64) are left to PEFT, with one warning that lists them. Left to
-    PEFT as well is whatever is not a mixed batch without gradients: training, one active adapter
-    for all, merged or disabled adapters. PEFT's errors come as before.
+    PEFT as well are inference without names, and merged or disabled adapters. PEFT's errors come as
+    before.
 
-    Adapters may be loaded, deleted, rescaled, moved or changed in place afterwards: the tables are
-    rebuilt before the next mixed batch where they have to be.
+    Adapters may be loaded, deleted, switched, rescaled, moved or changed in place afterwards.
 
     Args:
         model: a PeftModel with LoRA adapters.
+        train_mixed: allows ``model(..., adapter_names=[...])`` in training mode, where PEFT raises
+            ValueError (and still does without the flag). Every sample trains its own adapter, with
+            its own dropout; gradients equal those of separate steps. Adapters whose parameters
+            require no gradient stay as they are: PEFT freezes those that are not active, see
+            ``model.base_model.set_adapter([...])``. Gradient checkpointing has to be that of
+            ``model.gradient_checkpointing_enable()``.
 
     Returns:
         model.
@@ -86,7 +100,7 @@ def accelerate(model: PeftModel) -> PeftModel:
         raise ValueError(
             "accelerate: model must not be in service already, restore(model) it first"
         )
-    session = PeftSession(lora_model)
+    session = PeftSession(lora_model, train_mixed)
     if not session.num_served:
         session.undo()
         raise ValueError(
