@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
 
 from ._ffi import lib, torch_function
 from ._library import define, is_eager
@@ -43,7 +44,8 @@ _INSTEAD = {
 def refuse_gradient(function: str, *tensors: torch.Tensor | None) -> None:
     """Raises where a gradient would be lost."""
     for tensor in tensors:
-        if getattr(tensor, "requires_grad", False):
+        # What is no tensor at all is named later, by require_tensors.
+        if tensor is not None and getattr(tensor, "requires_grad", False):
             raise RuntimeError(
                 f"{function}: has no gradient of its own, but an argument requires one; use "
                 f"{_INSTEAD[function]} or call it under torch.no_grad()"
@@ -60,8 +62,7 @@ def _rmsnorm_impl(
         x, x_scale, weight, eps, weight_offset, residual, scaling, group, pow2_scale, given_scale,
         numerics, rng, q, scale, q_t, scale_t, amax, rstd, normed, None,
     )  # fmt: skip
-    if residual is not None and _is_grad_enabled():
-        increment_version(residual)
+    note_writes(residual, q, q_t, amax, rstd, normed, *(() if given_scale else (scale, scale_t)))
 
 
 def _backward_impl(
@@ -72,7 +73,7 @@ def _backward_impl(
     _backward(
         dy, x, x_scale, weight, weight_offset, rstd, residual_grad, dx, dw, accumulate_dw, None
     )
-    _note_writes(dx, dw)
+    note_writes(dx, dw)
 
 
 def _quantize_impl(
@@ -84,9 +85,10 @@ def _quantize_impl(
         y, scaling, group, pow2_scale, given_scale, numerics, rng, q, scale, q_t, scale_t, amax,
         None,
     )  # fmt: skip
+    note_writes(q, q_t, amax, *(() if given_scale else (scale, scale_t)))
 
 
-def _note_writes(*tensors) -> None:
+def note_writes(*tensors: torch.Tensor | None) -> None:
     """Tells autograd, as PyTorch's own in-place ops do: a backward that needs what they held before
     then says so."""
     if _is_grad_enabled():
@@ -115,39 +117,65 @@ _quantize_op = define(
 
 
 # ---- eager calls -------------------------------------------------------------------------------
-# Each takes the tensors of its op in one tuple, None for the workspace last, and then the other
-# values, and skips the dispatcher where nothing traces or intercepts the call. Errors name the
-# function and not what lies below.
+# Each takes the tensors of its op in one tuple, None for the workspace last, those of which
+# autograd must know that they are written, and then the other values, and skips the dispatcher
+# where nothing traces or intercepts the call. Errors name the function and not what lies below.
+# Whoever calls has seen to gradients.
+
+# Operands of each function as they lie in its tuple: their names, and whether they may be None.
+_OUTPUTS = tuple((name, True) for name in ("q", "scale", "q_t", "scale_t", "amax"))
+_NORM_OPERANDS = (
+    ("x", False), ("x_scale", True), ("weight", False), ("residual", True), ("rng", True),
+    *_OUTPUTS, ("rstd", True), ("normed", True),
+)  # fmt: skip
+_BACKWARD_OPERANDS = (
+    ("dy", False), ("x", False), ("x_scale", True), ("weight", False), ("rstd", False),
+    ("residual_grad", True), ("dx", True), ("dw", True),
+)  # fmt: skip
+_QUANTIZE_OPERANDS = (("y", False), ("rng", True), *_OUTPUTS)
 
 
-def rmsnorm_into(tensors: tuple, *values) -> None:
+def rmsnorm_into(tensors: tuple, written: tuple, *values) -> None:
     try:
         if is_eager(tensors[0]) and _forward_now(id(tensors), *values):
-            residual = tensors[3]
-            if residual is not None and _is_grad_enabled():
-                increment_version(residual)
+            if written:
+                note_writes(*written)
             return
-        require_tensors(
-            "fp8_rmsnorm", ("x", "x_scale", "weight", "residual"), tensors, optional=True
-        )
-        _rmsnorm_op(*tensors[:-1], *values)
+        require_tensors("fp8_rmsnorm", _NORM_OPERANDS, tensors)
+        _below_autograd(_rmsnorm_op, tensors, written, values)
     except (TypeError, ValueError) as error:
+        require_tensors("fp8_rmsnorm", _NORM_OPERANDS, tensors)
         raise _renamed(error, "fp8_rmsnorm_forward", "fp8_rmsnorm") from None
 
 
-def backward_into(tensors: tuple, *values) -> None:
-    if is_eager(tensors[0]) and _backward_now(id(tensors), *values):
-        _note_writes(*tensors[6:8])
-        return
-    names = ("dy", "x", "x_scale", "weight", "rstd", "residual_grad", "dx", "dw")
-    require_tensors("fp8_rmsnorm_backward", names, tensors, optional=True)
-    _backward_op(*tensors[:-1], *values)
+def backward_into(tensors: tuple, written: tuple, *values) -> None:
+    try:
+        if is_eager(tensors[0]) and _backward_now(id(tensors), *values):
+            if written:
+                note_writes(*written)
+            return
+        require_tensors("fp8_rmsnorm_backward", _BACKWARD_OPERANDS, tensors)
+        _below_autograd(_backward_op, tensors, written, values)
+    except (TypeError, ValueError):
+        require_tensors("fp8_rmsnorm_backward", _BACKWARD_OPERANDS, tensors)
+        raise
 
 
-def quantize_into(tensors: tuple, *values) -> None:
+def quantize_into(tensors: tuple, written: tuple, *values) -> None:
     if is_eager(tensors[0]) and _quantize_now(id(tensors), *values):
+        if written:
+            note_writes(*written)
         return
-    _quantize_op(*tensors[:-1], *values)
+    require_tensors("fp8_quantize", _QUANTIZE_OPERANDS, tensors)
+    _below_autograd(_quantize_op, tensors, written, values)
+
+
+def _below_autograd(op, tensors: tuple, written: tuple, values: tuple) -> None:
+    """The op by way of the dispatcher, for tensors that may require a gradient."""
+    with torch.no_grad():
+        op(*tensors[:-1], *values)
+    if not is_compiling():
+        note_writes(*written)
 
 
 def _renamed(error: Exception, inner: str, outer: str) -> Exception:
@@ -157,10 +185,8 @@ def _renamed(error: Exception, inner: str, outer: str) -> Exception:
     return type(error)(outer + message[len(inner) :])
 
 
-def require_tensors(
-    function: str, names: tuple[str, ...], values: tuple, optional: bool = False
-) -> None:
+def require_tensors(function: str, operands: tuple[tuple[str, bool], ...], values: tuple) -> None:
     """One sentence for an argument that is no tensor at all."""
-    for name, value in zip(names, values, strict=False):
+    for (name, optional), value in zip(operands, values, strict=False):
         if not (isinstance(value, torch.Tensor) or (optional and value is None)):
             raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")

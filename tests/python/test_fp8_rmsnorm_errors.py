@@ -9,6 +9,7 @@ import torch
 import mortar
 from conftest import DEVICES
 from fp8_rmsnorm_cases import E4M3, random_case
+from mortar.fp8 import Fp8Output
 
 POISON = 7.0
 
@@ -115,6 +116,45 @@ def test_quantize(device, changes, kind, sentence):
     arguments = {"y": torch.ones(4, 32)} | changes
     with pytest.raises(kind, match="^fp8_quantize: " + re.escape(sentence)):
         mortar.fp8_quantize(moved(arguments.pop("y"), device), **arguments)
+
+
+def record(**changes) -> Fp8Output:
+    q = torch.zeros(4, 32).to(E4M3)
+    return Fp8Output(q=q, scale=torch.full((), POISON), rstd=torch.full((4,), POISON))._replace(
+        **changes
+    )
+
+
+# (out, further options, the sentence)
+RECORDS = [
+    ((1, 2), {}, TypeError, "out must be an Fp8Output, got tuple"),
+    (record(), {"transpose": True}, ValueError,
+     "out must have what transpose=True makes, got q and no q_t"),
+    (record(), {"transpose": "only"}, ValueError, "out must have what transpose='only' makes"),
+    (record(q=None), {}, ValueError, "out must have what transpose=False makes, got no q and no"),
+    (record(), {"normed": True}, ValueError, "out must have what normed=True makes, got no normed"),
+    (record(normed=torch.zeros(4, 32)), {}, ValueError, "out must have what normed=False makes"),
+    (record(), {"fp8_dtype": torch.float8_e5m2}, TypeError,
+     "out must have q and q_t of fp8_dtype=torch.float8_e5m2, got torch.float8_e4m3fn"),
+    (record(q_t=torch.zeros(32, 4).to(E4M3), scale_t=torch.ones(())), {"transpose": True},
+     ValueError, "out must have one tensor as scale and scale_t with scaling='tensor', got two"),
+    (record(scale=None), {}, ValueError, "scale is required, got nothing"),
+    (record(q=torch.zeros(4, 31).to(E4M3)), {}, ValueError, "q must have shape (4, 32), got"),
+    (record(rstd=torch.ones(3)), {}, ValueError, "rstd must have shape (4), got (3)"),
+    (record(q=torch.zeros(4, 32)), {}, TypeError, "q must have dtype float8_e4m3fn or float8_e5m2"),
+    (record(amax="0"), {}, TypeError, "amax must be a tensor, got str"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("out, options, kind, sentence", RECORDS, ids=label)
+def test_record(device, out, options, kind, sentence):
+    if isinstance(out, Fp8Output):
+        out = Fp8Output(*(moved(t, device) for t in out))
+    x, weight = torch.ones(4, 32, device=device), torch.ones(32, device=device)
+    with pytest.raises(kind, match="^fp8_rmsnorm: " + re.escape(sentence)):
+        mortar.fp8_rmsnorm(x, weight, out=out, **options)
+    if isinstance(out, Fp8Output) and out.scale is not None:
+        assert out.scale == POISON and (out.rstd[:3] >= 1).all()
 
 
 def gradient_arguments(device) -> dict:

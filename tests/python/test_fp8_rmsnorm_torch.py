@@ -108,6 +108,75 @@ def test_the_ops_give_the_same(device, monkeypatch):
             assert_same_bytes(a, b)
 
 
+OPTIONS = [
+    {},
+    {"transpose": True, "normed": True, "residual": torch.float32},
+    {"transpose": "only", "fp8_dtype": torch.float8_e5m2},
+    {"scaling": "row", "transpose": True},
+    {"scaling": "group", "group": 32, "transpose": True, "scale_layout": "col"},
+    {"scaling": "group", "group": 16, "pow2_scale": True},
+    {"numerics": "compat", "transpose": True},
+]
+
+
+def poisoned(out: Fp8Output) -> Fp8Output:
+    """New tensors of the same shapes and strides; scale_t stays the same tensor as scale."""
+    new = {None: None}
+    for t in out:
+        if t is not None and id(t) not in new:
+            room = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            new[id(t)] = room.fill_(7.0)
+    return Fp8Output(*(None if t is None else new[id(t)] for t in out))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_into_a_given_record(device, monkeypatch, options, direct):
+    """The same bytes in the caller's tensors, by both ways, and autograd knows of the writes."""
+    case = random_case(device, (2, 5, 96), **options)
+    want = run(case)
+    out = poisoned(want)
+    versions = [t._version for t in out if t is not None]
+    if not direct:
+        monkeypatch.setattr(ops, "_forward_now", lambda *a: 0)
+        monkeypatch.setattr(ops, "_quantize_now", lambda *a: 0)
+    residual = None if case.residual is None else case.residual.clone()
+    got = mortar.fp8_rmsnorm(case.x, case.weight, residual=residual, out=out, **case.options)
+    assert_same_output(got, want)
+    for name, t in got._asdict().items():
+        assert t is (residual if name == "residual" else getattr(out, name)), name
+    written = [t for t in out if t is not None and t is not out.residual]
+    held = [v for v, t in zip(versions, (t for t in out if t is not None), strict=True)
+            if t is not out.residual]  # fmt: skip
+    assert all(t._version > v for t, v in zip(written, held, strict=True))
+    kept = {k: v for k, v in case.options.items() if k != "normed"}
+    want = mortar.fp8_quantize(case.x, **kept)
+    assert_same_output(mortar.fp8_quantize(case.x, out=poisoned(want), **kept), want)
+
+
+def test_a_record_without_rstd_and_amax(device):
+    case = random_case(device, (6, 64))
+    want = run(case)
+    room = poisoned(want)
+    out = mortar.fp8_rmsnorm(case.x, case.weight, out=Fp8Output(q=room.q, scale=room.scale))
+    assert out.rstd is None and out.amax is None
+    assert_same_bytes(out.q, want.q)
+    assert_same_bytes(out.scale, want.scale)
+
+
+def test_given_scales_with_a_record(device):
+    """They are read, the record's own are left alone."""
+    case = random_case(device, (6, 64), transpose=True)
+    scale = torch.tensor(0.5, device=device)
+    want = mortar.fp8_rmsnorm(case.x, case.weight, transpose=True, scale=scale)
+    room = poisoned(run(case))
+    version = scale._version
+    out = mortar.fp8_rmsnorm(case.x, case.weight, transpose=True, scale=scale, out=room)
+    assert_same_output(out, want)
+    assert out.scale is scale and out.scale_t is scale and scale._version == version
+    assert room.scale == 7
+
+
 def test_meta_and_fake_tensors(device):
     case = random_case(torch.device("meta"), (6, 64), transpose=True)
     out = run(case)
@@ -116,8 +185,11 @@ def test_meta_and_fake_tensors(device):
     assert dx.is_meta and dw.is_meta
 
 
-def test_an_updated_residual_is_noticed(device):
+@pytest.mark.parametrize("direct", [True, False])
+def test_an_updated_residual_is_noticed(device, monkeypatch, direct):
     """A backward that needs what it held before says so."""
+    if not direct:
+        monkeypatch.setattr(ops, "_forward_now", lambda *a: 0)
     case = random_case(device, (6, 64), torch.float32, residual=torch.float32)
     w = torch.ones(64, device=device, requires_grad=True)
     total = (case.residual * w).sum()

@@ -14,9 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm, fp8_rmsnorm_backward
+from .._fp8_ops import NUMERICS, SCALINGS
+from .._fp8_outputs import Settings, settings
+from .._library import is_eager
+from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm_backward, normalise
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_is_grad_enabled = torch.is_grad_enabled
 
 
 @functools.cache
@@ -85,27 +89,27 @@ def _multiply(a, a_scale, b_t, b_scale, out_dtype) -> Tensor:
 
 class _Gradient(torch.autograd.Function):
     """Makes a carrier of y (or y itself) depend on `source`: x, or the carrier of `x` where that is
-    given. Keeps x as it came, its scales, weight and rstd."""
+    given. Keeps x as it came, its scales, weight and rstd. What has no gradient comes in one tuple,
+    as every argument costs the host time."""
 
     @staticmethod
-    def forward(ctx, source, weight, residual, x, x_scale, rstd, updated, y, weight_offset):
-        x = source if x is None else x
-        normalised = x if updated is None else updated
-        ctx.save_for_backward(normalised, x_scale if updated is None else None, weight, rstd)
-        ctx.weight_offset = weight_offset
-        out = _carrier(x.shape, _wide(source.dtype), x.device) if y is None else y.view_as(y)
+    def forward(ctx, source, weight, residual, others):
+        x, x_scale, rstd, updated, y, ctx.weight_offset = others
+        if y is None:
+            y = _carrier(x.shape, _wide(source.dtype), x.device)
         if updated is None:
-            return out
+            ctx.save_for_backward(x, x_scale, weight, rstd)
+            return y
+        ctx.save_for_backward(updated, None, weight, rstd)
         ctx.set_materialize_grads(False)
-        return out, updated.view_as(updated)
+        return y, updated
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dresidual=None):
         x, x_scale, weight, rstd = ctx.saved_tensors
-        nothing = (None,) * 6
         if dy is None:
-            return dresidual, None, dresidual, *nothing
+            return dresidual, None, dresidual, None
         dy = _dense(dy)
         if dresidual is not None:
             dresidual = _dense(dresidual.to(dy.dtype))
@@ -117,8 +121,12 @@ class _Gradient(torch.autograd.Function):
             dx if wants[0] else None,
             dw if wants[1] else None,
             dx if wants[2] else None,
-            *nothing,
+            None,
         )
+
+
+# Function.apply but for its look for transforms of torch.func, which is_eager has done.
+_make_differentiable = super(torch.autograd.Function, _Gradient).apply
 
 
 class _Product(torch.autograd.Function):
@@ -189,12 +197,9 @@ class Fp8RMSNorm(nn.Module):
     ):
         super().__init__()
         self.hidden_size, self.eps, self.weight_offset = hidden_size, eps, weight_offset
-        self.options = {
-            "eps": eps, "weight_offset": weight_offset, "fp8_dtype": fp8_dtype, "scaling": scaling,
-            "group": group, "pow2_scale": pow2_scale, "scale_layout": scale_layout,
-            "transpose": transpose, "normed": normed, "stochastic": stochastic,
-            "numerics": numerics,
-        }  # fmt: skip
+        self.settings = settings("Fp8RMSNorm", fp8_dtype, scaling, group, False, pow2_scale,
+                                 scale_layout, transpose, normed, stochastic, numerics, eps,
+                                 weight_offset)  # fmt: skip
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -202,8 +207,11 @@ class Fp8RMSNorm(nn.Module):
         nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def extra_repr(self) -> str:
-        options = {k: v for k, v in self.options.items() if k in ("eps", "scaling", "numerics")}
-        return ", ".join([str(self.hidden_size), *(f"{k}={v!r}" for k, v in options.items())])
+        scaling, *_, numerics = self.settings[1]
+        return (
+            f"{self.hidden_size}, eps={self.eps!r}, scaling={SCALINGS[scaling]!r}, "
+            f"numerics={NUMERICS[numerics]!r}"
+        )
 
     def forward(
         self,
@@ -226,26 +234,32 @@ class Fp8RMSNorm(nn.Module):
             is wanted, the carrier of y (see above); what consumes q must send the gradient of y
             there, as `mortar.nn.fp8_linear` does. `residual` has its gradient too.
         """
-        return _norm(x, x_scale, self.weight, residual, carrier, self.options)
+        return _norm(x, x_scale, self.weight, residual, carrier, self.settings)
 
 
-def _norm(x, x_scale, weight, residual, carrier, options) -> Fp8Output:
+def _norm(x, x_scale, weight, residual, carrier, chosen: Settings) -> Fp8Output:
     source = x if carrier is None else carrier
-    leaves = (source, weight, residual)
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)):
-        return fp8_rmsnorm(x, weight, x_scale=x_scale, residual=residual, **options)
+    if not (_is_grad_enabled() and _wants_gradient(source, weight, residual)):
+        return Fp8Output(*normalise(x, x_scale, weight, residual, chosen))
     if source.dtype in _FP8 and source.requires_grad:
         raise TypeError(
             "Fp8RMSNorm: carrier must be given with an 8-bit x that requires a gradient, got None"
         )
-    with torch.no_grad():
-        updated = None if residual is None else residual.clone()
-        out = fp8_rmsnorm(x, weight, x_scale=x_scale, residual=updated, **options)
-    y = _Gradient.apply(source, weight, residual, None if carrier is None else x, x_scale, out.rstd,
-                        updated, out.normed, options["weight_offset"])  # fmt: skip
-    if residual is None:
-        return out._replace(normed=y)
-    return out._replace(normed=y[0], residual=y[1])
+    updated = None if residual is None else residual.detach().clone()
+    q, scale, q_t, scale_t, rstd, amax, _, y = normalise(x, x_scale, weight, updated, chosen)
+    connect = _make_differentiable if is_eager(x) else _Gradient.apply
+    y = connect(source, weight, residual, (x, x_scale, rstd, updated, y, chosen[-1]))
+    if residual is not None:
+        y, updated = y
+    return Fp8Output(q, scale, q_t, scale_t, rstd, amax, updated, y)
+
+
+def _wants_gradient(source: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+    return (
+        source.requires_grad
+        or weight.requires_grad
+        or (residual is not None and residual.requires_grad)
+    )
 
 
 def fp8_linear(
@@ -325,6 +339,9 @@ class Fp8RMSNormLinear(nn.Module):
             in_features, eps, weight_offset=weight_offset, fp8_dtype=fp8_dtype,
             stochastic=stochastic, numerics=numerics, device=device, dtype=dtype,
         )  # fmt: skip
+        self._without_q_t = settings("Fp8RMSNorm", fp8_dtype, "tensor", 128, False, False, "row",
+                                     False, False, stochastic, numerics, eps,
+                                     weight_offset)  # fmt: skip
         self.weight = nn.Parameter(
             torch.empty(out_features, in_features, device=device, dtype=dtype)
         )
@@ -348,9 +365,9 @@ class Fp8RMSNormLinear(nn.Module):
         """[..., O] of x [..., N] in the dtype of x or its carrier (bfloat16 for an FP8 x without
         one); with a residual the pair of that and the updated residual. Arguments are those of
         `Fp8RMSNorm`."""
-        wants = torch.is_grad_enabled() and self.weight.requires_grad
-        options = self.norm.options | {"transpose": wants}
-        out = _norm(x, x_scale, self.norm.weight, residual, carrier, options)
+        wants = _is_grad_enabled() and self.weight.requires_grad
+        chosen = self.norm.settings if wants else self._without_q_t
+        out = _norm(x, x_scale, self.norm.weight, residual, carrier, chosen)
         if out.normed is None:
             dtype = _wide(x.dtype if carrier is None else carrier.dtype)
             out = out._replace(normed=_carrier(x.shape, dtype, x.device))

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record that fp8.py's functions return, their options, and the tensors that they write."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._fp8_ops import NUMERICS, SCALINGS, require_tensors
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALING_INDEX = {name: i for i, name in enumerate(SCALINGS)}
+_NUMERICS_INDEX = {name: i for i, name in enumerate(NUMERICS)}
+_TRANSPOSES = (False, True, "only")
+_GIVEN_SCALES = (("scale", True), ("scale", True))
+_F32 = torch.float32
+_empty = torch.empty
+
+
+class Fp8Output(NamedTuple):
+    """What `fp8_rmsnorm` and `fp8_quantize` return; what was not asked for is None.
+
+    M = all rows of y, N = its last dimension, G = group.
+    """
+
+    #: y in FP8, in the shape of x
+    q: Tensor | None = None
+    #: float32: [] for "tensor", [M] for "row", [M, ceil(N / G)] for "group"
+    scale: Tensor | None = None
+    #: y^T in FP8, [N, M]
+    q_t: Tensor | None = None
+    #: float32: scale for "tensor", [N] for "row", [N, ceil(M / G)] for "group"
+    scale_t: Tensor | None = None
+    #: float32 [M]
+    rstd: Tensor | None = None
+    #: float32 []: max|y|, for "tensor"
+    amax: Tensor | None = None
+    #: the residual that was given, updated
+    residual: Tensor | None = None
+    #: y in bfloat16, in the shape of x
+    normed: Tensor | None = None
+
+
+#: All of a call but its tensors, checked: fp8_dtype, format (as the operators take it, scaling
+#: first), whether scales lie column by column, transpose, normed, stochastic, eps, weight_offset.
+Settings = tuple[torch.dtype | None, tuple[int, int, bool, bool, int], bool, bool | str, bool, bool,
+                 float, float]  # fmt: skip
+
+
+def _unknown(function: str, name: str, value: object, choices: dict) -> ValueError:
+    allowed = ", ".join(repr(c) for c in choices)
+    return ValueError(f"{function}: {name} must be one of {allowed}, got {value!r}")
+
+
+def settings(
+    function: str, fp8_dtype, scaling, group, given_scale, pow2_scale, scale_layout, transpose,
+    normed, stochastic, numerics, eps, weight_offset,
+) -> Settings:  # fmt: skip
+    """Options of `fp8_rmsnorm`, in any types, checked as far as the library does not do that."""
+    if fp8_dtype is not None and fp8_dtype not in _FP8:
+        raise TypeError(
+            f"{function}: fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, "
+            f"got {fp8_dtype}"
+        )
+    index = _SCALING_INDEX.get(scaling) if isinstance(scaling, str) else None
+    if index is None:
+        raise _unknown(function, "scaling", scaling, _SCALING_INDEX)
+    chain = _NUMERICS_INDEX.get(numerics) if isinstance(numerics, str) else None
+    if chain is None:
+        raise _unknown(function, "numerics", numerics, _NUMERICS_INDEX)
+    if type(group) is not int:
+        raise TypeError(f"{function}: group must be an int, got {type(group).__name__}")
+    if scale_layout != "row" and not (scale_layout == "col" and index == 2):
+        raise ValueError(
+            f"{function}: scale_layout must be 'row', or 'col' with scaling='group', "
+            f"got {scale_layout!r} with scaling={scaling!r}"
+        )
+    if transpose not in _TRANSPOSES:
+        raise ValueError(f"{function}: transpose must be False, True or 'only', got {transpose!r}")
+    form = (index, group, bool(pow2_scale), given_scale, chain)
+    col = scale_layout == "col"
+    return fp8_dtype, form, col, transpose, bool(normed), stochastic, eps, weight_offset
+
+
+def _given_scales(function: str, scale, index: int, transpose) -> tuple[Tensor | None, ...]:
+    """scale and scale_t as the operators take them: a pair where q and q_t have scales of their
+    own."""
+    both = transpose and index != 0
+    if both and transpose != "only":
+        if not (isinstance(scale, tuple | list) and len(scale) == 2):
+            got = type(scale).__name__
+            raise TypeError(
+                f"{function}: scale must be the pair (scale, scale_t) with transpose=True and "
+                f"scaling={SCALINGS[index]!r}, got {got}"
+            )
+        pair = tuple(scale)
+    else:
+        pair = (None, scale) if both else (scale, None)
+    require_tensors(function, _GIVEN_SCALES, pair)
+    return pair
+
+
+def _new_scale(rows: int, length: int, index: int, group: int, col: bool, device) -> Tensor:
+    if index == 0:
+        return _empty((), dtype=_F32, device=device)
+    if index == 1:
+        return _empty(rows, dtype=_F32, device=device)
+    groups = -(-length // max(group, 1))
+    if not col:
+        return _empty(rows, groups, dtype=_F32, device=device)
+    return _empty(groups, -(-rows // 4) * 4, dtype=_F32, device=device).t()[:rows]
+
+
+def new_outputs(
+    function: str, name: str, y: Tensor, chosen: Settings, scale
+) -> tuple[int, tuple[Tensor | None, ...]]:
+    """M, and q, scale, q_t, scale_t and amax for y [..., N]: unfilled, but for given scales."""
+    dtype, (index, group, _, given_scale, _), col, transpose, *_ = chosen
+    shape, device = y.shape, y.device
+    if len(shape) < 2:
+        raise ValueError(f"{function}: {name} must have at least 2 dimensions, got {tuple(shape)}")
+    rows, hidden = shape[0] if len(shape) == 2 else shape[:-1].numel(), shape[-1]
+    if dtype is None:
+        dtype = y.dtype if y.dtype in _FP8 else _FP8[0]
+    q = scales = q_t = scales_t = amax = None
+    if given_scale:
+        scales, scales_t = _given_scales(function, scale, index, transpose)
+    if transpose != "only":
+        q = _empty(*shape, dtype=dtype, device=device)
+    if transpose:
+        q_t = _empty(hidden, rows, dtype=dtype, device=device)
+        if index != 0 and scales_t is None:
+            scales_t = _new_scale(hidden, rows, index, group, col, device)
+    if scales is None and (q is not None or index == 0):
+        scales = _new_scale(rows, hidden, index, group, col, device)
+    if index == 0:
+        amax = _empty((), dtype=_F32, device=device)
+    return rows, (q, scales, q_t, scales_t, amax)
+
+
+def given_outputs(
+    function: str, out: Fp8Output, chosen: Settings, scale
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """q, scale, q_t, scale_t and amax of a record that the caller brings, and what is written."""
+    if type(out) is not Fp8Output:
+        raise TypeError(f"{function}: out must be an Fp8Output, got {type(out).__name__}")
+    dtype, (index, _, _, given_scale, _), _, transpose, normed, *_ = chosen
+    q, scales, q_t, scales_t, rstd, amax, residual, y = out
+    if (q is None) != (transpose == "only") or (q_t is None) == bool(transpose):
+        raise ValueError(
+            f"{function}: out must have what transpose={transpose!r} makes, got "
+            f"{'no q' if q is None else 'q'} and {'no q_t' if q_t is None else 'q_t'}"
+        )
+    if (y is None) == normed:
+        raise ValueError(
+            f"{function}: out must have what normed={normed} makes, got "
+            f"{'no normed' if y is None else 'normed'}"
+        )
+    if dtype is not None and (q_t if q is None else q).dtype != dtype:
+        raise TypeError(
+            f"{function}: out must have q and q_t of fp8_dtype={dtype}, "
+            f"got {(q_t if q is None else q).dtype}"
+        )
+    if given_scale:
+        scales, scales_t = _given_scales(function, scale, index, transpose)
+        return (q, scales, q_t, scales_t, amax), (q, q_t, amax, rstd, y)
+    if index == 0 and scales_t is not None:
+        if scales_t is not scales:
+            raise ValueError(
+                f"{function}: out must have one tensor as scale and scale_t with "
+                "scaling='tensor', got two"
+            )
+        scales_t = None
+    return (q, scales, q_t, scales_t, amax), (q, scales, q_t, scales_t, amax, rstd, y)
+
+
+def draw(device: torch.device) -> Tensor:
+    """Seed and offset of a call's random numbers, from PyTorch's generator of that device."""
+    return torch.randint(2**62, (2,), dtype=torch.int64, device=device)
