@@ -60,6 +60,15 @@ TARGETS: dict[str, Target] = {
     "norm_one_pass": _kernel((3.0, 1.25), (2.0, 1.1)),
     "norm_backward": _kernel((3.0, 1.25), (2.0, 1.08)),
     "norm_compat": _versus({"fast": 1 / 1.15, "triton": 1.0}),
+    "train_forward": _kernel((4.0, 1.25), (3.0, 1.1)),
+    "train_backward": _kernel((8.0, 1.6), (6.0, 1.2)),
+    "train_wide": _kernel((10.0, 1.6), (6.0, 1.2)),  # ranks from 128: arithmetic at 500 TFLOP/s
+    "train_dropout": _versus({"plain": 1 / 1.1}),
+    "train_slices": _versus({"apart": 1 / 0.8}),  # q/k/v in one call
+    "train_slices_backward": _versus({"apart": 1 / 0.6}),
+    "train_adapters": _versus({"one": 1 / 1.15}),  # eight ragged ones, against one
+    "train_step": _versus({"peft": 1.15}),  # 32 layers of a PEFT model
+    "train_host": _versus({"peft": 1.0}),
     # Host cost of an eager call, against torch.mul into a given tensor, timed in turn with it
     "host_apply": _versus({"torch.mul": 1 / 2.0}),
     "host": _versus({"torch.mul": 1 / 1.6}),  # every other op
@@ -70,4 +79,8 @@ TARGETS: dict[str, Target] = {
     "cpu_lora_one_bf16": _versus({"torch": 0.8}, aim={"torch": 1.0}),
     "cpu_conv": _versus({"torch": 1.5}),
     "cpu_norm": _versus({"torch": 1.5}),
+    "cpu_train": _versus({"torch": 1.2}),
+    "cpu_train_dropout": _versus({"torch": 1.5}),
+    "cpu_train_bf16": _versus({"torch": 1.0}),
+    "cpu_train_step": _versus({"peft": 1.0}),
 }
