@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch choices of the CUDA backend as data: what runs, in which grids, with how much workspace. A
+// choice is a pure function of sizes and device, prints itself, and changes no bit of any result.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <ostream>
+#include <utility>
+
+#include "core/int_math.h"
+#include "mortar/fp8_rmsnorm.h"
+
+namespace mortar::fp8_rmsnorm {
+
+/// What a choice depends on besides the sizes.
+struct GpuShape {
+  int num_sms = 132;
+  int max_smem = 227 << 10;  ///< bytes that a CTA may have
+};
+
+/// Sizes and kinds of a forward, or of a quantisation alone (`norm` false).
+struct ForwardShape {
+  std::int64_t rows = 0, hidden = 0;
+  int x_bytes = 1;  ///< of an element
+  bool norm = true;
+  Fp8Scaling scaling = Fp8Scaling::kTensor;
+  int group = 128;
+  bool given_scale = false;
+  bool q = true, q_t = false;
+};
+
+/// A thread holds at most so many pieces of 16 bytes of x, of one row or of several.
+inline constexpr int kHeldPieces = 8;
+
+/// How rows are dealt out to threads: `row_threads` of a CTA share a row, of which each holds
+/// `slots` pieces at a time, and take `held_rows` rows together.
+struct RowsPlan {
+  static constexpr int kMostThreads = 512;     ///< of a row
+  static constexpr int kThreads = 256;         ///< of a CTA, unless a row needs more
+  static constexpr int kStaticSmem = 6 << 10;  ///< at most, with what the system keeps
+  static constexpr int kStages = 2;            ///< what is worked on, and what is on its way
+
+  int threads = kThreads;
+  int row_threads = 32;  ///< a power of two
+  int slots = 1, held_rows = 1;
+  int grid = 0;
+  bool shared_weights = true;  ///< weights as float32 in shared memory, else in the workspace
+  std::int64_t smem = 0;       ///< bytes
+
+  /// Rows that a CTA takes at a time.
+  MORTAR_HOST_DEVICE int rows_per_step() const { return threads / row_threads * held_rows; }
+};
+
+/// Tiles of kRows x kColumns of y that are quantised and transposed.
+struct TilesPlan {
+  static constexpr int kRows = 128, kColumns = 128, kThreads = 256;
+  /// CTAs of 256 threads whose registers an SM holds, by the bytes of an element of x.
+  static constexpr int per_sm(int x_bytes) { return x_bytes == 1 ? 3 : 2; }
+
+  std::int64_t tiles = 0;
+  int grid = 0;
+};
+
+/// The kernels of a call, in their order, and where their workspace lies.
+struct ForwardPlan {
+  bool rows = false;     ///< statistics of rows; q, unless the tiles make it
+  bool columns = false;  ///< maxima of the columns
+  bool tiles = false;    ///< q_t, and q with a scale per tensor
+  bool amax = false;     ///< the CTAs' maxima are brought together by a kernel of their own
+
+  RowsPlan row_plan;
+  TilesPlan tile_plan;
+  std::int64_t maxima_at = 0, column_maxima_at = 0, rstd_at = 0, weights_at = 0;  ///< bytes
+  std::int64_t workspace_bytes = 0;
+
+  /// q comes from the tiles, with the bytes of q_t.
+  bool tiles_make_q = false;
+};
+
+/// Power of two at or above n, for n of at least 1.
+inline std::int64_t power_of_two_above(std::int64_t n) {
+  return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(n)));
+}
+
+inline RowsPlan choose_rows(const ForwardShape& s, const GpuShape& gpu) {
+  RowsPlan plan;
+  const std::int64_t piece = 16 / s.x_bytes, pieces = ceil_div<std::int64_t>(s.hidden, piece);
+  // A warp for a row, or a part of one where the row is shorter than a warp's first pieces; more
+  // where its threads cannot hold it.
+  const std::int64_t least =
+      std::max(std::min<std::int64_t>(power_of_two_above(pieces), 32),
+               power_of_two_above(ceil_div<std::int64_t>(pieces, kHeldPieces)));
+  const std::int64_t held_by_thread =
+      kHeldPieces * (RowsPlan::kStages * 16 + (s.x_bytes == 1 ? 4 : 0) + 4);
+  const std::int64_t room = gpu.max_smem - RowsPlan::kStaticSmem;
+  const int most =
+      RowsPlan::kMostThreads * held_by_thread <= room ? RowsPlan::kMostThreads : RowsPlan::kThreads;
+  plan.row_threads = static_cast<int>(std::min<std::int64_t>(least, most));
+  // Few rows: more threads for each, until every SM has work.
+  while (plan.row_threads < RowsPlan::kThreads && plan.row_threads < pieces &&
+         ceil_div<std::int64_t>(s.rows, RowsPlan::kThreads / plan.row_threads) < gpu.num_sms) {
+    plan.row_threads *= 2;
+  }
+  plan.threads = std::max(plan.threads, plan.row_threads);
+  plan.slots = static_cast<int>(
+      std::min<std::int64_t>(ceil_div<std::int64_t>(pieces, plan.row_threads), kHeldPieces));
+  while (plan.slots * (plan.held_rows + 1) <= kHeldPieces &&
+         s.rows >= std::int64_t{2} * gpu.num_sms *
+                       (plan.rows_per_step() + plan.threads / plan.row_threads)) {
+    ++plan.held_rows;
+  }
+  const std::int64_t held = plan.threads * held_by_thread;
+  const std::int64_t weights = s.norm ? pieces * piece * 4 : 0;
+  plan.shared_weights = held + weights <= room;
+  plan.smem = held + (plan.shared_weights ? weights : 0);
+  const std::int64_t per_sm =
+      std::max<std::int64_t>(1, gpu.max_smem / (plan.smem + RowsPlan::kStaticSmem));
+  plan.grid = static_cast<int>(std::min(ceil_div<std::int64_t>(s.rows, plan.rows_per_step()),
+                                        gpu.num_sms * std::min<std::int64_t>(per_sm, 4)));
+  return plan;
+}
+
+inline TilesPlan choose_tiles(const ForwardShape& s, const GpuShape& gpu) {
+  TilesPlan plan;
+  plan.tiles = ceil_div<std::int64_t>(s.rows, TilesPlan::kRows) *
+               ceil_div<std::int64_t>(s.hidden, TilesPlan::kColumns);
+  // Without any rows, one CTA writes the scale of zeros.
+  plan.grid = static_cast<int>(std::clamp<std::int64_t>(
+      plan.tiles, 1, std::int64_t{gpu.num_sms} * TilesPlan::per_sm(s.x_bytes)));
+  return plan;
+}
+
+inline ForwardPlan choose(const ForwardShape& s, const GpuShape& gpu) {
+  ForwardPlan plan;
+  const bool tensor = s.scaling == Fp8Scaling::kTensor;
+  plan.tiles = s.q_t || (tensor && !s.given_scale);
+  plan.tiles_make_q = plan.tiles && tensor;
+  plan.columns = s.q_t && s.scaling == Fp8Scaling::kRow && !s.given_scale;
+  plan.rows = s.norm || !plan.tiles_make_q || !s.given_scale;
+  plan.amax = tensor && s.given_scale;
+  plan.row_plan = choose_rows(s, gpu);
+  plan.tile_plan = choose_tiles(s, gpu);
+  std::int64_t bytes = 0;
+  const auto reserve = [&](std::int64_t size) {
+    const std::int64_t at = bytes;
+    bytes += round_up<std::int64_t>(size, 16);
+    return at;
+  };
+  plan.maxima_at = reserve(4 * std::max(plan.row_plan.grid, plan.tile_plan.grid));
+  plan.column_maxima_at = reserve(plan.columns ? 4 * s.hidden : 0);
+  plan.rstd_at = reserve(plan.tiles && s.norm ? 4 * s.rows : 0);
+  plan.weights_at =
+      reserve(plan.row_plan.shared_weights ? 0 : 4 * round_up<std::int64_t>(s.hidden, 16));
+  plan.workspace_bytes = bytes;
+  return plan;
+}
+
+inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& p) {
+  if (p.rows) {
+    out << "rows " << p.row_plan.grid << " x " << p.row_plan.threads << ", "
+        << p.row_plan.row_threads << " threads a row, " << p.row_plan.slots << " pieces of "
+        << p.row_plan.held_rows << " rows each";
+    if (!p.row_plan.shared_weights) out << ", weights in the workspace";
+    out << "; ";
+  }
+  if (p.columns) out << "column maxima; ";
+  if (p.tiles) {
+    out << "tiles " << p.tile_plan.grid << " x " << TilesPlan::kThreads << " of "
+        << p.tile_plan.tiles << "; ";
+  }
+  if (p.amax) out << "amax; ";
+  return out << p.workspace_bytes << " bytes of workspace";
+}
+
+/// Sizes of a backward.
+struct BackwardShape {
+  std::int64_t rows = 0, hidden = 0;
+  int x_bytes = 1, dy_bytes = 2;
+  bool grouped = true, residual_grad = false;
+};
+
+/// How the backward deals out rows and columns. dw is summed in a tree that depends on M, N and the
+/// dtypes alone, on any GPU with 160 KB of shared memory: chunks of adjacent rows, in each of them
+/// `row_groups` interleaved sums.
+struct BackwardPlan {
+  static constexpr int kMostThreads = 512;
+  static constexpr int kLeastThreads = 256;  ///< where shared memory is too small for more
+  static constexpr int kMostPieces = 2;      ///< of a thread
+  static constexpr std::int64_t kMostChunks = 128;
+  static constexpr int kMostStages = 8;
+  static constexpr int kStaticSmem = 2 << 10;  ///< at most, with what the system keeps
+
+  int threads = 0;
+  int row_threads = 0;  ///< that share a row: a power of two, or whole warps
+  int pieces = 1;       ///< of each of them
+  int row_groups = 1;
+  int strips = 1;  ///< of columns, of different CTAs
+  int stages = 0;  ///< rows of a thread that are in flight
+  std::int64_t chunk_rows = 0, chunks = 0;
+  std::int64_t smem = 0, weights_at = 0;                           ///< bytes of shared memory
+  std::int64_t partials_at = 0, dots_at = 0, workspace_bytes = 0;  ///< bytes
+};
+
+/// The plan with at most so many threads, and pieces of each of them.
+inline BackwardPlan backward_plan(const BackwardShape& s, const GpuShape& gpu, int most_threads,
+                                  int most_pieces) {
+  BackwardPlan plan;
+  const std::int64_t piece = s.x_bytes == 1 ? 16 : 8, pieces = ceil_div(s.hidden, piece);
+  plan.strips = static_cast<int>(ceil_div<std::int64_t>(pieces, most_threads * most_pieces));
+  const std::int64_t strip = ceil_div<std::int64_t>(pieces, plan.strips);
+  plan.pieces = static_cast<int>(ceil_div<std::int64_t>(strip, most_threads));
+  const std::int64_t wanted = ceil_div<std::int64_t>(strip, plan.pieces);
+  plan.row_threads = static_cast<int>(wanted <= 32 ? power_of_two_above(wanted)
+                                                   : round_up<std::int64_t>(wanted, 32));
+  plan.chunk_rows = std::max<std::int64_t>(1, ceil_div(s.rows, BackwardPlan::kMostChunks));
+  plan.chunks = ceil_div(s.rows, plan.chunk_rows);
+  plan.row_groups = static_cast<int>(std::min<std::int64_t>(
+      std::max(1, most_threads / plan.row_threads), power_of_two_above(plan.chunk_rows)));
+  plan.threads = static_cast<int>(round_up<std::int64_t>(plan.row_threads * plan.row_groups, 32));
+  // Per thread and stage: x, dy, residual_grad, and the 16 bytes that hold the scale.
+  const std::int64_t stage_bytes =
+      plan.threads * plan.pieces *
+      (piece * (s.x_bytes + s.dy_bytes * (s.residual_grad ? 2 : 1)) + (s.grouped ? 16 : 0));
+  const std::int64_t strip_columns = std::int64_t{plan.row_threads} * plan.pieces * piece;
+  const std::int64_t room = gpu.max_smem - BackwardPlan::kStaticSmem - 4 * strip_columns;
+  const std::int64_t steps = ceil_div<std::int64_t>(plan.chunk_rows, plan.row_groups);
+  plan.stages = static_cast<int>(std::clamp<std::int64_t>(
+      room / stage_bytes, 1, std::min<std::int64_t>(BackwardPlan::kMostStages, steps + 1)));
+  // The sums of the row groups meet where the rows were.
+  plan.weights_at = std::max(plan.stages * stage_bytes, 4 * plan.row_groups * strip_columns);
+  plan.smem = plan.weights_at + 4 * strip_columns;
+  // Room for the dots of the narrowest strips: the query knows neither dy nor residual_grad.
+  const std::int64_t most_strips = ceil_div<std::int64_t>(pieces, BackwardPlan::kLeastThreads);
+  plan.dots_at = round_up<std::int64_t>(4 * plan.chunks * round_up<std::int64_t>(s.hidden, 4), 16);
+  plan.workspace_bytes =
+      plan.dots_at + (most_strips > 1 ? round_up<std::int64_t>(4 * most_strips * s.rows, 16) : 0);
+  return plan;
+}
+
+inline BackwardPlan choose(const BackwardShape& s, const GpuShape& gpu) {
+  BackwardPlan plan;
+  for (const auto& [threads, pieces] : {std::pair{BackwardPlan::kMostThreads, 2},
+                                        {BackwardPlan::kMostThreads, 1},
+                                        {BackwardPlan::kLeastThreads, 1}}) {
+    plan = backward_plan(s, gpu, threads, pieces);
+    if (plan.smem <= gpu.max_smem - BackwardPlan::kStaticSmem) break;
+  }
+  return plan;
+}
+
+inline std::ostream& operator<<(std::ostream& out, const BackwardPlan& p) {
+  return out << p.chunks << " chunks of " << p.chunk_rows << " rows, " << p.threads << " threads, "
+             << p.row_groups << " rows at a time by " << p.row_threads << " threads of " << p.pieces
+             << " pieces, " << p.strips << " strips, " << p.stages << " stages, "
+             << p.workspace_bytes << " bytes of workspace";
+}
+
+}  // namespace mortar::fp8_rmsnorm

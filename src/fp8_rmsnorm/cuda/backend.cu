@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA backend's table of functions: from a problem to the kernels of its plan.
+#include "device/launch.cuh"
+#include "fp8_rmsnorm/cuda/elements.cuh"
+#include "fp8_rmsnorm/cuda/kernels.cuh"
+
+namespace mortar::fp8_rmsnorm::cuda {
+namespace {
+
+GpuShape gpu_shape(const device::DeviceInfo& info) { return {info.num_sms, info.max_smem}; }
+
+GpuShape gpu_of(Device device) { return gpu_shape(device::read_device_info(device.index)); }
+
+void set_format(ForwardShape& s, const Quantize& out) {
+  s.scaling = out.scaling;
+  s.group = out.group;
+  s.given_scale = out.given_scale;
+  s.q = out.q.given();
+  s.q_t = out.q_t.given();
+}
+
+/// Launches the kernels of p.plan.
+void run(ForwardParams p, Stream stream) {
+  const ForwardPlan& plan = p.plan;
+  const std::int64_t hidden = p.input.hidden;
+  const std::int64_t element = dtype_size(p.input.x.dtype), piece = 16 / element;
+  p.x_aligned = hidden % piece == 0 && rows_aligned(p.input.x, 16) &&
+                rows_aligned(p.residual, 16) && rows_aligned(p.normed, 16);
+  p.q_aligned = hidden % piece == 0 && rows_aligned(p.out.q, piece);
+  p.q_t_aligned = rows_aligned(p.out.q_t, 16);
+  if (p.norm && plan.rows && !plan.row_plan.shared_weights) convert_weights(p, stream);
+  if (plan.rows) rows(p, stream);
+  if (p.residual.given()) {  // from now on it is what is normalised
+    p.input.x = p.residual;
+    p.input.x_scale = {};
+    p.input.x_group = 0;
+    const std::int64_t of_residual = 16 / dtype_size(p.residual.dtype);
+    p.x_aligned = hidden % of_residual == 0 && rows_aligned(p.residual, 16);
+    p.q_aligned = hidden % of_residual == 0 && rows_aligned(p.out.q, of_residual);
+  }
+  if (plan.columns) column_maxima(p, stream);
+  if (plan.tiles) tiles(p, stream);
+  if (plan.amax && p.out.amax != nullptr) reduce_amax(p, stream);
+}
+
+/// Pointers into the workspace.
+void set_workspace(ForwardParams& p, std::byte* workspace) {
+  const ForwardPlan& plan = p.plan;
+  p.maxima = reinterpret_cast<std::uint32_t*>(workspace + plan.maxima_at);
+  if (plan.columns) {
+    p.column_maxima = reinterpret_cast<std::uint32_t*>(workspace + plan.column_maxima_at);
+  }
+  if (plan.tiles && p.norm && p.rstd == nullptr) {
+    p.rstd = reinterpret_cast<float*>(workspace + plan.rstd_at);
+  }
+  if (!plan.row_plan.shared_weights) {
+    p.weights = reinterpret_cast<float*>(workspace + plan.weights_at);
+  }
+}
+
+}  // namespace
+
+GpuShape this_gpu() { return gpu_shape(device::current_device()); }
+
+ForwardShape shape_of(const ForwardProblem& p) {
+  ForwardShape s;
+  s.rows = p.input.rows;
+  s.hidden = p.input.hidden;
+  s.x_bytes = static_cast<int>(dtype_size(p.input.x.dtype));
+  set_format(s, p.out);
+  return s;
+}
+
+ForwardShape shape_of(const QuantizeProblem& p) {
+  ForwardShape s;
+  s.rows = p.input.rows;
+  s.hidden = p.input.hidden;
+  s.x_bytes = static_cast<int>(dtype_size(p.input.x.dtype));
+  s.norm = false;
+  set_format(s, p.out);
+  return s;
+}
+
+BackwardShape shape_of(const BackwardProblem& p) {
+  return {p.input.rows,
+          p.input.hidden,
+          static_cast<int>(dtype_size(p.input.x.dtype)),
+          static_cast<int>(dtype_size(p.dy.dtype)),
+          p.input.x_group != 0,
+          p.residual_grad.given()};
+}
+
+void forward(const ForwardProblem& problem, const ForwardPlan* plan, Stream stream) {
+  ForwardParams p;
+  p.input = problem.input;
+  p.weight = problem.weight;
+  p.residual = problem.residual;
+  p.normed = problem.normed;
+  p.eps = problem.eps;
+  p.weight_offset = problem.weight_offset;
+  p.norm = true;
+  p.rstd = problem.rstd;
+  p.out = problem.out;
+  p.plan = plan != nullptr ? *plan : choose(shape_of(problem), this_gpu());
+  set_workspace(p, problem.workspace);
+  run(p, stream);
+}
+
+void quantize(const QuantizeProblem& problem, const ForwardPlan* plan, Stream stream) {
+  ForwardParams p;
+  p.op = "fp8_quantize";
+  p.input = problem.input;
+  p.out = problem.out;
+  p.plan = plan != nullptr ? *plan : choose(shape_of(problem), this_gpu());
+  set_workspace(p, problem.workspace);
+  run(p, stream);
+}
+
+namespace {
+
+void forward_default(const ForwardProblem& p, Stream stream) { forward(p, nullptr, stream); }
+void backward_default(const BackwardProblem& p, Stream stream) { backward(p, nullptr, stream); }
+void quantize_default(const QuantizeProblem& p, Stream stream) { quantize(p, nullptr, stream); }
+
+std::int64_t forward_workspace(const ForwardProblem& p, Device device) {
+  return choose(shape_of(p), gpu_of(device)).workspace_bytes;
+}
+std::int64_t backward_workspace(const BackwardProblem& p, Device device) {
+  return choose(shape_of(p), gpu_of(device)).workspace_bytes;
+}
+std::int64_t quantize_workspace(const QuantizeProblem& p, Device device) {
+  return choose(shape_of(p), gpu_of(device)).workspace_bytes;
+}
+
+}  // namespace
+
+const Backend kBackend = {forward_default,   backward_default,   quantize_default,
+                          forward_workspace, backward_workspace, quantize_workspace};
+
+}  // namespace mortar::fp8_rmsnorm::cuda

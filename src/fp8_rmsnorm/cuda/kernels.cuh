@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// The passes of the CUDA backend, one per .cu file, and the parameters they share.
+#pragma once
+
+#include "fp8_rmsnorm/config.h"
+#include "fp8_rmsnorm/problem.h"
+#include "mortar/stream.h"
+
+namespace mortar::fp8_rmsnorm::cuda {
+
+/// A forward, or a quantisation alone: then y is x, `norm` is false and there are no weights.
+struct ForwardParams {
+  const char* op = "fp8_rmsnorm_forward";
+  Input input;
+  Rows weight, residual, normed;
+  float eps = 0.0f, weight_offset = 0.0f;
+  bool norm = false;
+  float* rstd = nullptr;
+  Quantize out;
+  ForwardPlan plan;
+  std::uint32_t* maxima = nullptr;         ///< of |y|, one per CTA of the kernel that makes them
+  std::uint32_t* column_maxima = nullptr;  ///< [N], of |y|
+  float* weights = nullptr;  ///< [N] + offset in float32, as the rows kernel reads them
+  bool x_aligned = false;    ///< 16-byte pieces of x, and what lies beside them, are whole accesses
+  bool q_aligned = false, q_t_aligned = false;
+
+  /// Whether the maxima are wanted at all.
+  MORTAR_HOST_DEVICE bool makes_maxima() const {
+    return out.scaling == Fp8Scaling::kTensor && (!out.given_scale || out.amax != nullptr);
+  }
+};
+
+void convert_weights(const ForwardParams& p, Stream stream);
+void rows(const ForwardParams& p, Stream stream);
+void column_maxima(const ForwardParams& p, Stream stream);
+void tiles(const ForwardParams& p, Stream stream);
+void reduce_amax(const ForwardParams& p, Stream stream);
+
+/// `plan` null: choose()'s; tests inject others.
+void forward(const ForwardProblem& p, const ForwardPlan* plan, Stream stream);
+void quantize(const QuantizeProblem& p, const ForwardPlan* plan, Stream stream);
+void backward(const BackwardProblem& p, const BackwardPlan* plan, Stream stream);
+
+ForwardShape shape_of(const ForwardProblem& p);
+ForwardShape shape_of(const QuantizeProblem& p);
+BackwardShape shape_of(const BackwardProblem& p);
+GpuShape this_gpu();
+
+}  // namespace mortar::fp8_rmsnorm::cuda
