@@ -2,9 +2,9 @@
 // Warpgroup matrix multiply of sm_90a: wgmma.m64nNk16 on 16-bit operands in shared memory, with
 // float32 sums. PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
 //
-// Operands lie K-major with the 128-byte swizzle: 64 elements (128 bytes) a row, rows one after
-// another, the 16-byte piece p of row r at piece p ^ (r % 8); blocks start at multiples of 1024
-// bytes. Kernels that call these guard their bodies with __CUDA_ARCH_FEAT_SM90_ALL.
+// Operands lie K-major with the 128-byte swizzle (device/swizzle.cuh): 64 elements (128 bytes) a
+// row, rows one after another; blocks start at multiples of 1024 bytes. Kernels that call these
+// guard their bodies with __CUDA_ARCH_FEAT_SM90_ALL.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,41 +16,6 @@
 #include "device/async_copy.cuh"
 
 namespace mortar::device {
-
-inline constexpr int kSwizzleBytes = 128;  ///< of a row of an operand in shared memory
-
-/// Byte offset of the 16-byte piece `piece` of row `row` in a swizzled block.
-__device__ __forceinline__ std::uint32_t swizzled(int row, int piece) {
-  return row * kSwizzleBytes + (piece ^ (row & 7)) * 16;
-}
-
-/// Copies kRows rows into a swizzled block, 64 elements of each from element k on, 16 bytes at a
-/// time: kThreads threads share the work, thread t with `rows` at row t / 8, `to` at its place
-/// swizzled(t / 8, t % 8) and k for its piece. The rows' pointers lie in shared memory; a null one
-/// is no row: its place in the block stays as it is. k_end is a multiple of 8: what lies past it is
-/// not read and becomes zeros.
-template <class T, int kRows, int kThreads>
-__device__ __forceinline__ void copy_swizzled(const void* const* rows, std::uint32_t to, int k,
-                                              int k_end) {
-  constexpr int kStep = kThreads / 8, kCopies = kRows / kStep;
-  constexpr int kBatch = 4;  // pointers read together, or every one would wait for shared memory
-  static_assert(kRows % kStep == 0 && kStep % 8 == 0, "threads copy alike, in one swizzle phase");
-  const int bytes = k < k_end ? 16 : 0;
-#pragma unroll
-  for (int base = 0; base < kCopies; base += kBatch) {
-    const T* row[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      row[i] = base + i < kCopies ? static_cast<const T*>(rows[(base + i) * kStep]) : nullptr;
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (base + i < kCopies && row[i] != nullptr) {
-        cp_async_16(to + (base + i) * kStep * kSwizzleBytes, row[i] + k, bytes);
-      }
-    }
-  }
-}
 
 /// Matrix descriptor of a swizzled block at shared-memory address `address`: groups of 8 rows are
 /// 1024 bytes apart (the other stride has no meaning for this layout). To step by 16 elements of K

@@ -8,19 +8,18 @@
 // limit  : DRAM (B), and for few tokens the chain of dependent loads
 //
 // A CTA takes a run of columns of one slice and one tile of 16 tokens. B streams through a ring of
-// cp.async stages, filled before the predecessor has ended; h is made once per CTA, from the slabs
-// of a split shrink or from finished rows; y of the next block is in registers. The permutation of
-// columns is that of the prefill kernel.
+// cp.async stages, filled before the predecessor has ended; h is made once per CTA, from the
+// split-K partials of shrink or from finished rows; y of the next block is in registers. The
+// permutation of columns is that of the prefill kernel.
 #include <algorithm>
 
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/pdl.cuh"
-#include "device/vector.cuh"
+#include "device/split_k.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_tile.cuh"
-#include "lora/cuda/slabs.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
@@ -42,7 +41,7 @@ struct Traits {
   static constexpr int kStages = kLargest ? 3 : 5;
 };
 
-/// h from the slabs of a split shrink, rounded: two lanes make four ranks of a token.
+/// h from the split-K partials of shrink, rounded: two lanes make four ranks of a token.
 template <class Tr>
 struct HSum {
   using T = typename Tr::T;
@@ -52,7 +51,7 @@ struct HSum {
   const Tile& tile;
   const int* tokens;
   int first_row, slice, rank;
-  SlabSum<2> slabs;
+  device::SplitKSum<2> partials;
 
   __device__ __forceinline__ HSum(const ExpandParams& params, const Tile& t, const int* own_tokens,
                                   int own_slice, const SliceWeights& w)
@@ -62,30 +61,30 @@ struct HSum {
         first_row(p.h.by_position ? first_position(p.groups, p.tiles) : 0),
         slice(own_slice),
         rank(w.rank),
-        slabs(p.h.slab_stride) {
+        partials(p.h.slab_stride) {
     seek(threadIdx.x / 2);
   }
   __device__ __forceinline__ static int place(int i) { return i >> kLogQuads; }
   __device__ __forceinline__ static int column(int i) { return (i & ((1 << kLogQuads) - 1)) * 4; }
-  /// Finds the slabs of piece i.
+  /// Finds the partials of piece i.
   __device__ __forceinline__ void seek(int i) {
-    slabs.num = 0;
+    partials.num = 0;
     if (place(i) >= tile.count || column(i) >= rank) return;
     const int row = h_row(p.h, tile, first_row, place(i), tokens[place(i)]);
     if (row < 0) return;
-    slabs.seek(static_cast<const float*>(p.h.data) + slice * p.h.slice_stride +
-                   row * p.h.row_stride + column(i),
-               p.h.num_slabs);
+    partials.seek(static_cast<const float*>(p.h.data) + slice * p.h.slice_stride +
+                      row * p.h.row_stride + column(i),
+                  p.h.num_slabs, static_cast<int>(first_leaves(p.h.num_slabs)));
   }
-  /// After slabs.load(). Called by whole warps.
+  /// After partials.load(). Called by whole warps.
   __device__ __forceinline__ void store(T* h_tile) {
     for (int base = 0; place(base) < tile.count; base += kThreads / 2) {
       const int i = base + static_cast<int>(threadIdx.x) / 2;
       if (base > 0) {
         seek(i);
-        slabs.load();
+        partials.load();
       }
-      const float4 v = slabs.sum();
+      const float4 v = partials.sum();
       const int r = column(i);
       if (threadIdx.x % 2 != 0 || place(i) >= tile.count || r >= round_up(rank, 16)) continue;
       // What lies past the rank was never written.
@@ -196,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
   }
   device::pdl_wait();
-  if (p.h.raw) sum.slabs.load();
+  if (p.h.raw) sum.partials.load();
   YPart<Tr> even = {}, odd = {};
   if (p.add_inputs) even.load(y_at, there, block.cols - lane_col);
   if (p.h.raw) {

@@ -9,8 +9,8 @@
 // limit  : DRAM (B in decode, y in prefill), and for few tokens the chain of dependent loads
 //
 // A CTA takes a run of columns of one slice and 16 or 32 tokens of one adapter. h lies in shared
-// memory in planes of parts, made once, from the slabs of a split shrink or from finished rows; B
-// streams through a ring of cp.async stages, as it is, filled before the predecessor has ended. A
+// memory in planes of parts, made once, from the split-K partials of shrink or from finished rows;
+// B streams through a ring of cp.async stages, as it is, filled before the predecessor has ended. A
 // warp has 32 columns of a block of 128, in an order in which a lane's sums make whole 16-byte
 // packs of y beside those of its neighbours; y of the next block is asked for as soon as this one's
 // is used up. Sums run over ranks in order, in MMA steps of 16.
@@ -21,6 +21,7 @@
 #include "device/launch.cuh"
 #include "device/parts.cuh"
 #include "device/pdl.cuh"
+#include "device/ring.cuh"
 #include "device/vector.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_tile.cuh"
@@ -58,7 +59,7 @@ MORTAR_HOST_DEVICE constexpr int stage_ranks(int width) {
 /// Where the two steps of a row of B change places, so that rows read together lie in different
 /// banks: neighbours of float32, those a pack apart of 16 bits. Never in rows of one step.
 template <class Tr>
-__device__ __forceinline__ int turn(int row, int ranks) {
+__device__ __forceinline__ int swizzle_bytes(int row, int ranks) {
   const int bit = sizeof(typename Tr::TW) == 4 ? row & 1 : row / Tr::kPack & 1;
   return ranks == kRanks ? bit * Tr::kStepBytes : 0;
 }
@@ -91,8 +92,8 @@ struct BCopy {
     src = static_cast<const TW*>(w.b) + (b.first + col0) * stride;
     vector = device::is_aligned<TW, Tr::kPieceElts>(static_cast<const TW*>(w.b)) &&
              stride % Tr::kPieceElts == 0;
-    // A step of columns is a multiple of 16: turn() is the same for all of them.
-    dst = col0 * row_bytes() + ((piece * 16) ^ turn<Tr>(col0, ranks));
+    // A step of columns is a multiple of 16: swizzle_bytes() is the same for all of them.
+    dst = col0 * row_bytes() + ((piece * 16) ^ swizzle_bytes<Tr>(col0, ranks));
   }
   __device__ __forceinline__ int row_bytes() const { return ranks * static_cast<int>(sizeof(TW)); }
 
@@ -268,8 +269,8 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 2 && sizeof(typename T
       device::smem_address(smem) + lane % 16 * h.pitch * 2 + lane / 16 * 16;
   // Row 2a + b of an MMA column is a column of lane a: the pair's second one for b = 1.
   const int b_row = group / 2 * Tr::kPack + group % 2;
-  const int b_lane =
-      (warp * 32 + b_row) * row_bytes + ((quad * Tr::kStepBytes / 4) ^ turn<Tr>(b_row, copy.ranks));
+  const int b_lane = (warp * 32 + b_row) * row_bytes +
+                     ((quad * Tr::kStepBytes / 4) ^ swizzle_bytes<Tr>(b_row, copy.ranks));
   const int num_chunks = copy.num_chunks, num_blocks = ceil_div(block.cols, kCols);
   const int num_steps = ceil_div(w.rank, 16);
   if (p.early && p.add_inputs) {
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 2 && sizeof(typename T
   HSum<Tr> sum(h, p.h, tile, tokens, first_row, block.slice);
   if (p.h.raw) sum.seek(static_cast<int>(threadIdx.x) / 2);
   device::pdl_wait();
-  if (p.h.raw) sum.slabs.load();
+  if (p.h.raw) sum.partials.load();
   YPack<Tr> y[Tr::kFrags][2] = {};
   const bool load_y = p.add_inputs && p.vector_y;
 #pragma unroll
@@ -306,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 2 && sizeof(typename T
     device::PartSums sums[Tr::kFrags][4];
 #pragma unroll 1
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
-      refill ? device::cp_async_wait<kStages - 2>() : device::cp_async_wait<kStages - 1>();
+      device::wait_for_stage<kStages>(refill);
       __syncthreads();  // the stage is there, and h; the one before is free
       if (refill) copy.next();
       refill = true;

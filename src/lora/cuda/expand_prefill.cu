@@ -109,7 +109,7 @@ struct Worker {
     const Tile tile{t.entry.x, t.entry.y, t.entry.z};
     if constexpr (Tr::kOwnH) {
       constexpr int kStep = kWorkers >> Ranks::kLogPieces;
-      static_assert(kStep % 8 == 0, "rows of one thread are turned alike");
+      static_assert(kStep % 8 == 0, "rows of one thread have one swizzle");
       const int column = Ranks::own_piece() * 8, row = Ranks::own_row();
       const int bytes = piece_bytes(t.rank - column);
       const T* src = static_cast<const T*>(p.h.data) + t.h_at + (bytes > 0 ? column : 0) +

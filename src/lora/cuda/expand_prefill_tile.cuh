@@ -6,6 +6,7 @@
 
 #include "device/async_copy.cuh"
 #include "device/mma.cuh"
+#include "device/swizzle.cuh"
 #include "device/wgmma.cuh"
 #include "lora/cuda/expand_scout.cuh"
 #include "lora/cuda/expand_tile.cuh"
@@ -43,7 +44,7 @@ struct Traits {
   static constexpr int kSlots = kScout + 1;
 };
 
-/// 16-byte piece of a row of the y tile: odd rows are turned by 64 bytes, which frees the reads of
+/// 16-byte piece of a row of the y tile, swizzled: odd rows by 64 bytes, which frees the reads of
 /// two rows by a quad each from bank conflicts.
 __device__ __forceinline__ int y_place(int row, int piece) {
   return row * kCols * 2 + (piece ^ ((row & 1) << 2)) * 16;

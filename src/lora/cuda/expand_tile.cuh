@@ -3,31 +3,27 @@
 // and the product of a warp.
 //
 // h [tokens][ranks] and B [columns][ranks] lie in shared memory in rows of a power of two of
-// 16-byte pieces, turned so that ldmatrix has no bank conflicts; what lies past an adapter's rank
+// 16-byte pieces, swizzled so that ldmatrix has no bank conflicts; what lies past an adapter's rank
 // is zero up to a whole MMA step of 16.
 #pragma once
 
 #include "device/convert.cuh"
 #include "device/mma.cuh"
+#include "device/swizzle.cuh"
 #include "lora/cuda/params.cuh"
 
 namespace mortar::lora::cuda {
 
-/// Rows of ranks in shared memory, up to a largest rank. Eight neighbouring rows' pieces lie in
-/// different banks: rows that share a line of 128 bytes do so anyway, and each line turns its
-/// pieces by one more.
+/// Rows of ranks in shared memory, up to a largest rank, swizzled (device/swizzle.cuh).
 template <int kLogPieces_>
 struct RankTile {
   static constexpr int kLogPieces = kLogPieces_;  ///< of the 16-byte pieces of a row
   static constexpr int kPitch = 8 << kLogPieces;  ///< elements: the largest rank
 
 #if defined(__CUDACC__)
-  __device__ __forceinline__ static int turn(int row) {
-    return kLogPieces >= 3 ? row & 7 : (row & 7) >> (kLogPieces >= 3 ? 0 : 3 - kLogPieces);
-  }
   /// Element of a piece of 8 ranks of a row.
   __device__ __forceinline__ static int place(int row, int piece) {
-    return row * kPitch + (piece ^ turn(row)) * 8;
+    return row * kPitch + (piece ^ device::swizzle<kLogPieces>(row)) * 8;
   }
   /// The piece and the first row that a thread copies; every kThreads >> kLogPieces-th row is its.
   __device__ __forceinline__ static int own_piece() {
@@ -188,9 +184,9 @@ __device__ __forceinline__ void multiply(float (&acc)[kGroups][4][4], std::uint3
                                          std::uint32_t b_row, int num_steps) {
   constexpr int kPairBytes = 32 * Ranks::kPitch, kMaxSteps = Ranks::kPitch / 16;
   const int lane = threadIdx.x % 32;
-  // (2 i + own piece) ^ turn, in bytes: the step's bits and the lane's do not carry.
-  const std::uint32_t turn = Ranks::turn(lane % 8) * 16;
-  const std::uint32_t h_own = (lane / 16 * 16) ^ turn, b_own = (lane / 8 % 2 * 16) ^ turn;
+  // (2 i + own piece) ^ swizzle, in bytes: the step's bits and the lane's do not carry.
+  const std::uint32_t swizzle = device::swizzle<Ranks::kLogPieces>(lane % 8) * 16;
+  const std::uint32_t h_own = (lane / 16 * 16) ^ swizzle, b_own = (lane / 8 % 2 * 16) ^ swizzle;
   const auto step = [&](int i) {
     std::uint32_t h[4], b[kGroups][2][4];
     device::ldmatrix_x4(h, h_row + (h_own ^ (32 * i)));

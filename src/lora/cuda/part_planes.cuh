@@ -7,9 +7,9 @@
 
 #include "device/convert.cuh"
 #include "device/parts.cuh"
+#include "device/split_k.cuh"
 #include "device/vector.cuh"
 #include "lora/cuda/params.cuh"
-#include "lora/cuda/slabs.cuh"
 
 namespace mortar::lora::cuda {
 
@@ -125,7 +125,7 @@ __device__ __forceinline__ void make_h(const HPlanes<Tr>& to, const HView& h, co
   }
 }
 
-/// The planes from the slabs of a split shrink: two lanes add a quad.
+/// The planes from the split-K partials of shrink: two lanes add a quad.
 template <class Tr>
 struct HSum {
   const HPlanes<Tr>& to;
@@ -133,7 +133,7 @@ struct HSum {
   const Tile& tile;
   const int* tokens;
   int first_row, slice;
-  SlabSum<2> slabs;
+  device::SplitKSum<2> partials;
 
   __device__ __forceinline__ HSum(const HPlanes<Tr>& planes, const HView& from, const Tile& t,
                                   const int* own_tokens, int first, int own_slice)
@@ -143,27 +143,28 @@ struct HSum {
         tokens(own_tokens),
         first_row(first),
         slice(own_slice),
-        slabs(from.slab_stride) {}
-  /// Finds the slabs of quad i.
+        partials(from.slab_stride) {}
+  /// Finds the partials of quad i.
   __device__ __forceinline__ void seek(int i) {
-    slabs.num = 0;
+    partials.num = 0;
     const int place = to.place(i), r = to.quad(i) * 4;
     if (place >= tile.count || r >= to.rank) return;
     const int row = h_row(h, tile, first_row, place, tokens[place]);
     if (row < 0) return;
-    slabs.seek(static_cast<const float*>(h.data) + slice * h.slice_stride + row * h.row_stride + r,
-               h.num_slabs);
+    partials.seek(
+        static_cast<const float*>(h.data) + slice * h.slice_stride + row * h.row_stride + r,
+        h.num_slabs, static_cast<int>(first_leaves(h.num_slabs)));
   }
-  /// After seek() of the thread's first quad and slabs.load(). Called by whole warps.
+  /// After seek() of the thread's first quad and partials.load(). Called by whole warps.
   __device__ __forceinline__ void make() {
 #pragma unroll 1
     for (int base = 0; to.place(base) < tile.count; base += kPartsThreads / 2) {
       const int i = base + static_cast<int>(threadIdx.x) / 2;
       if (base > 0) {
         seek(i);
-        slabs.load();
+        partials.load();
       }
-      const float4 v = slabs.sum();
+      const float4 v = partials.sum();
       const int r = to.quad(i) * 4, left = to.rank - r;
       if (threadIdx.x % 2 != 0 || to.place(i) >= tile.count || to.quad(i) >= to.quads) continue;
       // What lies past the rank was never written.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/prefix_sum.cuh"
 #include "lora/problem.h"
 #include "mortar/stream.h"
 
@@ -24,42 +25,8 @@ struct PlanParams {
   int cta_tokens = 0;   ///< tokens per CTA, cluster kernel
 };
 
-__device__ __forceinline__ int4 operator+(int4 a, int4 b) {
-  return make_int4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-__device__ __forceinline__ int4 operator-(int4 a, int4 b) {
-  return make_int4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
-}
-__device__ __forceinline__ int4 shuffle_up(int4 v, int d) {
-  return make_int4(__shfl_up_sync(0xffffffffu, v.x, d), __shfl_up_sync(0xffffffffu, v.y, d),
-                   __shfl_up_sync(0xffffffffu, v.z, d), __shfl_up_sync(0xffffffffu, v.w, d));
-}
-
-/// Exclusive prefix sums of several values per thread (a V that has + and -, and shuffle_up) of a
-/// CTA of at most kThreads; *total gets the sums. Uses two barriers.
-template <int kThreads, class V>
-__device__ __forceinline__ V exclusive_scan(V value, V* warp_sums, V* total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  V inclusive = value;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const V other = shuffle_up(inclusive, d);
-    if (lane >= d) inclusive = inclusive + other;
-  }
-  if (lane == 31) warp_sums[warp] = inclusive;
-  __syncthreads();
-  V before{}, all{};
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) {
-    if (w * 32 >= blockDim.x) break;
-    const V sum = warp_sums[w];
-    if (w < warp) before = before + sum;
-    all = all + sum;
-  }
-  __syncthreads();
-  *total = all;
-  return before + inclusive - value;
-}
+using device::exclusive_scan;
+using device::operator+;
 
 /// Which lanes have the same value of so many bits. (match.any takes 1.5 us for 32 different ones.)
 __device__ __forceinline__ unsigned same_value(int value, int num_bits) {

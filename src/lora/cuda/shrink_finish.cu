@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds the slabs that a split shrink left, as leaf_size in problem.h says, and writes h.
+// Split-K reduction: adds the partials that a split shrink left, as leaf_size in
+// problem.h says, and writes h.
 //
-// h[s, t, r] = scale * sum_leaf slab[leaf, t, s, r]     (scale 1 for the h of lora_apply)
-// bytes  = 4 Z M R (slabs, from L2) + M R (h), Z leaves
+// h[s, t, r] = scale * sum_leaf partial[leaf, t, s, r]     (scale 1 for the h of lora_apply)
+// bytes  = 4 Z M R (partials, from L2) + M R (h), Z leaves
 // 1024 tokens, qkv r16, K=4096: 3.1 MB -> 0.6 us at L2 speed
-// limit  : latency, so a thread has one 16-byte column of all slabs in flight at once
+// limit  : latency, so a thread has one 16-byte column of all partials in flight at once
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
-#include "device/vector.cuh"
+#include "device/split_k.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/rank_rows.cuh"
-#include "lora/cuda/slabs.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   const int piece = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 2;
   const int place = piece / row_pieces, slice = piece % row_pieces / pieces, r = piece % pieces * 4;
   SliceWeights w;
-  SlabSum<2> slabs(from.slab_stride);
+  device::SplitKSum<2> partials(from.slab_stride);
   H* out = nullptr;  // where the first lane of a pair writes all four columns; null: nowhere
   if (place < tile.count) {
     w = p.to.weights.get(tile.adapter, slice);
@@ -53,17 +53,17 @@ __global__ void __launch_bounds__(kMostThreads, 2)
               slice * h.slice_stride + r;
       }
       if (r < w.rank) {
-        slabs.seek(static_cast<const float*>(from.data) + std::int64_t{row_from} * from.row_stride +
-                       slice * from.slice_stride + r,
-                   from.num_slabs);
+        partials.seek(static_cast<const float*>(from.data) +
+                          std::int64_t{row_from} * from.row_stride + slice * from.slice_stride + r,
+                      from.num_slabs, static_cast<int>(first_leaves(from.num_slabs)));
       }
     }
   }
   const float scale = h.by_position ? 1.0f : p.to.scale * w.scale;
   const int count = (p.to.pad ? h.width : w.rank) - r;
   device::pdl_wait();
-  slabs.load_all();
-  const float4 sum = slabs.sum();
+  partials.load_all();
+  const float4 sum = partials.sum();
   if (out != nullptr) {
     // What lies past the rank was never written.
     const float v[4] = {sum.x, sum.y, sum.z, sum.w};
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
     device::store_pack<H, 4>(out, pack, count);
   }
   if (!p.to.pad || blockIdx.x > 0) return;
-  // A public h may be wider than the slabs.
+  // A public h may be wider than the partials.
   for (int i = threadIdx.x; i < tile.count * p.to.weights.num_slices;
        i += static_cast<int>(blockDim.x)) {
     const int own = i / p.to.weights.num_slices, own_slice = i % p.to.weights.num_slices;

@@ -20,6 +20,7 @@
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
+#include "device/ring.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/rank_rows.cuh"
 #include "lora/cuda/shrink_parts_operands.cuh"
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
     }
 #pragma unroll 1
     for (int row_stage = 0; row_stage < row_stages; ++row_stage) {
-      refill ? device::cp_async_wait<kStages - 2>() : device::cp_async_wait<kStages - 1>();
+      device::wait_for_stage<kStages>(refill);
       __syncthreads();  // the stage and x are there; the one before is free, and so are the sums
       if (refill) copy.next();
       refill = true;

@@ -23,6 +23,8 @@
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
+#include "device/ring.cuh"
+#include "device/swizzle.cuh"
 #include "device/wgmma.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/shrink_wgmma_traits.cuh"
@@ -51,7 +53,7 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
         weights, to + step * Tr::kStageBytes + Tr::kTokenBytes, k + step * kTileK, r.k_end);
   }
   device::pdl_wait();
-  Cursor<Tr> at;
+  device::RingCursor<Tr::kStages> at;
   for (int step = 0; step < r.num_steps; ++step, k += kTileK, at.next()) {
     const std::uint32_t stage = to + at.stage * Tr::kStageBytes;
     if (step >= ahead) {
@@ -77,7 +79,7 @@ __device__ __forceinline__ void consume(const ShrinkParams& p, Shared<Tr>& share
   float sum[Tr::kSums];
 #pragma unroll
   for (int i = 0; i < Tr::kSums; ++i) sum[i] = total[i] = 0;
-  Cursor<Tr> at;
+  device::RingCursor<Tr::kStages> at;
   int step = 0;
   for (int leaf = r.first; leaf < r.end; ++leaf) {
     const int leaf_end = min(r.num_steps, step + r.leaf / kTileK);

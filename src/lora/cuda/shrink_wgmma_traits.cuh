@@ -7,6 +7,7 @@
 
 #include "core/int_math.h"
 #include "device/barrier.cuh"
+#include "device/swizzle.cuh"
 #include "device/wgmma.cuh"
 #include "lora/cuda/params.cuh"
 #include "lora/cuda/rank_rows.cuh"
@@ -64,19 +65,6 @@ struct Shared {
 };
 template <class Tr>
 constexpr int kSmem = Tr::kRing + Tr::kParked + int{sizeof(Shared<Tr>)};
-
-/// The stage of a ring that is next, and how often the ring has been walked through.
-template <class Tr>
-struct Cursor {
-  int stage = 0;
-  std::uint32_t round = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == Tr::kStages) {
-      stage = 0;
-      ++round;
-    }
-  }
-};
 
 /// The CTA's part of K: leaves [first, end), the middle of all leaves, and what follows from them.
 struct Range {

@@ -1,43 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adding the partial sums that a split shrink left: one slab per leaf of K.
+// Split-K reduction: adding the float32 partials that the CTAs of a product left, one for each
+// range of its summation axis, in an order that does not depend on who adds them.
 #pragma once
 
 #include <cstdint>
 
 #include "device/vector.cuh"
-#include "lora/cuda/params.cuh"
 
-namespace mortar::lora::cuda {
+namespace mortar::device {
 
-/// Four neighbouring columns of one half of the slabs: lanes 2i and 2i + 1 share a place and take a
-/// half each. All loads of 16 slabs (kBatches = 1) or 32 (2) are in flight together: a loop that
-/// loads and adds would wait for L2 once per slab. seek() may come long before load(), and load()
-/// before sum().
+/// The sum of four neighbouring columns over all partials: those of the first half of the summation
+/// axis in order, those of the second half in order, then both halves. Lanes 2i and 2i + 1 share
+/// the columns and take a half each. All loads of 16 partials (kBatches = 1) or 32 (2) are in
+/// flight together: a loop that loads and adds would wait for L2 once per partial. seek() may come
+/// long before load(), and load() before sum().
 template <int kBatches>
-struct SlabSum {
+struct SplitKSum {
   static constexpr int kLoads = 8;  ///< per batch
-  unsigned stride;                  ///< bytes; all slabs together are fewer than 2^32
-  int num = 0;                      ///< slabs of the half; 0: nothing to add
-  const char* slab = nullptr;       ///< of the half's first slab, 16-byte aligned
+  unsigned stride;                  ///< bytes; all partials together are fewer than 2^32
+  int num = 0;                      ///< partials of the half; 0: nothing to add
+  const char* at = nullptr;         ///< the columns in the half's first partial, 16-byte aligned
   uint4 v[kBatches][kLoads];
 
-  __device__ __forceinline__ SlabSum(std::int64_t slab_stride)
-      : stride(static_cast<unsigned>(slab_stride * sizeof(float))) {}
+  __device__ __forceinline__ SplitKSum(std::int64_t partial_stride)
+      : stride(static_cast<unsigned>(partial_stride * sizeof(float))) {}
 
-  /// Chooses this lane's half of the slabs from `first` on.
-  __device__ __forceinline__ void seek(const float* first, int num_slabs) {
-    const int middle = static_cast<int>(first_leaves(num_slabs));
+  /// Chooses this lane's half of the partials: `first` points to the columns in the first of them,
+  /// and the first `middle` are one half.
+  __device__ __forceinline__ void seek(const float* first, int num_partials, int middle) {
     const bool second = threadIdx.x % 2 == 1;
-    num = second ? num_slabs - middle : middle;
-    slab = reinterpret_cast<const char*>(first) + std::uint64_t{stride} * (second ? middle : 0);
+    num = second ? num_partials - middle : middle;
+    at = reinterpret_cast<const char*>(first) + std::uint64_t{stride} * (second ? middle : 0);
   }
-  /// Zeros past the last slab: adding them changes nothing.
+  /// Zeros past the last partial: adding them changes nothing.
   __device__ __forceinline__ void load_batch(uint4 (&to)[kLoads], unsigned base) {
 #pragma unroll
     for (unsigned i = 0; i < kLoads; ++i) {
       to[i] = make_uint4(0, 0, 0, 0);
-      device::load_if(static_cast<int>(base + i) < num, to[i],
-                      slab + std::uint64_t{stride} * (base + i));
+      load_if(static_cast<int>(base + i) < num, to[i], at + std::uint64_t{stride} * (base + i));
     }
   }
   __device__ __forceinline__ void load() {
@@ -78,4 +78,4 @@ struct SlabSum {
   }
 };
 
-}  // namespace mortar::lora::cuda
+}  // namespace mortar::device

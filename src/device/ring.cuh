@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// A ring of stages in shared memory, used in turn: while one is computed on, asynchronous copies
+// fill the others.
+#pragma once
+
+#include <cstdint>
+
+#include "device/async_copy.cuh"
+
+namespace mortar::device {
+
+/// Waits for the oldest stage of a ring that cp.async fills, one committed group a stage. The ring
+/// was filled whole; `refilled`: since then a stage is refilled after each such wait but the first,
+/// when the stage before it has been used.
+template <int kStages>
+__device__ __forceinline__ void wait_for_stage(bool refilled) {
+  refilled ? cp_async_wait<kStages - 2>() : cp_async_wait<kStages - 1>();
+}
+
+/// The stage that is next, and how often the ring has been walked through: the parity of `round` is
+/// that of the stage's barriers.
+template <int kStages>
+struct RingCursor {
+  int stage = 0;
+  std::uint32_t round = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      ++round;
+    }
+  }
+};
+
+}  // namespace mortar::device
