@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of 2 to 16 bytes, moved by one instruction: load and store, `_once` with the hint that
-// the data is not used again (`.cs`: evict first), and conversions from and to float.
+// Vector: neighbouring elements of a thread, aligned and whole, moved by as few instructions as
+// possible (Pack of convert.cuh is for rows that may be neither). load and store, `_once` with the
+// hint that the data is not used again (`.cs`: evict first), `_if` predicated, `_shared` from
+// shared memory; conversions from and to float.
 #pragma once
 
 #include <cstring>
@@ -17,53 +19,78 @@ using Word = std::conditional_t<
     std::conditional_t<kBytes == 8, uint2,
                        std::conditional_t<kBytes == 4, unsigned, unsigned short>>>;
 
+/// The largest power of two that divides n.
+constexpr int power_of_two_in(int n) { return n & -n; }
+
 /// N elements of T as they came from memory, in whole registers: an array of 16-bit elements would
-/// take a register for each.
+/// take a register for each. They move in equal pieces of 2, 4, 8 or 16 bytes, one instruction
+/// each: one piece where N elements are so many bytes, else as few as possible.
 template <class T, int N>
-struct Bits {
-  static constexpr int kBytes = int{sizeof(T)} * N;
-  static_assert(kBytes == 2 || kBytes == 4 || kBytes == 8 || kBytes == 16,
-                "A vector is 2, 4, 8 or 16 bytes.");
-  static constexpr int kWords = kBytes < 4 ? 1 : kBytes / 4;
-  unsigned word[kWords];
+struct Vector {
+  static constexpr int kPieceElts =
+      power_of_two_in(N) < 16 / int{sizeof(T)} ? power_of_two_in(N) : 16 / int{sizeof(T)};
+  static constexpr int kPieces = N / kPieceElts;
+  static constexpr int kAlignment = kPieceElts * int{sizeof(T)};  ///< bytes of a piece
+  static constexpr int kPieceWords = kAlignment < 4 ? 1 : kAlignment / 4;
+  unsigned word[kPieces * kPieceWords];
 
   __device__ __forceinline__ float get(int i) const {
+    const int at = i / kPieceElts * kPieceWords, e = i % kPieceElts;
     if constexpr (std::is_same_v<T, float>) {
-      return __uint_as_float(word[i]);
+      return __uint_as_float(word[at + e]);
     } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      return __uint_as_float(i % 2 == 0 ? word[i / 2] << 16 : word[i / 2] & 0xffff0000u);
+      return __uint_as_float(e % 2 == 0 ? word[at + e / 2] << 16 : word[at + e / 2] & 0xffff0000u);
     } else {
-      const unsigned half = i % 2 == 0 ? word[i / 2] & 0xffffu : word[i / 2] >> 16;
+      const unsigned half = e % 2 == 0 ? word[at + e / 2] & 0xffffu : word[at + e / 2] >> 16;
       return __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
+    }
+  }
+  /// Where piece i of the elements from p on lies in memory. (Where there is one piece, a sum with
+  /// its index would keep the compiler from sharing p's address.)
+  __device__ __forceinline__ static const Word<kAlignment>* piece_of(const T* p, int i) {
+    return reinterpret_cast<const Word<kAlignment>*>(kPieces == 1 ? p : p + i * kPieceElts);
+  }
+  __device__ __forceinline__ void set_piece(int i, Word<kAlignment> v) {
+    if constexpr (kAlignment == 2) {
+      word[i] = v;
+    } else {
+      memcpy(word + i * kPieceWords, &v, sizeof(v));
     }
   }
 };
 
 template <class T, int N>
-__device__ __forceinline__ Bits<T, N> to_bits(Word<Bits<T, N>::kBytes> word) {
-  Bits<T, N> out;
-  if constexpr (sizeof(word) == 2) {
-    out.word[0] = word;
-  } else {
-    memcpy(&out, &word, sizeof(word));
-  }
+__device__ __forceinline__ void load_once(Vector<T, N>& to, const T* p) {
+  using V = Vector<T, N>;
+#pragma unroll
+  for (int i = 0; i < V::kPieces; ++i) to.set_piece(i, __ldcs(V::piece_of(p, i)));
+}
+template <class T, int N>
+__device__ __forceinline__ Vector<T, N> load_once(const T* p) {
+  Vector<T, N> out;
+  load_once(out, p);
   return out;
 }
 
 template <class T, int N>
-__device__ __forceinline__ Bits<T, N> load_once(const T* p) {
-  return to_bits<T, N>(__ldcs(reinterpret_cast<const Word<Bits<T, N>::kBytes>*>(p)));
+__device__ __forceinline__ Vector<T, N> load(const T* p) {
+  using V = Vector<T, N>;
+  V out;
+#pragma unroll
+  for (int i = 0; i < V::kPieces; ++i) {
+    out.set_piece(i, __ldca(V::piece_of(p, i)));
+  }
+  return out;
 }
 
+/// From shared memory, one piece.
 template <class T, int N>
-__device__ __forceinline__ Bits<T, N> load(const T* p) {
-  return to_bits<T, N>(__ldca(reinterpret_cast<const Word<Bits<T, N>::kBytes>*>(p)));
-}
-
-/// From shared memory.
-template <class T, int N>
-__device__ __forceinline__ Bits<T, N> load_shared(const void* p) {
-  return to_bits<T, N>(*static_cast<const Word<Bits<T, N>::kBytes>*>(p));
+__device__ __forceinline__ Vector<T, N> load_shared(const void* p) {
+  using V = Vector<T, N>;
+  static_assert(V::kPieces == 1, "one access");
+  V out;
+  out.set_piece(0, *static_cast<const Word<V::kAlignment>*>(p));
+  return out;
 }
 
 /// Reads 16 bytes through L2 into v if `there`, in one predicated instruction: loads in branches
@@ -85,32 +112,47 @@ __device__ __forceinline__ void load_if(bool there, uint2& v, const void* p) {
       : "l"(p), "r"(static_cast<int>(there)));
 }
 
-/// Rounds to nearest even, two values per instruction for the 16-bit types.
+/// One piece; rounds to nearest even, two values per instruction for the 16-bit types.
 template <class T, int N>
 __device__ __forceinline__ void store_once(T* p, const float (&v)[N]) {
-  using W = Word<Bits<T, N>::kBytes>;
-  Bits<T, N> bits;
+  using V = Vector<T, N>;
+  static_assert(V::kPieces == 1, "one access");
+  V out;
 #pragma unroll
-  for (int i = 0; i < Bits<T, N>::kWords; ++i) {
+  for (int i = 0; i < V::kPieceWords; ++i) {
     if constexpr (std::is_same_v<T, float>) {
-      bits.word[i] = __float_as_uint(v[i]);
+      out.word[i] = __float_as_uint(v[i]);
     } else {
       const float high = 2 * i + 1 < N ? v[(2 * i + 1) % N] : 0.0f;
       if constexpr (std::is_same_v<T, __nv_bfloat16>) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], high);
-        memcpy(&bits.word[i], &pair, 4);
+        memcpy(&out.word[i], &pair, 4);
       } else {
         const __half2 pair = __floats2half2_rn(v[2 * i], high);
-        memcpy(&bits.word[i], &pair, 4);
+        memcpy(&out.word[i], &pair, 4);
       }
     }
   }
+  using W = Word<V::kAlignment>;
   if constexpr (sizeof(W) == 2) {
-    __stcs(reinterpret_cast<W*>(p), static_cast<W>(bits.word[0]));
+    __stcs(reinterpret_cast<W*>(p), static_cast<W>(out.word[0]));
   } else {
     W word;
-    memcpy(&word, &bits, sizeof(W));
+    memcpy(&word, &out, sizeof(W));
     __stcs(reinterpret_cast<W*>(p), word);
+  }
+}
+
+/// The same for any number of pieces, of value(0), ..., value(N - 1).
+template <class T, int N, class Value>
+__device__ __forceinline__ void store_values_once(T* p, const Value& value) {
+  constexpr int kElts = Vector<T, N>::kPieceElts;
+#pragma unroll
+  for (int i = 0; i < Vector<T, N>::kPieces; ++i) {
+    float v[kElts];
+#pragma unroll
+    for (int e = 0; e < kElts; ++e) v[e] = value(i * kElts + e);
+    store_once<T, kElts>(p + i * kElts, v);
   }
 }
 

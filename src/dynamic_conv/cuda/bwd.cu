@@ -12,6 +12,7 @@
 // wrong when: rows are not aligned to the vectors, or dtypes differ -> the scalar traits
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
+#include "device/sigmoid.cuh"
 #include "dynamic_conv/cuda/backend.cuh"
 #include "dynamic_conv/cuda/dispatch.cuh"
 #include "dynamic_conv/cuda/tile.cuh"
@@ -85,7 +86,7 @@ __device__ __forceinline__ void emit(const BackwardProblem& p, const Tile& tile,
 
 /// d silu(s) / ds.
 __device__ __forceinline__ float silu_slope(float s) {
-  const float q = sigmoid(s);
+  const float q = device::sigmoid(s);
   return q * fmaf(s, 1 - q, 1.0f);
 }
 
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kMaxThreads,
   // Load: the first steps' data does not depend on where sequences lie.
   device::pdl_wait();
   typename Traits::Taps taps[kAhead];
-  device::Bits<X, kChannels> inputs[kAhead], gradients[kAhead];
+  device::Vector<X, kChannels> inputs[kAhead], gradients[kAhead];
   const auto load = [&](int u, bool valid) {
     if (valid) {
       inputs[u] = device::load_once<X, kChannels>(x);

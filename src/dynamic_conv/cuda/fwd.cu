@@ -10,6 +10,7 @@
 // wrong when: rows are not aligned to the vectors, or dtypes differ -> the scalar traits
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
+#include "device/sigmoid.cuh"
 #include "dynamic_conv/cuda/backend.cuh"
 #include "dynamic_conv/cuda/dispatch.cuh"
 #include "dynamic_conv/cuda/tile.cuh"
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kMaxThreads,
   // Load: the first steps' data does not depend on where sequences lie.
   device::pdl_wait();
   typename Traits::Taps taps[kAhead];
-  device::Bits<X, kChannels> inputs[kAhead];
+  device::Vector<X, kChannels> inputs[kAhead];
   const auto load = [&](int u, bool valid) {
     if (valid) {
       inputs[u] = device::load_once<X, kChannels>(x);
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kMaxThreads,
   };
   const auto activate = [&](float(&s)[kChannels]) {
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) s[c] *= sigmoid(s[c]);
+    for (int c = 0; c < kChannels; ++c) s[c] *= device::sigmoid(s[c]);
   };
   const auto store = [&](const float(&s)[kChannels]) {
     device::store_once<X, kChannels>(y, s);

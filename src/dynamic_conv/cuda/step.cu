@@ -16,6 +16,7 @@
 #include "device/async_copy.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
+#include "device/sigmoid.cuh"
 #include "dynamic_conv/cuda/backend.cuh"
 #include "dynamic_conv/cuda/dispatch.cuh"
 
@@ -33,7 +34,8 @@ struct Params {
 template <class Traits, int L>
 struct DenseState {
   using X = typename Traits::X;
-  Run<X, Traits::kChannels * L> run;
+  static constexpr int kEntries = Traits::kChannels * L;
+  device::Vector<X, kEntries> old;
 
   static __device__ __forceinline__ X* at(const StepProblem& p, std::int64_t slot, int channel) {
     return static_cast<X*>(p.state.data) + p.state.at(slot, 0, 0) + std::int64_t{channel} * L;
@@ -43,14 +45,14 @@ struct DenseState {
     device::prefetch_lines(at(p, slot, channel), Traits::kChannels * L);
   }
   __device__ __forceinline__ void load(const StepProblem& p, std::int64_t slot, int channel) {
-    run.load(at(p, slot, channel));
+    device::load_once(old, static_cast<const X*>(at(p, slot, channel)));
   }
   /// The input `lag` steps ago, lag >= 1.
-  __device__ __forceinline__ float get(int c, int lag) const { return run.get(c * L + L - lag); }
+  __device__ __forceinline__ float get(int c, int lag) const { return old.get(c * L + L - lag); }
   __device__ __forceinline__ void store(const StepProblem& p, std::int64_t slot, int channel,
                                         const float (&x)[Traits::kChannels]) const {
-    run.store(at(p, slot, channel),
-              [&](int i) { return i % L == L - 1 ? x[i / L] : run.get(i + 1); });
+    device::store_values_once<X, kEntries>(
+        at(p, slot, channel), [&](int i) { return i % L == L - 1 ? x[i / L] : old.get(i + 1); });
   }
 };
 
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(const __grid_constan
   convolve<Traits>(taps, window, width, s);
   if (p.silu) {
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) s[c] *= sigmoid(s[c]);
+    for (int c = 0; c < kChannels; ++c) s[c] *= device::sigmoid(s[c]);
   }
   device::store_once<X, kChannels>(y, s);
   state.store(p, slot, channel, window[0]);
@@ -162,7 +164,8 @@ bool is_dense(const StepProblem& p) {
   if (p.state_length != L || p.state.channel_stride != L) return false;
   if (L > 1 && p.state.position_stride != 1) return false;
   const Signal as_signal = {p.state.data, p.state.sequence_stride, 0};
-  return aligned(as_signal, p.x_dtype, Run<typename Traits::X, Traits::kChannels * L>::kAlignment);
+  return aligned(as_signal, p.x_dtype,
+                 device::Vector<typename Traits::X, Traits::kChannels * L>::kAlignment);
 }
 
 }  // namespace

@@ -129,7 +129,7 @@ __device__ __forceinline__ void read_history_at_once(
   const X* row = at<const X>(x, x.row(opaque(tile.b), t - 1) + channel);
 #pragma unroll
   for (int first = 0; first < kRows; first += kHistoryLoads) {
-    device::Bits<X, kChannels> bits[kHistoryLoads];
+    device::Vector<X, kChannels> bits[kHistoryLoads];
 #pragma unroll
     for (int i = 0; i < kHistoryLoads; ++i) {
       const int j = first + i;

@@ -22,40 +22,6 @@ constexpr int vector_channels(int width) {
   return sizeof(T) == 2 ? 2 : 1;
 }
 
-/// The largest power of two that divides n.
-constexpr int power_of_two_in(int n) { return n & -n; }
-
-/// N adjacent elements of one thread, in as few equal accesses of a power-of-two size as possible.
-template <class T, int N>
-struct Run {
-  static constexpr int kPieceElts =
-      power_of_two_in(N) < 16 / int{sizeof(T)} ? power_of_two_in(N) : 16 / int{sizeof(T)};
-  static constexpr int kPieces = N / kPieceElts;
-  static constexpr int kAlignment = kPieceElts * int{sizeof(T)};
-
-  device::Bits<T, kPieceElts> piece[kPieces];
-
-  __device__ __forceinline__ void load(const T* p) {
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i)
-      piece[i] = device::load_once<T, kPieceElts>(p + i * kPieceElts);
-  }
-  __device__ __forceinline__ float get(int i) const {
-    return piece[i / kPieceElts].get(i % kPieceElts);
-  }
-  /// Stores value(0), ..., value(N - 1).
-  template <class Value>
-  __device__ static __forceinline__ void store(T* p, const Value& value) {
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      float v[kPieceElts];
-#pragma unroll
-      for (int e = 0; e < kPieceElts; ++e) v[e] = value(i * kPieceElts + e);
-      device::store_once<T, kPieceElts>(p + i * kPieceElts, v);
-    }
-  }
-};
-
 /// W known and all rows aligned to the vectors below.
 template <class T, int W>
 struct VectorTraits {
@@ -65,23 +31,25 @@ struct VectorTraits {
   static constexpr int kWidth = W;
   static constexpr int kChannels = vector_channels<T>(W);
   static constexpr int kSignalAlignment = kChannels * int{sizeof(T)};
-  static constexpr int kTapAlignment = Run<T, kChannels * W>::kAlignment;
-  static constexpr int kPieces = Run<T, kChannels * W>::kPieces;
+  using TapVector = device::Vector<T, kChannels * W>;
+  static constexpr int kTapAlignment = TapVector::kAlignment;
+  static constexpr int kPieces = TapVector::kPieces;
 
   struct Taps {
-    Run<T, kChannels * W> run;
+    TapVector taps;
 
-    __device__ __forceinline__ void load(const T* p, int) { run.load(p); }
+    __device__ __forceinline__ void load(const T* p, int) { device::load_once(taps, p); }
     /// Tap that multiplies the input `lag` steps ago.
     __device__ __forceinline__ float get(int channel, int lag) const {
-      return run.get(channel * W + W - 1 - lag);
+      return taps.get(channel * W + W - 1 - lag);
     }
   };
 
   /// dk[c][w] = g[c] * x[W - 1 - w][c].
   __device__ static __forceinline__ void store_gradient(T* dk, const float (&g)[kChannels],
                                                         const float (&x)[W][kChannels], int) {
-    Run<T, kChannels * W>::store(dk, [&](int i) { return g[i / W] * x[W - 1 - i % W][i / W]; });
+    device::store_values_once<T, kChannels * W>(
+        dk, [&](int i) { return g[i / W] * x[W - 1 - i % W][i / W]; });
   }
 };
 
@@ -98,7 +66,7 @@ struct ScalarTraits {
   static constexpr int kPieces = kMaxWidth;
 
   struct Taps {
-    device::Bits<K, 1> tap[kMaxWidth];  // by lag
+    device::Vector<K, 1> tap[kMaxWidth];  // by lag
 
     __device__ __forceinline__ void load(const K* p, int width) {
 #pragma unroll
@@ -162,13 +130,6 @@ __device__ __forceinline__ void convolve(const typename Traits::Taps& taps,
       if (Traits::kVector || lag < width) s[c] = fmaf(taps.get(c, lag), x[lag][c], s[c]);
     }
   }
-}
-
-/// 1 / (1 + exp(-s)) from exp(-|s|), which never overflows. The fast exponential's error, 2 +
-/// 1.2 |s| units of exp(-|s|), stays below one unit of the result's scale.
-__device__ __forceinline__ float sigmoid(float s) {
-  const float e = __expf(-fabsf(s));
-  return __fdividef(s < 0 ? e : 1.0f, 1.0f + e);
 }
 
 }  // namespace mortar::dynamic_conv::cuda
