@@ -271,6 +271,26 @@ def test_repeats_bitwise(device, scaling):
         assert_same_output(run(case), first)
 
 
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [(127, 257), (129, 255)], ids=str)
+def test_threads_change_no_bit(shape, scaling):
+    """On the CPU, to both sides of the size from which there is more than one thread."""
+    case = random_case(torch.device("cpu"), shape, scaling=scaling, transpose=True)
+    dy = torch.randn(shape)
+    usual, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            out = run(case)
+            results.append((out, mortar.fp8_rmsnorm_backward(dy, case.x, case.weight, out.rstd)))
+    finally:
+        torch.set_num_threads(usual)
+    for out, gradients in results[1:]:
+        assert_same_output(out, results[0][0])
+        for a, b in zip(gradients, results[0][1], strict=True):
+            assert_same_bytes(a, b)
+
+
 def test_rows_do_not_depend_on_their_neighbours(device):
     case = random_case(device, (70, 200), scaling="row", normed=True)
     whole = run(case)

@@ -31,7 +31,7 @@ def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
 def _carrier(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
-    return _nan(dtype, device).expand(shape)
+    return _nan(dtype, device).expand(*shape)  # a torch.Size takes twice as long to read
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -34,7 +34,7 @@ class Backward {
 
   void run() const {
     widen_weight(k_, p_.weight, p_.weight_offset, columns_, memory_.weight);
-#pragma omp parallel for schedule(static) if (chunks_.count > 1)
+#pragma omp parallel for schedule(static) if (wants_threads(p_.input, chunks_.count))
     for (std::int64_t chunk = 0; chunk < chunks_.count; ++chunk) run_chunk(chunk);
     if (p_.dw.given()) add_partials();
   }
@@ -92,7 +92,7 @@ class Backward {
 
   void add_partials() const {
     const std::int64_t runs = ceil_div(columns_, kRun);
-#pragma omp parallel for schedule(static) if (runs > 1)
+#pragma omp parallel for schedule(static) if (wants_threads(p_.input, runs))
     for (std::int64_t run = 0; run < runs; ++run) {
       const std::int64_t c = run * kRun, n = std::min(kRun, columns_ - c);
       Scratch s;

@@ -90,7 +90,8 @@ class Forward {
   /// The first pass where the second needs all of it. Returns the largest |y| as bits.
   std::uint32_t measure() const {
     std::uint32_t most = 0;
-#pragma omp parallel for schedule(static) reduction(max : most) if (chunks_.count > 1)
+    const bool team = wants_threads(in_, chunks_.count);
+#pragma omp parallel for schedule(static) reduction(max : most) if (team)
     for (std::int64_t chunk = 0; chunk < chunks_.count; ++chunk) {
       Scratch s;
       std::uint32_t* columns = nullptr;
@@ -161,8 +162,9 @@ class Forward {
   template <bool kMeasures>
   std::uint32_t emit_all() const {
     const std::int64_t size = block_rows(), blocks = ceil_div(in_.rows, size);
+    const bool team = wants_threads(in_, blocks);
     std::uint32_t most = 0;
-#pragma omp parallel reduction(max : most) if (blocks > 1)
+#pragma omp parallel reduction(max : most) if (team)
     {
       Scratch s;
 #pragma omp for schedule(static)
@@ -183,7 +185,8 @@ class Forward {
   /// Rows of a block: whole groups of q_t, few enough for all threads to have some.
   std::int64_t block_rows() const {
     if (!out_.q_t.given()) return 1;
-    const std::int64_t share = ceil_div<std::int64_t>(in_.rows, omp_get_max_threads());
+    const int threads = wants_threads(in_, in_.rows) ? omp_get_max_threads() : 1;
+    const std::int64_t share = ceil_div<std::int64_t>(in_.rows, threads);
     const std::int64_t group = out_.scaling == Scaling::kGroup ? out_.group : 16;
     return std::max(group, std::min(kBlockRows, round_up<std::int64_t>(share, 16)) / group * group);
   }

@@ -28,6 +28,12 @@ struct RowChunks {
   std::int64_t end(std::int64_t chunk) const { return std::min(rows, (chunk + 1) * size); }
 };
 
+/// Whether a loop over `pieces` of a matrix wants more than one thread. Below 32,768 elements, some
+/// 30 us of work, two are no faster than one on idle cores, and far slower on busy ones.
+inline bool wants_threads(const Input& in, std::int64_t pieces) {
+  return pieces > 1 && in.rows * in.hidden >= 32768;
+}
+
 /// Elements of a float32 row of scratch in the workspace.
 inline std::int64_t padded(std::int64_t n) { return round_up<std::int64_t>(n, kPadding); }
 
