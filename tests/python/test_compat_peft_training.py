@@ -352,3 +352,16 @@ def test_another_checkpoint_around_a_mixed_batch_is_noticed(device):
     logits = model(input_ids=tokens(len(NAMES), 5, device), adapter_names=NAMES).logits
     with pytest.raises(RuntimeError, match="gradient_checkpointing_enable"):
         logits.sum().backward()
+
+
+def test_compiles_in_one_graph(device):
+    config = mortar_config(r=4, target_modules=["0"])
+    model = peft_model(nn.Sequential(nn.Linear(16, 12)).to(device), config).train()
+    x = torch.randn(8, 16, device=device, requires_grad=True)
+    accelerate(model)
+    want = model(x)
+    torch._dynamo.reset()
+    got = torch.compile(model, fullgraph=True)(x)
+    torch.testing.assert_close(got, want)
+    dy = torch.randn_like(want)
+    torch.testing.assert_close(torch.autograd.grad(got, x, dy), torch.autograd.grad(want, x, dy))
