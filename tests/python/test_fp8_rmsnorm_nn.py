@@ -21,14 +21,14 @@ def make(device, features=(48, 32), **options) -> Fp8RMSNormLinear:
     return layer.to(device)
 
 
-def wide_gradients(layer, x, dout):
+def wide_gradients(layer, x, dy_out):
     """Output and gradients in float64, without FP8: of x, the norm's weight and the weight."""
     leaves = [t.detach().cpu().double().requires_grad_()
               for t in (x, layer.norm.weight, layer.weight)]  # fmt: skip
     offset = layer.norm.weight_offset
     y, _, _ = reference.rmsnorm(leaves[0], leaves[1], weight_offset=offset, eps=layer.norm.eps)
     out = y @ leaves[2].t()
-    return out.detach(), torch.autograd.grad(out, leaves, dout.cpu().double())
+    return out.detach(), torch.autograd.grad(out, leaves, dy_out.cpu().double())
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -43,9 +43,9 @@ def test_linear_against_float64(device, dtype, shape):
     x = torch.randn(shape, device=device).to(dtype).requires_grad_()
     out = layer(x)
     assert out.shape == (*shape[:-1], 32) and out.dtype == dtype
-    dout = torch.randn_like(out)
-    out.backward(dout)
-    want, gradients = wide_gradients(layer, x, dout)
+    dy_out = torch.randn_like(out)
+    out.backward(dy_out)
+    want, gradients = wide_gradients(layer, x, dy_out)
     assert relative(out.detach(), want) < 2**-4
     for got, expected in zip((x, layer.norm.weight, layer.weight), gradients, strict=True):
         assert got.grad.dtype == dtype
@@ -57,12 +57,12 @@ def test_linear_is_its_parts(device):
     layer = make(device, (48, 32), gradient_dtype=E5M2)
     x = torch.randn(64, 48, device=device, requires_grad=True)
     out = layer(x)
-    dout = torch.randn_like(out)
-    out.backward(dout)
+    dy_out = torch.randn_like(out)
+    out.backward(dy_out)
     with torch.no_grad():
         norm = mortar.fp8_rmsnorm(x, layer.norm.weight, transpose=True)
         w = mortar.fp8_quantize(layer.weight, transpose=True)
-        g = mortar.fp8_quantize(dout, E5M2, transpose=True)
+        g = mortar.fp8_quantize(dy_out, E5M2, transpose=True)
         close = {"rtol": 1e-5, "atol": 1e-5}
         full = norm.q.float() @ w.q.float().t() * (norm.scale * w.scale)
         torch.testing.assert_close(out, full, **close)
@@ -81,8 +81,8 @@ def test_norm_and_linear_are_one(device):
     norm.weight.data.copy_(layer.norm.weight)
     x = torch.randn(2, 8, 48, device=device, requires_grad=True)
     out = layer(x)
-    dout = torch.randn_like(out)
-    out.backward(dout)
+    dy_out = torch.randn_like(out)
+    out.backward(dy_out)
     expected, x.grad = x.grad, None
     weight = layer.weight.detach().clone().requires_grad_()
     activation = norm(x)
@@ -90,7 +90,7 @@ def test_norm_and_linear_are_one(device):
     assert activation.normed.untyped_storage().nbytes() <= 4
     first, second = (fp8_linear(activation, weight) for _ in range(2))
     assert_same_bytes(first.detach(), out.detach())
-    (first * dout + second * dout).sum().backward()
+    (first * dy_out + second * dy_out).sum().backward()
     torch.testing.assert_close(x.grad, 2 * expected)
     torch.testing.assert_close(weight.grad, 2 * layer.weight.grad)
 
@@ -113,14 +113,14 @@ def test_residual(device):
     before = residual.detach().clone()
     out, updated = layer(x, residual=residual)
     assert torch.equal(residual, before) and torch.equal(updated, x + residual)
-    dout, dupdated = torch.randn_like(out), torch.randn_like(updated)
-    torch.autograd.backward([out, updated], [dout, dupdated])
+    dy_out, dupdated = torch.randn_like(out), torch.randn_like(updated)
+    torch.autograd.backward([out, updated], [dy_out, dupdated])
     assert torch.equal(x.grad, residual.grad)
     total = updated.detach().requires_grad_()
     again = copy.deepcopy(layer)
     again.zero_grad()
     plain = again(total)
-    plain.backward(dout)
+    plain.backward(dy_out)
     assert_same_bytes(plain.detach(), out.detach())
     torch.testing.assert_close(x.grad, total.grad + dupdated)
     assert_same_bytes(again.norm.weight.grad, layer.norm.weight.grad)
@@ -140,10 +140,10 @@ def test_8_bit_input_by_its_carrier(device, dtype):
     carrier = torch.empty(64, 48, device=device, requires_grad=True)
     out = layer(case.x, case.x_scale, carrier=carrier)
     assert out.dtype == torch.float32
-    dout = torch.randn_like(out)
-    out.backward(dout)
+    dy_out = torch.randn_like(out)
+    out.backward(dy_out)
     layer.zero_grad()
-    layer(wide).backward(dout)
+    layer(wide).backward(dy_out)
     torch.testing.assert_close(carrier.grad, wide.grad, rtol=1e-4, atol=1e-4)
     with torch.no_grad():
         assert layer(case.x, case.x_scale).dtype == torch.bfloat16
@@ -201,7 +201,7 @@ def test_products(device, sizes, dtypes):
 def test_checkpointing_recomputes_the_same_bytes(device, stochastic):
     layer = make(device, stochastic=stochastic, stochastic_gradient=stochastic)
     x = torch.randn(32, 48, device=device)
-    dout = torch.randn(32, 32, device=device)
+    dy_out = torch.randn(32, 32, device=device)
     results = []
     for wrap in (False, True):
         layer.zero_grad()
@@ -209,7 +209,7 @@ def test_checkpointing_recomputes_the_same_bytes(device, stochastic):
         torch.manual_seed(5)
         out = checkpoint(layer, leaf, use_reentrant=False) if wrap else layer(leaf)
         torch.manual_seed(6)
-        out.backward(dout)
+        out.backward(dy_out)
         results.append([out.detach(), leaf.grad, layer.weight.grad, layer.norm.weight.grad])
     for a, b in zip(*results, strict=True):
         assert_same_bytes(a, b)

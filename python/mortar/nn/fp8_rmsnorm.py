@@ -143,20 +143,20 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx, dy_out):
         weight, scale, q_t = ctx.saved_tensors
         fp8_dtype, gradient_dtype, stochastic = ctx.options
-        dout = _dense(dout)
-        flat = dout.flatten(0, -2)
+        dy_out = _dense(dy_out)
+        flat = dy_out.flatten(0, -2)
         wants_y, wants_weight = ctx.needs_input_grad[:2]
-        dtype = _wide(dout.dtype)
+        dtype = _wide(dy_out.dtype)
         g = fp8_quantize(flat, gradient_dtype, transpose=_sides(wants_y, wants_weight),
                          stochastic=stochastic)  # fmt: skip
         dy = dweight = None
         if wants_y:
             w = fp8_quantize(weight, fp8_dtype, transpose="only")
             dy = multiply(g.q, g.scale, w.q_t, w.scale, dtype)
-            dy = dy.view(*dout.shape[:-1], weight.shape[1])
+            dy = dy.view(*dy_out.shape[:-1], weight.shape[1])
         if wants_weight:
             dweight = multiply(g.q_t, g.scale, q_t, scale, weight.dtype)
         return dy, dweight, None, None, None, None, None
