@@ -311,7 +311,8 @@ class HostCase(ForwardCase):
     host = True
     OPS = {"fp8_rmsnorm, new outputs": "host", "fp8_rmsnorm into given outputs": "host",
            "fp8_rmsnorm_backward into given outputs": "host",
-           "fp8_quantize, new outputs": "host", "Fp8RMSNorm, gradients wanted": "host_grad",
+           "fp8_quantize, new outputs": "host", "fp8_quantize into given outputs": "host",
+           "Fp8RMSNorm, gradients wanted": "host_grad",
            "compat.coat.fp8_rmsnorm_forward": "host"}  # fmt: skip
 
     def __init__(self, op: str):
@@ -333,7 +334,8 @@ class HostCase(ForwardCase):
         if self.op.startswith("compat"):
             return lambda: coat.fp8_rmsnorm_forward(s.x, s.x_scale, s.weight, X_GROUP, peers.EPS)
         if self.op.startswith("fp8_quantize"):
-            return lambda: mortar.fp8_quantize(wide, transpose=True)
+            out = mortar.fp8_quantize(wide, transpose=True) if "given" in self.op else None
+            return lambda: mortar.fp8_quantize(wide, transpose=True, out=out)
         if "backward" in self.op:
             dy, dx, dw = wide, torch.empty_like(wide), torch.empty_like(s.weight)
             return lambda: mortar.fp8_rmsnorm_backward(dy, s.x, s.weight, s.rstd, dx=dx, dw=dw,

@@ -41,7 +41,7 @@ VOCAB = 256
 class Recipe:
     """One training; the defaults take one to two minutes for all three on two cores."""
 
-    steps: int = 100
+    steps: int = 80
     rows: int = 8
     length: int = 128
     hidden: int = 128
