@@ -250,17 +250,30 @@ def plot(report: dict[str, object], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure = plt.figure(figsize=(11, 4.6), layout="constrained")
+    axes = figure.subplot_mosaic([["losses", "codes"], ["apart", "codes"]], height_ratios=(3, 1.3))
+    losses, apart, used = axes["losses"], axes["apart"], axes["codes"]
+    base = report["runs"]["bf16"]["losses"]
     for name, style in zip(RUNS, ("-", "--", ":"), strict=True):
-        left.plot(report["runs"][name]["losses"], style, label=name, linewidth=1.4)
-    left.set(xlabel="step", ylabel="loss (nats per byte)", title="Training in FP8 follows bfloat16")
-    left.grid(alpha=0.3)
-    left.legend()
+        curve = report["runs"][name]["losses"]
+        losses.plot(curve, style, label=name, linewidth=1.4)
+        apart.plot([a - b for a, b in zip(curve, base, strict=True)], style, linewidth=1.4)
+    losses.set(ylabel="loss (nats per byte)", title="Training in FP8 follows bfloat16")
+    losses.legend()
+    losses.sharex(apart)
+    losses.tick_params(labelbottom=False)
+    apart.set(xlabel="step", ylabel="minus bf16")
+    for axis in (losses, apart):
+        axis.grid(alpha=0.3)
     codes = report["codes"]
     order = [*range(255, 127, -1), *range(128)]  # from the most negative to the largest code
-    right.bar(range(256), [codes[c] for c in order], width=1.0)
-    right.set(xlabel="code of float8_e4m3fn, by value", ylabel="times used", yscale="symlog",
-              title="Codes of the normed activations")  # fmt: skip
+    used.bar(range(256), [codes[c] for c in order], width=1.0)
+    marks = {"0.25": 0x28, "2": 0x40, "16": 0x58, "448": 0x7E}  # code of a value
+    ticks = {127 - c: f"-{v}" for v, c in marks.items()} | {128: "0"}
+    ticks |= {128 + c: v for v, c in marks.items()}
+    used.set_xticks(list(ticks), list(ticks.values()))
+    used.set(xlabel="q in float8_e4m3fn", ylabel="times used",
+             yscale="symlog", title="Codes used by the normed activations")  # fmt: skip
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
