@@ -158,11 +158,9 @@ def given_outputs(
             f"{function}: out must have what normed={normed} makes, got "
             f"{'no normed' if y is None else 'normed'}"
         )
-    if dtype is not None and (q_t if q is None else q).dtype != dtype:
-        raise TypeError(
-            f"{function}: out must have q and q_t of fp8_dtype={dtype}, "
-            f"got {(q_t if q is None else q).dtype}"
-        )
+    held = getattr(q_t if q is None else q, "dtype", None)
+    if dtype is not None and held != dtype:
+        raise TypeError(f"{function}: out must have q and q_t of fp8_dtype={dtype}, got {held}")
     if given_scale:
         scales, scales_t = _given_scales(function, scale, index, transpose)
         return (q, scales, q_t, scales_t, amax), (q, q_t, amax, rstd, y)

@@ -138,6 +138,7 @@ RECORDS = [
      "out must have q and q_t of fp8_dtype=torch.float8_e5m2, got torch.float8_e4m3fn"),
     (record(q_t=torch.zeros(32, 4).to(E4M3), scale_t=torch.ones(())), {"transpose": True},
      ValueError, "out must have one tensor as scale and scale_t with scaling='tensor', got two"),
+    (record(q=3), {"fp8_dtype": E4M3}, TypeError, "out must have q and q_t of fp8_dtype="),
     (record(scale=None), {}, ValueError, "scale is required, got nothing"),
     (record(q=torch.zeros(4, 31).to(E4M3)), {}, ValueError, "q must have shape (4, 32), got"),
     (record(rstd=torch.ones(3)), {}, ValueError, "rstd must have shape (4), got (3)"),

@@ -263,6 +263,9 @@ def test_state_dict_and_repr(device):
 
 def test_errors(device):
     case = random_case(device, (4, 48), E4M3)
+    for module in (Fp8RMSNorm, lambda n, **options: Fp8RMSNormLinear(n, 32, **options)):
+        with pytest.raises(ValueError, match="^Fp8RMSNorm: numerics must be one of 'fast', 'comp"):
+            module(48, numerics="exact")
     norm = Fp8RMSNorm(48).to(device)
     with pytest.raises(TypeError, match="^Fp8RMSNorm: carrier must be given with an 8-bit x"):
         norm(case.x.requires_grad_(), case.x_scale)
