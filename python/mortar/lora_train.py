@@ -332,7 +332,7 @@ def _result_dtype(x: Tensor, base: list[Tensor], dtype: torch.dtype | None) -> t
 def _run(op: str, layer, rows, x, a, b, base, out, dtype, save_h) -> list[Tensor]:
     slices = len(layer.widths)
     base = [] if base is None else _listed(op, "base", base, slices)
-    for t, width in zip(base, layer.widths, strict=bool(base)):
+    for t, width in zip(base, layer.widths, strict=len(base) > 0):
         _check_shape(op, "base", t, (*x.shape[:-1], width))
     if out is None:
         call = ops.Call(layer, rows, len(base), _result_dtype(x, base, dtype), save_h, False)

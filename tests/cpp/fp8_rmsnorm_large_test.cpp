@@ -50,8 +50,8 @@ TEST_P(Fp8RmsNormLarge, IndicesPast31Bits) {
   scale.download();
   rstd.download();
   // y is 1 but for the special row: 2 and 1 over the root of 2.5. The largest is 1.2649.
-  EXPECT_NEAR(get_value(scale, 0), 2 / std::sqrt(2.5) / 448, 1e-8);
-  EXPECT_NEAR(get_value(rstd, special), 1 / std::sqrt(2.5), 1e-6);
+  EXPECT_NEAR(get_value(scale, 0), 2 / std::sqrt(2.5 + 1e-5) / 448, 1e-8);
+  EXPECT_NEAR(get_value(rstd, special), 1 / std::sqrt(2.5 + 1e-5), 2e-7);  // two float32 steps
   EXPECT_NEAR(get_value(rstd, special - 1), 1, 1e-5);
   EXPECT_NEAR(get_value(rstd, rows - 1), 1, 1e-5);
   const auto byte = [&](double y) {
