@@ -2,29 +2,17 @@
 // FP8 RMSNorm: check every argument, build the problem, hand it to the device's backend.
 #include "mortar/fp8_rmsnorm.h"
 
+#include "core/backend.h"
 #include "core/check.h"
 #include "fp8_rmsnorm/checks.h"
 #include "fp8_rmsnorm/problem.h"
-
-#if MORTAR_HAS_CUDA && __has_include("fp8_rmsnorm/config.h")
-#define MORTAR_FP8_RMSNORM_HAS_CUDA 1
-#endif
 
 namespace mortar {
 namespace {
 
 using fp8_rmsnorm::Backend;
 
-const Backend& backend([[maybe_unused]] const ArgCheck& arg, Device device) {
-  if (device.type == DeviceType::kCPU) return fp8_rmsnorm::cpu::kBackend;
-#if MORTAR_FP8_RMSNORM_HAS_CUDA
-  return fp8_rmsnorm::cuda::kBackend;
-#else
-  check_type(false, arg.op(), ": tensors must be on cpu, as this build of Mortar has no CUDA ",
-             "backend, got ", device_string(device));
-  return fp8_rmsnorm::cpu::kBackend;
-#endif
-}
+constexpr auto& backend = choose_backend<fp8_rmsnorm::cpu::kBackend, fp8_rmsnorm::cuda::kBackend>;
 
 /// Whether a scale or amax of the whole tensor is written even if it is empty.
 bool writes_without_rows(const fp8_rmsnorm::Quantize& q) {
