@@ -2,6 +2,7 @@
 // The passes of the CUDA backend, one per .cu file, and the parameters they share.
 #pragma once
 
+#include "fp8_rmsnorm/backward_config.h"
 #include "fp8_rmsnorm/config.h"
 #include "fp8_rmsnorm/problem.h"
 #include "mortar/stream.h"

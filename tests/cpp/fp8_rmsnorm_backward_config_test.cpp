@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch choices of FP8 RMSNorm's backward on CUDA, on the host alone: every row and column has its
+// thread, shared memory suffices, and dw's tree is a matter of sizes.
+#include "fp8_rmsnorm/backward_config.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <sstream>
+#include <string>
+
+namespace mortar::fp8_rmsnorm {
+namespace {
+
+std::string printed(const auto& plan) {
+  std::ostringstream out;
+  out << plan;
+  return out.str();
+}
+
+/// Sizes from one to far beyond what a row of threads holds, most of them odd.
+std::int64_t random_size(std::mt19937& rng, double most) {
+  return static_cast<std::int64_t>(
+      std::exp(std::uniform_real_distribution<>(0.0, std::log(most))(rng)));
+}
+
+constexpr GpuShape kGpus[] = {{132, 227 << 10}, {108, 163 << 10}, {84, 99 << 10}, {1, 99 << 10}};
+
+TEST(Fp8RmsNormBackwardConfig, CoversAllAndFits) {
+  std::mt19937 rng(2);
+  for (int i = 0; i < 20'000; ++i) {
+    BackwardShape s;
+    s.rows = random_size(rng, 4e6);
+    s.hidden = std::max<std::int64_t>(1, random_size(rng, 65537));
+    s.x_bytes = 1 << rng() % 3;
+    s.dy_bytes = 2 << rng() % 2;
+    s.residual_grad = rng() % 2 != 0;
+    s.grouped = s.x_bytes == 1;
+    const GpuShape& gpu = kGpus[rng() % std::size(kGpus)];
+    const BackwardPlan plan = choose(s, gpu);
+    SCOPED_TRACE(printed(plan));
+    const std::int64_t piece = s.x_bytes == 1 ? 16 : 8;
+    EXPECT_GE(std::int64_t{plan.strips} * plan.row_threads * plan.pieces * piece, s.hidden);
+    EXPECT_GE(plan.chunks * plan.chunk_rows, s.rows);
+    EXPECT_LT((plan.chunks - 1) * plan.chunk_rows, s.rows);
+    EXPECT_LE(plan.chunks, BackwardPlan::kMostChunks);
+    EXPECT_LE(plan.threads, BackwardPlan::kMostThreads);
+    EXPECT_GE(plan.stages, 1);
+    // What the query said, without knowing dy and residual_grad, is enough.
+    BackwardShape asked = s;
+    asked.dy_bytes = 4;
+    asked.residual_grad = false;
+    EXPECT_EQ(choose(asked, gpu).workspace_bytes, plan.workspace_bytes);
+    EXPECT_TRUE(plan.strips == 1 ||
+                plan.dots_at + 4 * plan.strips * s.rows <= plan.workspace_bytes);
+    EXPECT_LE(plan.smem, gpu.max_smem - 1024 - 128);
+    EXPECT_TRUE(plan.row_threads <= 32 || plan.row_threads % 32 == 0);
+  }
+}
+
+TEST(Fp8RmsNormBackwardConfig, TheTreeOfDwIsAMatterOfSizes) {
+  for (const std::int64_t rows : {1, 127, 128, 129, 1000, 8192, 1'000'000}) {
+    for (const std::int64_t hidden : {16, 1040, 4096, 16384, 65536}) {
+      const BackwardShape s{rows, hidden, 1, 2, true, false};
+      const BackwardPlan a = choose(s, kGpus[0]), b = choose(s, kGpus[1]);
+      EXPECT_EQ(a.chunk_rows, b.chunk_rows);
+      EXPECT_EQ(a.row_groups, b.row_groups);
+      EXPECT_EQ(a.row_threads, b.row_threads);
+    }
+  }
+}
+
+TEST(Fp8RmsNormBackwardConfig, NoRowsHaveNoChunks) {
+  EXPECT_EQ(choose(BackwardShape{0, 64, 1, 2, true, false}, kGpus[0]).chunks, 0);
+}
+
+}  // namespace
+}  // namespace mortar::fp8_rmsnorm
