@@ -9,8 +9,15 @@ import tempfile
 from pathlib import Path
 
 import kernel_report
-from checks import documents, form, includes, text
+from checks import documents, includes, text
 from suite import ROOT, Counts, Suite, console, read_junit, run
+
+
+def pre_commit() -> Counts:
+    """Formatters and linters on all files, those of this Python's environment before others."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    command = [sys.executable, "-m", "pre_commit", "run", "--all-files", "--show-diff-on-failure"]
+    return Counts.of(run(command, os.environ | {"PATH": path}))
 
 
 def cpp_tests(build: Path, reports: Path) -> Counts:
@@ -63,10 +70,7 @@ def main() -> int:
     suite.check("commands in documents", documents.commands_exist)
     suite.check("banned text", text.banned_text)
     suite.check("source form", text.source_form)
-    suite.check("shellcheck", form.shellcheck)
-    suite.check("codespell", form.codespell)
-    suite.check("ruff", form.ruff)
-    suite.check("clang-format", form.clang_format)
+    suite.stage("pre-commit hooks", pre_commit)
     if any(build.glob("CMakeFiles/mortar_objects.dir/**/*.cu.o")):
         suite.stage("CUDA kernels", lambda: kernel_report.check_kernels(build))
     else:
