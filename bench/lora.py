@@ -8,6 +8,7 @@ docs/measuring.md says how, bench/README.md what the peers need.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ import torch
 import peers
 from harness import Case, Options, View, main
 from lora_cases import ApplyCase, CpuCase, HostCase, PlanCase
+from lora_grid import GRID_VIEW, grid_cases
 from lora_problem import DOWN, GATE_UP, QKV, LoraProblem
 
 #: tokens, adapters, rank: the rows at which the peers were measured as well.
@@ -105,9 +107,26 @@ def cases(options: Options) -> Iterator[Case]:
     return _gpu_cases()
 
 
+def run(argv: list[str]) -> int:
+    """The table's rows, or with --grid SEED random ones."""
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--grid", type=int, metavar="SEED")
+    own_args, rest = own.parse_known_args(argv)
+    seed = own_args.grid
+    if seed is None:
+        return main("lora", cases, VIEWS, peers=("cublas", "vllm", "torch", "peft"),
+                    default_peers=("cublas", "torch", "peft"), argv=rest,
+                    epilog="--grid SEED: 200 random problems in place of the rows.")  # fmt: skip
+
+    def random_cases(options: Options) -> Iterator[Case]:
+        if options.wants("vllm"):
+            peers.VllmTriton.shared()
+        return grid_cases(seed)
+
+    return main("lora-grid", random_cases, [GRID_VIEW], peers=("cublas", "vllm"),
+                default_peers=("cublas",), argv=rest, command=f"lora --grid {seed}")  # fmt: skip
+
+
 if __name__ == "__main__":
     with torch.no_grad():  # as a server runs
-        sys.exit(
-            main("lora", cases, VIEWS, peers=("cublas", "vllm", "torch", "peft"),
-                 default_peers=("cublas", "torch", "peft"))
-        )  # fmt: skip
+        sys.exit(run(sys.argv[1:]))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, ROOT, View, best_of, load, number, table_of, views_of
+from harness import RESULTS, ROOT, View, best_of, judge, load, number, table_of, views_of
 from harness.tables import roofs_text
 
 DOCS = ROOT / "docs"
@@ -226,13 +226,79 @@ def plot(view: View, result: Mapping[str, Any], target: Path) -> None:
     plt.close(figure)
 
 
+def plot_against_floor(view: View, result: Mapping[str, Any], target: Path) -> None:
+    """Every row as a point, time against the floor on logarithmic axes; those past their limit
+    stand out, and lines show the floor itself and three times it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = _timed_rows(view, result)
+    figure, axis = plt.subplots(layout="constrained", figsize=(7.5, 5.5))
+    names = [*reversed(view.peers), view.subject]
+    for i, name in enumerate(names):
+        subject = name == view.subject
+        points: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        for row in rows:
+            if which := best_of(row, name, "" if subject else view.subject):
+                met = not subject or judge(row, name).must
+                points[met].append((row["floor_us"], row["providers"][which]["us"]))
+        for met, some in points.items():
+            if some:
+                label = name if met else f"{name}, past its limit"
+                colour = _COLOURS[len(names) - 1 - i if met else 1]
+                axis.scatter(*zip(*some, strict=True), s=16, label=label, zorder=3 + i,
+                             marker=_MARKERS[len(names) - 1 - i], edgecolors=colour,
+                             facecolors=colour if subject else "none")  # fmt: skip
+    ends = [min(row["floor_us"] for row in rows), max(row["floor_us"] for row in rows)]
+    axis.plot(ends, ends, color="black", linewidth=1, label="floor")
+    axis.plot(ends, [3 * end for end in ends], color="#999999", linewidth=1, label="3 x floor")
+    axis.set(xscale="log", yscale="log", xlabel="floor, us", ylabel="us per call")
+    axis.grid(which="major", color="#dddddd", linewidth=0.5)
+    axis.set_axisbelow(True)
+    axis.legend(frameon=False)
+    axis.set_title(f"{view.title} ({result['machine']['name']})", fontsize=11)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def plot_share(view: View, result: Mapping[str, Any], target: Path) -> None:
+    """Bars of the speed that is left, in percent of the first peer's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = _timed_rows(view, result)
+    base, *others = view.peers
+    names = [view.subject, *(name for name in others if any(name in r["providers"] for r in rows))]
+    figure, axis = plt.subplots(layout="constrained", figsize=(1.2 + 1.1 * len(rows), 4.2))
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        places = [y + (i - (len(names) - 1) / 2) * width for y in range(len(rows))]
+        shares = [100 * row["providers"][base]["us"] / row["providers"][name]["us"]
+                  if name in row["providers"] else 0.0 for row in rows]  # fmt: skip
+        bars = axis.bar(places, shares, width, color=_COLOURS[i % 6], label=name)
+        axis.bar_label(bars, fmt="%.0f", fontsize=7)
+    axis.set_xticks(range(len(rows)), [_label(row, "") for row in rows], fontsize=8)
+    axis.set(ylim=(0, 105), ylabel=f"% of {base} speed", xlabel=" / ".join(rows[0]["case"]))
+    axis.legend(frameon=False, ncols=len(names), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    figure.suptitle(f"{view.title} ({result['machine']['name']})", fontsize=11)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+_PLOTS = {"rows": plot, "floor": plot_against_floor, "share": plot_share}
+
+
 def plots(files: Sequence[Path], docs: Path) -> Iterator[Path]:
     """Draws every result file's plot; yields what it wrote."""
     for path in files:
         result = load(path)
         if view := plotted_view(result):
             target = docs / _plot_name(path)
-            plot(view, result, target)
+            _PLOTS[view.plot](view, result, target)
             yield target
 
 

@@ -27,10 +27,10 @@ RESULTS = machine.ROOT / "bench" / "results"
 
 
 def parser(
-    family: str, peers: Sequence[str], default_peers: Sequence[str]
+    command: str, peers: Sequence[str], default_peers: Sequence[str], epilog: str = ""
 ) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog=f"./run bench {family}", description=f"Times the {family} ops."
+        prog=f"./run bench {command}", description=f"Times the {command} ops.", epilog=epilog
     )
     p.add_argument(
         "--device",
@@ -76,9 +76,10 @@ def print_table(console: Console, table: Table) -> None:
     console.print(rich)
 
 
-def _command(family: str, args: argparse.Namespace) -> str:
+def _command(command: str, args: argparse.Namespace) -> str:
     """The command that repeats this run; where its files go is no part of that."""
-    words = ["./run", "bench", family, "--device", args.device, "--peers", args.peers or "none"]
+    words = ["./run", "bench", *command.split(), "--device", args.device]
+    words += ["--peers", args.peers or "none"]
     words += ["--rows", args.rows] if args.rows else []
     words += ["--replays", str(args.replays)]
     words += [f"--{name}" for name in ("warm", "quick") if getattr(args, name)]
@@ -97,12 +98,17 @@ def main(
     peers: Sequence[str] = (),
     default_peers: Sequence[str] | None = None,
     argv: Sequence[str] | None = None,
+    command: str = "",
+    epilog: str = "",
 ) -> int:
     """Runs the rows of a family, prints their tables and writes the result file after every row.
 
     `cases` is called with the options and yields rows; `default_peers` are the peers that need no
-    request (all, when not given). Returns the exit status."""
-    args = parser(family, peers, peers if default_peers is None else default_peers).parse_args(argv)
+    request (all, when not given); `command` is what follows `./run bench`, where that is not the
+    family alone. Returns the exit status."""
+    command = command or family
+    default_peers = peers if default_peers is None else default_peers
+    args = parser(command, peers, default_peers, epilog).parse_args(argv)
     cuda = args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not cuda:
         print("bench: --device cuda needs a GPU that PyTorch can use, got none", file=sys.stderr)
@@ -128,7 +134,7 @@ def main(
     if not cuda:
         machine.keep_freed_memory()
     console = Console(width=None if sys.stdout.isatty() else 320)
-    info = machine.describe(device) | {"command": _command(family, args)}
+    info = machine.describe(device) | {"command": _command(command, args)}
     if info.get("load_average", 0) > 1:
         console.print(f"the load average is {info['load_average']}: other programs are running, "
                       "and these timings will show them")  # fmt: skip

@@ -34,13 +34,16 @@ class View:
     """A table over the rows of one `table`: `subject` against whoever else was timed.
 
     `peers` names the other columns: a provider, or a group, of which the fastest is shown;
-    `floors` is off where bytes say nothing (host cost)."""
+    `floors` is off where bytes say nothing (host cost); `plot` is how its picture shows the rows:
+    each on a line of its own ("rows"), all as points of time against the floor ("floor"), or as
+    bars of speed in percent of the first peer's ("share")."""
 
     title: str
     table: str
     subject: str
     peers: tuple[str, ...] = ()
     floors: bool = True
+    plot: str = "rows"
 
 
 @dataclass(frozen=True)

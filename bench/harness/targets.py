@@ -2,7 +2,8 @@
 """What a row has to reach: `must` is required, `aim` is wanted. Times in us, f = the floor.
 
 A limit is `base + per_floor * f`, and `versus` adds: for every provider of that group in the same
-run, the time must be at most the provider's divided by the factor.
+run, the time must be at most the provider's divided by the factor. `over` names a group whose time
+in the same run the formula is added to: a limit on what an op adds to a model.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ class Limit:
     base_us: float = math.inf
     per_floor: float = 0.0
     versus: Mapping[str, float] = field(default_factory=dict)
+    over: str = ""
 
     def us(self, floor_us: float, peers: Mapping[str, float]) -> float:
         """The largest time that passes; `peers` has the best time of each group in this row."""
-        limits = [self.base_us + self.per_floor * floor_us]
+        start = peers.get(self.over, math.inf) if self.over else 0.0
+        limits = [start + self.base_us + self.per_floor * floor_us]
         limits += [peers[group] / factor for group, factor in self.versus.items() if group in peers]
         return min(limits)
 
@@ -39,6 +42,11 @@ def _kernel(must: tuple[float, float], aim: tuple[float, float]) -> Target:
     return Target(Limit(*must, versus=_PEERS), Limit(*aim, versus=_PEERS))
 
 
+def _grid(base_us: float, per_floor: float) -> Target:
+    limit = Limit(base_us, per_floor, {"cublas": 1 / 1.05, "vllm": 1.0})
+    return Target(limit, limit)
+
+
 def _versus(must: Mapping[str, float], aim: Mapping[str, float] | None = None) -> Target:
     return Target(Limit(versus=must), Limit(versus=must if aim is None else aim))
 
@@ -47,6 +55,19 @@ TARGETS: dict[str, Target] = {
     # GPU, CUDA-graph replay over cold buffers
     "lora_decode": _kernel((3.0, 1.5), (2.3, 1.15)),  # up to 256 tokens
     "lora_prefill": _kernel((4.0, 1.3), (3.0, 1.1)),  # 1,024 tokens and more
+    # Random problems, by tokens, ranks and dtypes
+    "lora_grid_decode": _grid(3.5, 1.5),  # up to 256 tokens
+    "lora_grid_prefill": _grid(5.0, 1.4),
+    "lora_grid_wide": _grid(6.0, 1.6),  # ranks over 64
+    "lora_grid_decode_mixed": _grid(7.0, 3.0),  # fp32 adapters under bf16
+    "lora_grid_prefill_mixed": _grid(10.0, 2.8),
+    "lora_grid_wide_mixed": _grid(12.0, 3.2),
+    # A decode step of a whole model with adapters on every linear layer, of 128 calls
+    "lora_model_step": Target(
+        Limit(128 * 5.0, 1.3, {"vllm": 1.0}, over="base"),  # up to 256 tokens
+        Limit(128 * 3.5, 1.2, {"vllm": 1.0}, over="base"),
+    ),
+    "lora_model_prefill": _versus({"base": 0.93, "vllm": 1.0}, {"base": 0.95, "vllm": 1.0}),
     "lora_plan": _kernel((10.0, 0.0), (5.0, 0.0)),  # up to 8,192 tokens
     "lora_plan_large": _versus(_PEERS),
     "lora_compat": _versus({"native": 1 / 1.25}),  # the drop-in ops against the native ones
