@@ -323,10 +323,10 @@ class LayerCase(Case):
         self.traffic = Traffic(0, 4 * layers * rows * width * width)
         self.targets = {"mortar": target}
         self.tolerance = 5 * TOLERANCE[self.dtype]
-        self._models: dict[str, torch.nn.Module] = {}
+        self._models: dict[tuple[str, torch.device], torch.nn.Module] = {}
 
     def _model(self, name: str, device: torch.device) -> torch.nn.Module:
-        if not self._models:
+        if (name, device) not in self._models:
             from peft import LoraConfig, get_peft_model
 
             torch.manual_seed(0)
@@ -335,9 +335,10 @@ class LayerCase(Case):
             config = LoraConfig(r=self.rank, lora_dropout=self.p, init_lora_weights=False,
                                 target_modules=[str(i) for i in range(self.layers)])  # fmt: skip
             model = get_peft_model(torch.nn.Sequential(*linears), config).train()
-            self._models["peft"] = model
-            self._models["mortar"] = mortar.compat.peft.accelerate(copy.deepcopy(model))
-        return self._models[name]
+            self._models["peft", device] = model
+            accelerated = mortar.compat.peft.accelerate(copy.deepcopy(model))
+            self._models["mortar", device] = accelerated
+        return self._models[name, device]
 
     def make_buffers(self, device: torch.device, seed: int) -> LayerBuffers:
         generator = torch.Generator(device).manual_seed(seed)

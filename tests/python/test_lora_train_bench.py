@@ -67,6 +67,14 @@ def test_rows_run_and_are_right(device, case):
     assert row["providers"].keys() >= {"mortar"}
 
 
+def test_models_lie_on_the_device_that_is_asked_for():
+    """A row that ran on one device before runs on another."""
+    case = LayerCase(8, 64, 1, 0.0, "fp32", "train_host", rank=8, host=True)
+    for device in map(torch.device, ("cpu", "meta")):
+        for name in ("peft", "mortar"):
+            assert {p.device for p in case._model(name, device).parameters()} == {device}
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_peers_compute_the_same(device, dtype):
     options = Options(device, frozenset({"torch"}), quick=True)
