@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A workspace for the time of one call: the given one, or memory of the framework's allocator.
+// A workspace for the time of one call: the given one, memory of the framework's allocator, or what
+// Python keeps for several calls.
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>
 
 #include <optional>
+#include <type_traits>
 
 #include "convert.h"
 #include "packed_call.h"
@@ -56,6 +58,19 @@ std::int64_t bytes_of(const Tensor& workspace, const Query& query) {
     return query();
   } catch (const Error&) {
     return 0;
+  }
+}
+
+/// The workspace of an op for which Python keeps one (python/mortar/_lora_memory.py): PyTorch's
+/// eager calls bring it. Others get memory of their own where they bring none.
+template <class Source, class Query>
+Workspace<Source> kept_workspace(const Tensor& given, Device device, const Query& query) {
+  if constexpr (std::is_same_v<Source, TorchObjects>) {
+    const std::int64_t bytes = bytes_of(Tensor(), query);
+    if (bytes > (given.defined() ? given.numel() : 0)) throw NeedsWorkspace{bytes};
+    return Workspace<Source>(given, 0, device);
+  } else {
+    return Workspace<Source>(given, bytes_of(given, query), device);
   }
 }
 

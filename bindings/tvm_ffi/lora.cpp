@@ -7,14 +7,16 @@
 //   lora_weights WEIGHTS -> handle
 //
 //   GROUPS   plan, num_tokens, num_adapters
-//            or None, sorted_tokens, ids, counts, starts, num_groups
+//            or None, sorted_tokens, ids, counts, starts, None, num_groups
+//            or None, sorted_tokens, ids, counts, starts, a tensor on the CPU that holds num_groups
 //   WEIGHTS  None, ranks, scales, len(a), *a, *b    or table, dtype, max_rank, hidden, *widths
 //            or handle: the same, read and checked before; whoever made it keeps the memory alive
 //
 // num_groups: only the first that many segments are looked at. A stacked tensor may have an extra
 // dimension of size 1 after its first ([L, 1, R, K]).
 //
-// A workspace that is None is memory of the framework's allocator, for the time of the call.
+// A workspace that is None is memory of the framework's allocator, for the time of the call; the
+// torch_ functions say how much they need instead (packed_call.h).
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/dtype.h>
 #include <tvm/ffi/object.h>
@@ -69,7 +71,8 @@ class LoraArgs : public ArgReader<Source> {
     const Tensor sorted_tokens = tensor("sorted_tokens");
     Tensor ids = tensor("ids"), counts = tensor("counts");
     const Tensor starts = tensor("starts");
-    const std::int64_t num_groups = integer("num_groups");
+    const Tensor counted = tensor("num_groups");
+    const std::int64_t num_groups = counted.defined() ? number_in(counted) : integer("num_groups");
     for (Tensor* t : {&ids, &counts}) {
       if (t->ndim == 1) t->shape[0] = std::min(t->shape[0], std::max<std::int64_t>(num_groups, 0));
     }
@@ -88,6 +91,15 @@ class LoraArgs : public ArgReader<Source> {
   }
 
  private:
+  std::int64_t number_in(const Tensor& t) {
+    const bool wide = t.dtype == DType::kInt64;
+    check_type((wide || t.dtype == DType::kInt32) && t.device.type == DeviceType::kCPU, op(),
+               ": num_groups must be a number or an int32 or int64 tensor on the CPU, got ",
+               dtype_name(t.dtype), " on ", device_string(t.device));
+    check(t.numel() == 1, op(), ": num_groups must have one element, got shape ", shape_string(t));
+    return wide ? *t.ptr<const std::int64_t>() : *t.ptr<const std::int32_t>();
+  }
+
   LoraWeights table_weights(const Tensor& table) {
     const DType dtype = this->dtype("dtype");
     constexpr std::int64_t kLargest = std::numeric_limits<int>::max();
@@ -139,9 +151,9 @@ void shrink(PackedArgs packed, Any*) {
   const Tensor zero_rows = args.tensor("zero_rows");
   const LoraGroups groups = args.groups();
   const LoraWeights& weights = args.weights();
+  const auto workspace =
+      kept_workspace<Source>(given, x.device, [&] { return lora_shrink_workspace(x, weights); });
   const typename Source::Call call(x.device);
-  const auto query = [&] { return lora_shrink_workspace(x, weights); };
-  const Workspace<Source> workspace(given, bytes_of(given, query), x.device);
   lora_shrink(x, weights, groups, h, scale, zero_rows, workspace, call.stream);
 }
 
@@ -166,9 +178,9 @@ void apply(PackedArgs packed, Any*) {
   const auto add_inputs = args.template value<bool>("add_inputs");
   const LoraGroups groups = args.groups();
   const LoraWeights& weights = args.weights();
+  const auto workspace =
+      kept_workspace<Source>(given, x.device, [&] { return lora_apply_workspace(x, weights); });
   const typename Source::Call call(x.device);
-  const auto query = [&] { return lora_apply_workspace(x, weights); };
-  const Workspace<Source> workspace(given, bytes_of(given, query), x.device);
   lora_apply(x, weights, groups, y, offset, scale, add_inputs, workspace, call.stream);
 }
 

@@ -4,8 +4,9 @@
 //
 // A torch_<op> takes the id() of a tuple of the tensors (None where there is none) and then the
 // other arguments, both in the order of <op>: what PyTorch's eager calls use, as it costs the host
-// a third. Called with the GIL held and the tuple alive. The result is 0, with nothing written,
-// where an object cannot be read so, and 1 otherwise.
+// a third. Called with the GIL held and the tuple alive. The result is 1 once the op has run, and
+// 0, with nothing written, where an object cannot be read so. Ops whose workspace Python keeps
+// return the bytes that they need, with nothing written, where the tuple has fewer.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@
 
 namespace mortar::ffi {
 
-/// Results of the torch_* functions.
+/// Results of the torch_* functions; a larger one is bytes of workspace.
 constexpr std::int64_t kUnread = 0, kDone = 1;
 
 /// The argument `name`, and the next one after it.
@@ -84,7 +85,11 @@ class ArgReader {
 template <auto kOp>
 void torch_call(PackedArgs packed, tvm::ffi::Any* result) {
   *result = kDone;
-  if (!direct([&] { kOp(packed, result); })) *result = kUnread;
+  try {
+    if (!direct([&] { kOp(packed, result); })) *result = kUnread;
+  } catch (const NeedsWorkspace& more) {
+    *result = more.bytes;
+  }
 }
 
 }  // namespace mortar::ffi

@@ -54,6 +54,12 @@ struct TorchHost {
 /// memory is left: the caller takes the general path, which copes or says what is wrong.
 struct Indirect {};
 
+/// Thrown before anything is written where Python has to bring a workspace of at least so many
+/// bytes, always more than one.
+struct NeedsWorkspace {
+  std::int64_t bytes;
+};
+
 /// Lets other Python threads run for its lifetime.
 class GilReleased {
  public:

@@ -3,10 +3,10 @@
 
 Every op writes into its arguments and returns nothing. ``workspace=None`` takes what the op needs
 from PyTorch's allocator on the current stream, for the time of the call; nothing else is ever
-allocated. A plan is its tensor here: only ``mortar.lora.Plan`` remembers what it was made for.
+allocated. A plan is its tensor here. ``lora_plan`` notes on the tensor object what it was made for,
+and a call of other sizes is refused, as with ``mortar.lora.Plan``.
 """
 
-import functools
 import weakref
 
 import torch
@@ -20,23 +20,25 @@ _plan, _shrink, _expand, _apply = lib.lora_plan, lib.lora_shrink, lib.lora_expan
 _is_grad_enabled = torch.is_grad_enabled
 increment_version = torch.autograd.graph.increment_version
 
-# (on_cuda, M, K, dtype of x, L, S, largest rank, dtype of the weights) -> bytes
-apply_bytes = functools.lru_cache(maxsize=4096)(lib.lora_apply_workspace)
+
+def remember_sizes(plan: torch.Tensor, num_tokens: int, num_adapters: int) -> None:
+    """Notes on a plan's tensor what it is made for, so that ops that are given the tensor alone
+    need not read it back from the device."""
+    plan._mortar_sizes = (num_tokens, num_adapters), _version(plan)
 
 
-def workspace_bytes(x, num_tokens, weights) -> int:
-    """What ``lora_apply`` needs, and so ``lora_shrink``, which needs no more; 0 if the query fails:
-    the op will say why."""
-    try:
-        hidden, *sizes = weights.sizes
-        return apply_bytes(x.is_cuda, num_tokens, hidden, x.dtype, *sizes)
-    except (TypeError, ValueError):
-        return 0
+def _version(tensor: torch.Tensor) -> int | None:
+    """Changes when PyTorch writes the tensor; tensors of inference mode do not tell."""
+    return None if tensor.is_inference() else tensor._version
 
 
-def sizes_of(x, first) -> tuple[int, int]:
-    """(M, L) of a call whose plan is a bare tensor; ``first`` is a tensor of all adapters. 0 where
-    an argument has no dimensions: the op will say why."""
+def sizes_of(plan, x, first) -> tuple[int, int]:
+    """(M, L) that a plan's tensor was made for; where that is not known, as of a copy, those of the
+    call, whose tensor of all adapters is ``first``. 0 where an argument has no dimensions: the op
+    will say why."""
+    noted = getattr(plan, "_mortar_sizes", None)
+    if noted is not None and noted[1] == _version(plan):
+        return noted[0]
     return x.shape[0] if x.ndim else 0, first.shape[0] if first is not None and first.ndim else 0
 
 
@@ -133,12 +135,13 @@ def _pointing_to(factors, table, *columns):
 
 def _plan_impl(token_adapter, num_adapters, plan):
     _plan(token_adapter, num_adapters, plan)
+    remember_sizes(plan, token_adapter.shape[0], num_adapters)
 
 
 def _shrink_impl(x, plan, a, ranks, scales, h, scale=1.0, zero_rows=None, workspace=None):
     if _is_watched():
         guard_autograd("lora_shrink", (x, h, *a), h)
-    sizes = sizes_of(x, a[0] if a else None)
+    sizes = sizes_of(plan, x, a[0] if a else None)
     _shrink(x, h, workspace, scale, zero_rows, plan, *sizes, None, ranks, scales, len(a), *a)
 
 
@@ -159,14 +162,14 @@ def _shrink_table_impl(
     if _is_watched():
         guard_autograd("lora_shrink", (x, h, *a), h)
     table = _pointing_to(a, table, 0)
-    plan_and_table = (plan, *sizes_of(x, table), table, dtype, max_rank, hidden, *widths)
+    plan_and_table = (plan, *sizes_of(plan, x, table), table, dtype, max_rank, hidden, *widths)
     _shrink(x, h, workspace, scale, zero_rows, *plan_and_table)
 
 
 def _expand_impl(h, plan, b, ranks, y, offset=0, add_inputs=True):
     if _is_watched():
         guard_autograd("lora_expand", (h, y, *b), y)
-    sizes = sizes_of(y, b[0] if b else None)
+    sizes = sizes_of(plan, y, b[0] if b else None)
     _expand(h, y, offset, add_inputs, plan, *sizes, None, ranks, None, 0, *b)
 
 
@@ -176,7 +179,7 @@ def _expand_table_impl(
     if _is_watched():
         guard_autograd("lora_expand", (h, y, *b), y)
     table = _pointing_to(b, table, 1)
-    plan_and_table = (plan, *sizes_of(y, table), table, dtype, max_rank, hidden, *widths)
+    plan_and_table = (plan, *sizes_of(plan, y, table), table, dtype, max_rank, hidden, *widths)
     _expand(h, y, offset, add_inputs, *plan_and_table)
 
 
@@ -186,7 +189,7 @@ def _apply_impl(
     if _is_watched():
         guard_autograd("lora_apply", (x, y, *a, *b), y)
     stacked = (None, ranks, scales, len(a), *a, *b)
-    sizes = sizes_of(x, a[0] if a else None)
+    sizes = sizes_of(plan, x, a[0] if a else None)
     _apply(x, y, workspace, offset, scale, add_inputs, plan, *sizes, *stacked)
 
 
@@ -208,7 +211,7 @@ def _apply_table_impl(
     if _is_watched():
         guard_autograd("lora_apply", (x, y, *ab), y)
     table = _pointing_to(ab, table, 0, 1)
-    plan_and_table = (plan, *sizes_of(x, table), table, dtype, max_rank, hidden, *widths)
+    plan_and_table = (plan, *sizes_of(plan, x, table), table, dtype, max_rank, hidden, *widths)
     _apply(x, y, workspace, offset, scale, add_inputs, *plan_and_table)
 
 

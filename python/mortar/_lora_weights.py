@@ -62,8 +62,6 @@ class Weights:
     """What an eager call looks at while gradients are enabled: every A and B."""
     handle: Handle
     """What an eager call passes."""
-    sizes: tuple[int, int, int, int, torch.dtype]
-    """What a workspace depends on beside M and x: K, L, S, the largest rank, the dtype."""
 
     @classmethod
     def stacked(
@@ -229,7 +227,8 @@ class Weights:
             raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
         if x.ndim != 2:
             raise ValueError(f"{op}: x must have shape [M, K], got {tuple(x.shape)}")
-        return ops.apply_bytes(x.is_cuda, *x.shape, x.dtype, *self.sizes[1:])
+        sizes = (self.num_adapters, self.num_slices, self.max_rank, self.dtype)
+        return lib.lora_apply_workspace(x.is_cuda, *x.shape, x.dtype, *sizes)
 
     def _install(self, rows: list[Row | None], table: torch.Tensor) -> None:
         """Makes these rows the ones that calls use from now on. A call reads one of the attributes
@@ -249,7 +248,6 @@ class Weights:
         described = lib.lora_weights_describe(self.handle)
         self.max_rank, self.num_adapters, self.hidden, *self.widths = map(int, described)
         self.dtype = dtype
-        self.sizes = (self.hidden, self.num_adapters, len(self.widths), self.max_rank, dtype)
 
     def __reduce__(self) -> tuple:
         """Of copies and pickles: the tensors, from which weights are made again."""

@@ -38,14 +38,14 @@ The method is that of Punica (arXiv:2310.18547) and S-LoRA (arXiv:2311.03285).
 """
 
 import os
-from threading import get_ident
 from typing import ClassVar, NamedTuple
 
 import torch
 
 from . import _lora_ops as ops
-from ._ffi import lib, torch_function
+from ._ffi import WRITTEN, lib, torch_function
 from ._library import is_eager
+from ._lora_memory import Memory
 from ._lora_weights import Weights
 from .lora_train import linear, mixed_linear
 
@@ -65,10 +65,6 @@ __all__ = [
 _CHECK_EVERY_PLAN = os.environ.get("MORTAR_DEBUG_CHECKS", "0") not in ("", "0")
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
-# What torch.cuda's own functions call; only builds of PyTorch with CUDA have them.
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 # Eager calls go straight to these. They return 0 for what only the ops can take or refuse.
 _plan_now, _shrink_now = torch_function("torch_lora_plan"), torch_function("torch_lora_shrink")
 _expand_now, _apply_now = torch_function("torch_lora_expand"), torch_function("torch_lora_apply")
@@ -93,18 +89,6 @@ def _plan_size(num_tokens, num_adapters):
     return lib.lora_plan_size(num_tokens, num_adapters)
 
 
-def _memory_place(x: torch.Tensor) -> tuple[int, int] | None:
-    """(device, stream) that a workspace of calls with this x belongs to. None where it must not
-    outlive its call: while the stream is being captured, as the memory is then the graph's, and on
-    another device than the current one, whose streams PyTorch does not tell about."""
-    if not x.is_cuda:
-        return (-1, 0) if x.is_cpu else None
-    device = x.get_device()
-    if device != _current_device() or _is_capturing():
-        return None
-    return (device, _current_stream(device))
-
-
 class _PlanFields(NamedTuple):
     data: torch.Tensor
     num_tokens: int
@@ -120,30 +104,14 @@ class Plan(_PlanFields):
         num_adapters: L.
     """
 
-    _needs: ClassVar[dict | None] = None  # bytes, by sizes of weights and the dtype of x
-    _kept: ClassVar[dict | None] = None  # (place, bytes, memory), by thread
+    _memory: ClassVar[Memory | None] = None
 
-    def workspace(self, x: torch.Tensor, weights: Weights) -> torch.Tensor | None:
-        """What ``apply`` and ``shrink`` take for x [M, K] where no workspace is given: uint8, kept
-        for the calls that follow on this thread and stream. None: one for the call alone, or none.
-        """
-        place = _memory_place(x)
-        if place is None:
-            return None
-        if self._needs is None:
-            self._kept, self._needs = {}, {}  # in this order: threads ask for the latter
-        layer = (weights.sizes, x.dtype)
-        size = self._needs.get(layer)
-        if size is None:
-            size = self._needs[layer] = ops.workspace_bytes(x, self.num_tokens, weights)
-        if not size:
-            return None
-        thread = get_ident()
-        own_place, own_size, memory = self._kept.get(thread, (None, 0, None))
-        if own_place != place or own_size < size:
-            memory = torch.empty(size, dtype=torch.uint8, device=x.device)
-            self._kept[thread] = (place, size, memory)
-        return memory
+    @property
+    def memory(self) -> Memory:
+        """Where calls that are given no workspace find one."""
+        if self._memory is None:
+            self._memory = Memory()
+        return self._memory
 
 
 class PlanReport(NamedTuple):
@@ -187,6 +155,8 @@ def plan(token_adapter: torch.Tensor, num_adapters: int, out: Plan | None = None
     tensors = (token_adapter, data)
     if not (is_eager(token_adapter) and _plan_now(id(tensors), num_adapters)):
         ops.call_plan(token_adapter, num_adapters, data)
+    else:
+        ops.remember_sizes(data, num_tokens, num_adapters)
     same = out is not None and out[1:] == (num_tokens, num_adapters)
     made = out if same else Plan(data, num_tokens, num_adapters)
     if _CHECK_EVERY_PLAN and not _is_compiling():
@@ -292,11 +262,15 @@ def apply(
                 _refuse_negation("lora_apply", "y")
             if _is_grad_enabled():
                 ops.guard_autograd("lora_apply", (x, y, *weights.watched), y)
-            memory = plan.workspace(x, weights) if workspace is None else workspace
             sizes = (plan.num_tokens, plan.num_adapters)
+            memory = plan.memory.get(x) if workspace is None else workspace
             tensors = (x, y, memory, plan.data)
-            if _apply_now(id(tensors), offset, scale, add_inputs, *sizes, weights.handle):
+            done = _apply_now(id(tensors), offset, scale, add_inputs, *sizes, weights.handle)
+            if done == WRITTEN:
                 return y
+            if done and workspace is None:
+                more = plan.memory.more(x, done)
+                return apply(y, x, weights, plan, scale, add_inputs, offset, more)
         except AttributeError:
             pass  # of an argument of another type, which the next line names
     _check_types("lora_apply", weights, plan, "y", x=x, y=y, workspace=workspace)
@@ -340,11 +314,15 @@ def shrink(
                 _refuse_negation("lora_shrink", "h")
             if _is_grad_enabled():
                 ops.guard_autograd("lora_shrink", (x, h, *weights.watched), h)
-            memory = plan.workspace(x, weights) if workspace is None else workspace
             sizes = (plan.num_tokens, plan.num_adapters)
+            memory = plan.memory.get(x) if workspace is None else workspace
             tensors = (x, h, memory, zero_rows, plan.data)
-            if _shrink_now(id(tensors), scale, *sizes, weights.handle):
+            done = _shrink_now(id(tensors), scale, *sizes, weights.handle)
+            if done == WRITTEN:
                 return h
+            if done and workspace is None:
+                more = plan.memory.more(x, done)
+                return shrink(x, weights, plan, h, scale, zero_rows, more)
         except AttributeError:
             pass
     _check_types(

@@ -82,11 +82,20 @@ RowsView check_y(const ArgCheck& arg, const Tensor& y, const LoraWeights& weight
   return rows_view(y);
 }
 
-WeightsView check_weights(const ArgCheck& arg, const LoraWeights& weights, Needs needs,
-                          Device device) {
+void check_form(const ArgCheck& arg, const LoraWeights& weights, Needs needs, Device device) {
   check(weights.num_slices >= 1 && weights.num_slices <= kLoraMaxSlices, arg.op(),
         ": weights must be made by LoraWeights::stacked or LoraWeights::from_table, got ",
         weights.num_slices, " slices");
+  if (weights.table.defined()) return arg.device(weights.table, "table", device);
+  const bool has_a = weights.a[0].defined(), has_b = weights.b[0].defined();
+  check(has_a || needs == Needs::kB, arg.op(), ": weights must hold a, got b alone");
+  check(has_b || needs == Needs::kA, arg.op(), ": weights must hold b, got a alone");
+  arg.device(has_a ? weights.a[0] : weights.b[0], has_a ? kANames[0] : kBNames[0], device);
+}
+
+WeightsView check_weights(const ArgCheck& arg, const LoraWeights& weights, Needs needs,
+                          Device device) {
+  check_form(arg, weights, needs, device);
   WeightsView v;
   v.num_adapters = weights.num_adapters;
   v.hidden = weights.hidden;
@@ -95,14 +104,10 @@ WeightsView check_weights(const ArgCheck& arg, const LoraWeights& weights, Needs
   v.dtype = weights.dtype;
   for (int s = 0; s < weights.num_slices; ++s) v.widths[s] = weights.widths[s];
   if (weights.table.defined()) {
-    arg.device(weights.table, "table", device);
     v.table = weights.table.ptr<const LoraTableEntry>();
     return v;
   }
   const bool has_a = weights.a[0].defined(), has_b = weights.b[0].defined();
-  check(has_a || needs == Needs::kB, arg.op(), ": weights must hold a, got b alone");
-  check(has_b || needs == Needs::kA, arg.op(), ": weights must hold b, got a alone");
-  arg.device(has_a ? weights.a[0] : weights.b[0], has_a ? kANames[0] : kBNames[0], device);
   if (weights.ranks.defined()) v.ranks = weights.ranks.ptr<const std::int32_t>();
   if (weights.scales.defined()) v.scales = weights.scales.ptr<const float>();
   for (int s = 0; s < weights.num_slices; ++s) {

@@ -31,6 +31,9 @@ RowsView check_y(const ArgCheck& arg, const Tensor& y, const LoraWeights& weight
                  std::int64_t offset, std::int64_t num_tokens, Device device);
 
 /// Weights made by one of LoraWeights' two functions, on `device`, with the matrices needed.
+void check_form(const ArgCheck& arg, const LoraWeights& weights, Needs needs, Device device);
+
+/// The same, as backends take them.
 WeightsView check_weights(const ArgCheck& arg, const LoraWeights& weights, Needs needs,
                           Device device);
 

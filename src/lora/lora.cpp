@@ -135,7 +135,7 @@ void lora_shrink(const Tensor& x, const LoraWeights& weights, const LoraGroups& 
 std::int64_t lora_shrink_workspace(const Tensor& x, const LoraWeights& weights) {
   const ArgCheck arg("lora_shrink_workspace");
   lora::check_x(arg, x);
-  lora::check_weights(arg, weights, Needs::kA, x.device);
+  lora::check_form(arg, weights, Needs::kA, x.device);
   return backend(arg, x.device).shrink_workspace(workspace_query(x, weights));
 }
 
@@ -189,7 +189,7 @@ void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& g
 std::int64_t lora_apply_workspace(const Tensor& x, const LoraWeights& weights) {
   const ArgCheck arg("lora_apply_workspace");
   lora::check_x(arg, x);
-  lora::check_weights(arg, weights, Needs::kBoth, x.device);
+  lora::check_form(arg, weights, Needs::kBoth, x.device);
   return backend(arg, x.device).apply_workspace(workspace_query(x, weights));
 }
 

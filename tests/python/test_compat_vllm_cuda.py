@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's drop-ins inside CUDA graphs, and their host cost."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -57,3 +60,27 @@ def test_host_cost(op, kind):
         cost, limit = host_cost_and_limit(in_turn([call() for _ in range(4)]))
     print(f"host cost of {op} ({kind}): {cost:.1f} us, at most {limit:.1f}")
     assert cost <= limit
+
+
+def test_the_metadata_keeps_the_workspace():
+    """Layers of a step share it; a graph has its own; it goes with the metadata."""
+    layers = [make_inputs("cuda", tokens=8, hidden=2048, seed=seed) for seed in range(2)]
+    metadata = layers[0].metadata
+
+    def kept():
+        return [memory for _, memory in metadata[4]._mortar_memory.kept.values()]
+
+    seen = []
+    for i in layers:
+        lora_shrink(i.x, i.a, i.h, *metadata, 5, 1.0)
+        seen += kept()
+    assert len(seen) == 2 and seen[0] is seen[1]
+    graph = capture(lambda: lora_shrink(i.x, i.a, i.h, *metadata, 5, 1.0))
+    want, memory = i.h.clone(), weakref.ref(kept()[0])
+    del seen
+    metadata[4] = metadata[4].clone()
+    gc.collect()
+    assert memory() is None
+    i.h.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(i.h, want)

@@ -291,21 +291,6 @@ def test_plan_for_another_batch(device, op, tokens, adapters, tracing, monkeypat
     assert torch.equal(call.h, before[1])
 
 
-def test_bare_plan_for_another_batch(device):
-    """torch.ops get a tensor: on the CPU its header is looked at; on a GPU nobody may wait for it,
-    and the kernels write nothing."""
-    call = Call(device, "table")
-    data = lora.plan(call.t.token_adapter.repeat(2), 2).data
-    before = call.y.clone()
-    args = (call.x, data, *call.weights.apply_args, call.y)
-    if device.type == "cpu":
-        with pytest.raises(ValueError, match="plan must be made for 12 tokens and 2 adapters"):
-            torch.ops.mortar.lora_apply.table(*args)
-    else:
-        torch.ops.mortar.lora_apply.table(*args)
-    assert torch.equal(call.y, before)
-
-
 def bad_tables(device):
     flat = torch.zeros(60, dtype=torch.int64, device=device)
     yield "dimensions", flat[:4].view(2, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lora_cases import Problem, make
-from mortar import lora
+from mortar import _lora_memory, lora
 
 SMALL = Problem(tokens=40, hidden=300, widths=(24,), ranks=(8, 3))
 LARGE = Problem(tokens=40, hidden=600, widths=(24, 9), ranks=(64, 3))
@@ -17,7 +17,7 @@ LARGE = Problem(tokens=40, hidden=600, widths=(24, 9), ranks=(64, 3))
 
 def kept(plan):
     """The workspaces that a plan holds on to."""
-    return [memory for *_, memory in (plan._kept or {}).values()]
+    return [memory for _, memory in plan.memory.kept.values()]
 
 
 def test_layers_share_one_workspace(device):
@@ -60,7 +60,7 @@ def test_another_stream_takes_another_workspace(device, monkeypatch):
     weights, plan, seen = t.table(), t.plan(), []
     want = lora.apply(t.y.clone(), t.x, weights, t.plan())
     for place in ((0, 7), (0, 7), (0, 8), (1, 8), (0, 7)):
-        monkeypatch.setattr(lora, "_memory_place", lambda x, place=place: place)
+        monkeypatch.setattr(_lora_memory, "place_of", lambda x, place=place: place)
         assert torch.equal(lora.apply(t.y.clone(), t.x, weights, plan), want)
         seen += kept(plan)  # kept alive here, so that no address comes twice
     assert len(seen) == 5, "one at a time"
@@ -75,10 +75,10 @@ def test_nothing_is_kept_of_a_graph(device, monkeypatch):
     weights, plan = t.table(), t.plan()
     want = lora.apply(t.y.clone(), t.x, weights, plan)
     before, given = kept(plan)[0], []
-    run = lora._apply_now
-    monkeypatch.setattr(lora, "_memory_place", lambda x: None)
-    monkeypatch.setattr(lora, "_apply_now", lambda *args: given.append(plan.workspace(t.x, weights))
-                        or run(*args))  # fmt: skip
+    get = _lora_memory.Memory.get
+    monkeypatch.setattr(_lora_memory, "place_of", lambda x: None)
+    monkeypatch.setattr(_lora_memory.Memory, "get",
+                        lambda self, x: given.append(get(self, x)))  # fmt: skip
     assert torch.equal(lora.apply(t.y.clone(), t.x, weights, plan), want)
     assert given == [None]
     assert kept(plan)[0] is before
@@ -124,3 +124,58 @@ def test_a_plan_is_a_tuple(device):
     data, num_tokens, num_adapters = plan = t.plan()
     assert data is plan.data
     assert (num_tokens, num_adapters) == (plan.num_tokens, plan.num_adapters) == (40, 2)
+
+
+def bare_calls(t, data, y, h):
+    """Calls of the ops with a plan's tensor alone."""
+    w = t.table()
+    return [
+        ("lora_apply", (t.x, data, *w.apply_args, y)),
+        ("lora_shrink", (t.x, data, *w.shrink_args, h)),
+        ("lora_expand", (h, data, *w.expand_args, y)),
+    ]
+
+
+def run_bare(name, args):
+    getattr(torch.ops.mortar, name).table(*args)
+
+
+def test_a_bare_plan_for_another_batch(device):
+    """A plan's tensor knows what it was made for, by the function or by the op. Of a copy the CPU
+    looks at the header; on a GPU, where nobody may wait, the kernels write nothing."""
+    t = make(SMALL, device)
+    ids = t.token_adapter.repeat(2)
+    plan = lora.plan(ids, t.num_adapters)
+    bare = torch.empty_like(plan.data)
+    torch.ops.mortar.lora_plan(ids, t.num_adapters, bare)
+    y, h = t.y.clone(), torch.full((1, 40, 8), 7.0, device=device)
+    for data in (plan.data, bare):
+        for name, args in bare_calls(t, data, y, h):
+            message = f"^{name}: plan must be made for 40 tokens and 2 adapters, got one for 80 and"
+            with pytest.raises(ValueError, match=message):
+                run_bare(name, args)
+    for name, args in bare_calls(t, plan.data.clone(), y, h):
+        if device.type == "cpu":
+            with pytest.raises(ValueError, match="plan must be made for 40 tokens and 2 adapters"):
+                run_bare(name, args)
+        else:
+            run_bare(name, args)
+    assert torch.equal(y, t.y) and (h == 7.0).all()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_plan_tensor_that_is_written_again(device, inference):
+    """By a plan of other sizes, or by PyTorch: what was known of it before does not count."""
+    t = make(SMALL, device)
+    want = lora.apply(t.y.clone(), t.x, t.table(), t.plan())
+    twice = t.token_adapter.repeat(2)
+    with torch.inference_mode(inference):
+        long = lora.plan(twice, t.num_adapters)
+        lora.plan(t.token_adapter, t.num_adapters, out=long)
+    copied = lora.plan(twice, t.num_adapters)
+    short = t.plan().data
+    copied.data[: short.numel()].copy_(short)
+    for plan in (long, copied):
+        y = t.y.clone()
+        run_bare(*bare_calls(t, plan.data, y, None)[0])
+        assert torch.equal(y, want)

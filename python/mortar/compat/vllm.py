@@ -28,16 +28,15 @@ The functions are the ops ``torch.ops.mortar.vllm_lora_shrink`` and ``vllm_lora_
 """
 
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from .._ffi import lib, torch_function
+from .._ffi import WRITTEN, lib, torch_function
 from .._library import define, is_eager, shortcut
-from .._lora_ops import (
-    guard_autograd,
-    increment_version,
-    wants_gradient,
-)
+from .._lora_memory import Memory
+from .._lora_ops import guard_autograd, increment_version, wants_gradient
 
 __all__ = ["lora_expand", "lora_shrink"]
 
@@ -45,6 +44,7 @@ _shrink, _expand = lib.lora_shrink, lib.lora_expand
 # These return 0 for what the other two take or refuse.
 _shrink_now, _expand_now = torch_function("torch_lora_shrink"), torch_function("torch_lora_expand")
 _is_grad_enabled = torch.is_grad_enabled
+_Tensor = torch.Tensor
 
 
 # What the library calls the arguments.
@@ -54,140 +54,112 @@ _METADATA_NAMES = {
     "counts": "num_tokens_per_lora",
     "starts": "lora_token_start_loc",
     "zero_rows": "token_lora_mapping",
+    "num_groups": "num_active_loras",
 }
-_SHRINK_NAMES = {"x": "inputs", "a": "lora_a_weights", "h": "output_tensor", "scale": "scaling"}
-_EXPAND_NAMES = {"h": "inputs", "b": "lora_b_weights", "y": "output_tensor"}
-_EXPAND_NAMES["offset"] = "offset_start"
+# What the ops call them, in order.
+_METADATA = (
+    "token_lora_mapping",
+    "token_indices_sorted_by_lora_ids",
+    "num_tokens_per_lora",
+    "lora_token_start_loc",
+    "lora_ids",
+    "no_lora_flag_cpu",
+)
 _SUBJECT = re.compile(r"^(?:lora_\w+): (\w+)")
 _OTHERS = re.compile(r"\b[ab](?=\[\d\])|(?<= as )\w+(?= has\b)")
 
 
-def _in_callers_words(op: str, names: dict[str, str], error: Exception, **arguments):
-    """The error of a call that failed, by the names that its caller knows."""
-    for name, value in arguments.items():
-        many = name in ("lora_a_weights", "lora_b_weights")
-        number = name == "num_active_loras" and isinstance(value, int)
-        for i, t in enumerate(value if many and isinstance(value, list | tuple) else [value]):
-            if not isinstance(t, torch.Tensor) and not number:
-                place = f"{name}[{i}]" if isinstance(value, list | tuple) and many else name
-                got = "None" if t is None else type(t).__name__
-                return TypeError(f"{op}: {place} must be a tensor, got {got}")
-    if isinstance(error, AttributeError | RuntimeError):
-        return error
-    names = names | _METADATA_NAMES
-    text = _SUBJECT.sub(lambda m: f"{op}: {names.get(m[1], m[1])}", str(error))
-    return type(error)(_OTHERS.sub(lambda m: names.get(m[0], m[0]), text))
+class _Op(NamedTuple):
+    """One of the two functions."""
+
+    name: str
+    weights: str
+    library: dict[str, str]
+    """What the library calls the other arguments."""
+    by_int: Callable
+    by_tensor: Callable
+    """The ops, for either kind of ``num_active_loras``."""
+
+    def in_callers_words(self, error: Exception, first: tuple, metadata: tuple) -> Exception:
+        """The error of a call that failed, by the names that its caller knows."""
+        names = ("inputs", self.weights, "output_tensor", *_METADATA, "num_active_loras")
+        for name, value in zip(names, (*first, *metadata), strict=True):
+            many = name == self.weights and isinstance(value, list | tuple)
+            number = name == "num_active_loras" and isinstance(value, int)
+            for i, t in enumerate(value if many else [value]):
+                if not isinstance(t, _Tensor) and not number:
+                    place = f"{name}[{i}]" if many else name
+                    got = "None" if t is None else type(t).__name__
+                    return TypeError(f"{self.name}: {place} must be a tensor, got {got}")
+        if isinstance(error, AttributeError | RuntimeError):
+            return error
+        known = self.library | _METADATA_NAMES
+        text = _SUBJECT.sub(lambda m: f"{self.name}: {known.get(m[1], m[1])}", str(error))
+        return type(error)(_OTHERS.sub(lambda m: known.get(m[0], m[0]), text))
 
 
-def _number(value: int | torch.Tensor) -> int:
-    return value if type(value) is int else value.item()
+def _groups(metadata: tuple) -> tuple[tuple, tuple]:
+    """What the library takes for a plan: its tensors, and the number of groups where that is one.
+    The flag is not among them."""
+    _, sorted_tokens, counts, starts, ids, _, active = metadata
+    if isinstance(active, _Tensor):
+        return (None, sorted_tokens, ids, counts, starts, active), ()
+    return (None, sorted_tokens, ids, counts, starts, None), (active,)
 
 
-def _shrink_impl(
-    inputs,
-    lora_a_weights,
-    output_tensor,
-    token_lora_mapping,
-    token_indices_sorted_by_lora_ids,
-    num_tokens_per_lora,
-    lora_token_start_loc,
-    lora_ids,
-    no_lora_flag_cpu,
-    num_active_loras,
-    scaling,
-):
-    if no_lora_flag_cpu.item():
+def _shrink_impl(inputs, lora_a_weights, output_tensor, *rest):
+    *metadata, scaling = rest
+    if metadata[5].item():
         return
     if _is_grad_enabled():
         guard_autograd("lora_shrink", (inputs, output_tensor, *lora_a_weights), output_tensor)
-    _shrink(
-        inputs,
-        output_tensor,
-        None,
-        scaling,
-        token_lora_mapping,
-        None,
-        token_indices_sorted_by_lora_ids,
-        lora_ids,
-        num_tokens_per_lora,
-        lora_token_start_loc,
-        _number(num_active_loras),
-        None,
-        None,
-        None,
-        len(lora_a_weights),
-        *lora_a_weights,
-    )
+    groups, active = _groups(metadata)
+    weights = (None, None, None, len(lora_a_weights), *lora_a_weights)
+    _shrink(inputs, output_tensor, None, scaling, metadata[0], *groups, *active, *weights)
 
 
-def _expand_impl(
-    inputs,
-    lora_b_weights,
-    output_tensor,
-    token_lora_mapping,
-    token_indices_sorted_by_lora_ids,
-    num_tokens_per_lora,
-    lora_token_start_loc,
-    lora_ids,
-    no_lora_flag_cpu,
-    num_active_loras,
-    offset_start=0,
-    add_inputs=False,
-):
-    if no_lora_flag_cpu.item():
+def _expand_impl(inputs, lora_b_weights, output_tensor, *rest):
+    metadata, (offset_start, add_inputs) = rest[:7], (*rest[7:], *(0, False)[len(rest) - 7 :])
+    if metadata[5].item():
         return
     if _is_grad_enabled():
         guard_autograd("lora_expand", (inputs, output_tensor, *lora_b_weights), output_tensor)
-    _expand(
-        inputs,
-        output_tensor,
-        offset_start,
-        add_inputs,
-        None,
-        token_indices_sorted_by_lora_ids,
-        lora_ids,
-        num_tokens_per_lora,
-        lora_token_start_loc,
-        _number(num_active_loras),
-        None,
-        None,
-        None,
-        0,
-        *lora_b_weights,
-    )
+    groups, active = _groups(metadata)
+    weights = (None, None, None, 0, *lora_b_weights)
+    _expand(inputs, output_tensor, offset_start, add_inputs, *groups, *active, *weights)
 
 
-_METADATA = (
-    "Tensor token_lora_mapping, Tensor token_indices_sorted_by_lora_ids, "
-    "Tensor num_tokens_per_lora, Tensor lora_token_start_loc, Tensor lora_ids, "
-    "Tensor no_lora_flag_cpu"
-)
-
-
-def _define_both(name: str, first: str, last: str, impl):
+def _defined(name: str, weights: str, last: str, impl: Callable, **library: str) -> _Op:
     """The op with ``int num_active_loras`` and its overload for a tensor, short-cut."""
+    first = f"Tensor inputs, Tensor[] {weights}, Tensor(a!) output_tensor"
+    metadata = ", ".join(f"Tensor {argument}" for argument in _METADATA)
     calls = []
     for overload, kind in (("", "int"), (".tensor", "Tensor")):
-        schema = f"{name}{overload}({first}, {_METADATA}, {kind} num_active_loras, {last}) -> ()"
-        calls.append(shortcut(define(schema, impl), impl))
-    return calls
+        arguments = f"{first}, {metadata}, {kind} num_active_loras, {last}"
+        calls.append(shortcut(define(f"vllm_{name}{overload}({arguments}) -> ()", impl), impl))
+    return _Op(name, weights, library, *calls)
 
 
-_call_shrink, _call_shrink_tensor = _define_both(
-    "vllm_lora_shrink",
-    "Tensor inputs, Tensor[] lora_a_weights, Tensor(a!) output_tensor",
-    "float scaling",
-    _shrink_impl,
-)
-_call_expand, _call_expand_tensor = _define_both(
-    "vllm_lora_expand",
-    "Tensor inputs, Tensor[] lora_b_weights, Tensor(a!) output_tensor",
-    "int offset_start=0, bool add_inputs=False",
-    _expand_impl,
-)
+_SHRINK = _defined(
+    "lora_shrink", "lora_a_weights", "float scaling", _shrink_impl,
+    x="inputs", a="lora_a_weights", h="output_tensor", scale="scaling",
+)  # fmt: skip
+_EXPAND = _defined(
+    "lora_expand", "lora_b_weights", "int offset_start=0, bool add_inputs=False", _expand_impl,
+    h="inputs", b="lora_b_weights", y="output_tensor", offset="offset_start",
+)  # fmt: skip
 
 
-def _run_now(run, tensors, numbers, inputs, weights, output) -> bool:
+def _memory_of(lora_ids: torch.Tensor) -> Memory:
+    """Workspaces are the metadata's, as they are a plan's: its tensors are the same in every layer
+    of a step. They hang on the one that vLLM does not slice anew for each call."""
+    memory = getattr(lora_ids, "_mortar_memory", None)
+    if memory is None:
+        memory = lora_ids._mortar_memory = Memory()
+    return memory
+
+
+def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> bool:
     """Whether an eager call is done."""
     for t in (output, *weights):
         if t.is_neg():  # the dispatcher resolves it
@@ -195,10 +167,35 @@ def _run_now(run, tensors, numbers, inputs, weights, output) -> bool:
     grad = _is_grad_enabled()
     if grad and wants_gradient((inputs, output, *weights)):
         return False
-    done = run(id(tensors), *numbers)
+    groups, active = _groups(metadata)
+    if op is _EXPAND:
+        tensors = (inputs, output, *groups, None, None, None, *weights)
+        done = _expand_now(id(tensors), *last, *active, 0)
+    else:
+        kept = _memory_of(metadata[4])
+        memory = kept.get(inputs)
+        while True:
+            tensors = (inputs, output, memory, metadata[0], *groups, None, None, None, *weights)
+            done = _shrink_now(id(tensors), *last, *active, len(weights))
+            if done <= WRITTEN:
+                break
+            memory = kept.more(inputs, done)
     if grad and done:
         increment_version(output)
     return bool(done)
+
+
+def _run(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> None:
+    try:
+        if is_eager(inputs):
+            if metadata[5].item():
+                return
+            if _run_now(op, inputs, weights, output, metadata, last):
+                return
+        call = op.by_tensor if isinstance(metadata[6], _Tensor) else op.by_int
+        call(inputs, weights, output, *metadata, *last)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise op.in_callers_words(error, (inputs, weights, output), metadata) from None
 
 
 def lora_shrink(
@@ -225,58 +222,11 @@ def lora_shrink(
 
     The rest is described at the top of the module.
     """
-    try:
-        if is_eager(inputs):
-            if no_lora_flag_cpu.item():
-                return
-            tensors = (
-                inputs,
-                output_tensor,
-                None,
-                token_lora_mapping,
-                None,
-                token_indices_sorted_by_lora_ids,
-                lora_ids,
-                num_tokens_per_lora,
-                lora_token_start_loc,
-                None,
-                None,
-                None,
-                *lora_a_weights,
-            )
-            numbers = (scaling, _number(num_active_loras), len(lora_a_weights))
-            if _run_now(_shrink_now, tensors, numbers, inputs, lora_a_weights, output_tensor):
-                return
-        is_tensor = isinstance(num_active_loras, torch.Tensor)
-        (_call_shrink_tensor if is_tensor else _call_shrink)(
-            inputs,
-            lora_a_weights,
-            output_tensor,
-            token_lora_mapping,
-            token_indices_sorted_by_lora_ids,
-            num_tokens_per_lora,
-            lora_token_start_loc,
-            lora_ids,
-            no_lora_flag_cpu,
-            num_active_loras,
-            scaling,
-        )
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise _in_callers_words(
-            "lora_shrink",
-            _SHRINK_NAMES,
-            error,
-            inputs=inputs,
-            lora_a_weights=lora_a_weights,
-            output_tensor=output_tensor,
-            token_lora_mapping=token_lora_mapping,
-            token_indices_sorted_by_lora_ids=token_indices_sorted_by_lora_ids,
-            num_tokens_per_lora=num_tokens_per_lora,
-            lora_token_start_loc=lora_token_start_loc,
-            lora_ids=lora_ids,
-            no_lora_flag_cpu=no_lora_flag_cpu,
-            num_active_loras=num_active_loras,
-        ) from None
+    metadata = (
+        token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora,
+        lora_token_start_loc, lora_ids, no_lora_flag_cpu, num_active_loras,
+    )  # fmt: skip
+    _run(_SHRINK, inputs, lora_a_weights, output_tensor, metadata, (scaling,))
 
 
 def lora_expand(
@@ -305,54 +255,8 @@ def lora_expand(
 
     The rest is described at the top of the module.
     """
-    try:
-        if is_eager(inputs):
-            if no_lora_flag_cpu.item():
-                return
-            tensors = (
-                inputs,
-                output_tensor,
-                None,
-                token_indices_sorted_by_lora_ids,
-                lora_ids,
-                num_tokens_per_lora,
-                lora_token_start_loc,
-                None,
-                None,
-                None,
-                *lora_b_weights,
-            )
-            numbers = (offset_start, add_inputs, _number(num_active_loras), 0)
-            if _run_now(_expand_now, tensors, numbers, inputs, lora_b_weights, output_tensor):
-                return
-        is_tensor = isinstance(num_active_loras, torch.Tensor)
-        (_call_expand_tensor if is_tensor else _call_expand)(
-            inputs,
-            lora_b_weights,
-            output_tensor,
-            token_lora_mapping,
-            token_indices_sorted_by_lora_ids,
-            num_tokens_per_lora,
-            lora_token_start_loc,
-            lora_ids,
-            no_lora_flag_cpu,
-            num_active_loras,
-            offset_start,
-            add_inputs,
-        )
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise _in_callers_words(
-            "lora_expand",
-            _EXPAND_NAMES,
-            error,
-            inputs=inputs,
-            lora_b_weights=lora_b_weights,
-            output_tensor=output_tensor,
-            token_lora_mapping=token_lora_mapping,
-            token_indices_sorted_by_lora_ids=token_indices_sorted_by_lora_ids,
-            num_tokens_per_lora=num_tokens_per_lora,
-            lora_token_start_loc=lora_token_start_loc,
-            lora_ids=lora_ids,
-            no_lora_flag_cpu=no_lora_flag_cpu,
-            num_active_loras=num_active_loras,
-        ) from None
+    metadata = (
+        token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora,
+        lora_token_start_loc, lora_ids, no_lora_flag_cpu, num_active_loras,
+    )  # fmt: skip
+    _run(_EXPAND, inputs, lora_b_weights, output_tensor, metadata, (offset_start, add_inputs))
