@@ -14,7 +14,8 @@
 //   GRADS  da, db, add_a, add_b for each of them
 //
 // and torch_lora_train_forward, torch_lora_train_backward (packed_call.h). base is None where
-// nothing is added. All weights have the dtype of the first that is there.
+// nothing is added. All weights have the dtype of the first that is there. x, dx, y, base and dy
+// may have any leading dimensions that one stride steps through.
 #include "mortar/lora_train.h"
 
 #include <tvm/ffi/container/array.h>
@@ -67,8 +68,15 @@ void read_rows(ArgReader<Source>& args, OwnedProblem* owned) {
 }
 
 template <class Source>
+Tensor read_matrix(ArgReader<Source>& args, const char* name) {
+  Tensor t = args.tensor(name);
+  fold_rows(t, args.op(), name);
+  return t;
+}
+
+template <class Source>
 void read_list(ArgReader<Source>& args, const char* name, int count, std::vector<Tensor>* to) {
-  for (int s = 0; s < count; ++s) to->push_back(args.tensor(name));
+  for (int s = 0; s < count; ++s) to->push_back(read_matrix(args, name));
 }
 
 template <class Source>
@@ -96,7 +104,7 @@ template <class Source>
 LoraTrainForward read_forward(ArgReader<Source>& args, OwnedProblem* owned) {
   read_sizes(args, owned);
   LoraTrainForward forward;
-  forward.x = args.tensor("x");
+  forward.x = read_matrix(args, "x");
   forward.h = args.tensor("h");
   owned->workspace = args.tensor("workspace");
   read_rows(args, owned);
@@ -113,9 +121,9 @@ LoraTrainBackward read_backward(ArgReader<Source>& args, OwnedProblem* owned) {
   read_sizes(args, owned);
   LoraTrainBackward backward;
   backward.add_dx = args.template value<bool>("add_dx");
-  backward.x = args.tensor("x");
+  backward.x = read_matrix(args, "x");
   backward.h = args.tensor("h");
-  backward.dx = args.tensor("dx");
+  backward.dx = read_matrix(args, "dx");
   owned->workspace = args.tensor("workspace");
   read_rows(args, owned);
   read_list(args, "dy", owned->problem.num_slices, &owned->dy);

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,18 +19,30 @@ _forward_now = torch_function("torch_lora_train_forward")
 _backward_now = torch_function("torch_lora_train_backward")
 
 
-class Layer(NamedTuple):
-    """What describes a call beside its tensors."""
-
+class _LayerFields(NamedTuple):
     widths: tuple[int, ...]
     places: tuple[int, ...]
     scales: tuple[float, ...]
     p: tuple[float, ...]
     drops_delta: bool
 
+
+class Layer(_LayerFields):
+    """What describes a call beside its tensors."""
+
+    @functools.cached_property
+    def is_single(self) -> bool:
+        """One adapter, one slice: what most calls are, and whose host time counts."""
+        return len(self.places) == len(self.widths) == len(self.p) == 1
+
     @property
     def sizes(self) -> tuple[int, int, bool]:
         return len(self.widths), len(self.p), self.drops_delta
+
+    @functools.cached_property
+    def numbers(self) -> tuple:
+        """p of every adapter, then the scale of every adapter and slice."""
+        return (*self.p, *self.spread(self.scales, 1.0))
 
     def spread(self, values: Sequence, absent) -> list:
         """One value per adapter and slice of one per pair."""
@@ -49,8 +62,20 @@ class Rows(NamedTuple):
     plan: Tensor | None
 
 
+def as_rows(t: Tensor) -> Tensor:
+    """[..., C] as [M, C]; a view wherever the strides allow one."""
+    return t if t.ndim == 2 else t.flatten(0, -2) if t.ndim > 2 else t.unsqueeze(0)
+
+
+def as_read(t: Tensor) -> Tensor:
+    """[..., C] as the library reads it, which costs no view where the rows are dense."""
+    return t if t.ndim == 2 or (t.ndim > 2 and t.is_contiguous()) else as_rows(t)
+
+
 def hidden_width(layer: Layer, a: Sequence[Tensor]) -> int:
     """Columns of h: the ranks of the slices, each rounded up to a multiple of 8."""
+    if len(a) == 1:
+        return -(-a[0].shape[0] // 8) * 8
     ranks = [0] * len(layer.widths)
     for place, matrix in zip(layer.places, a, strict=True):
         s = place % len(ranks)
@@ -82,34 +107,43 @@ def _exact(layer: Layer, rows: Rows, a, b, num_rows: int) -> reference.Problem:
     )  # fmt: skip
 
 
+def _matrices(layer: Layer, left: Sequence, right: Sequence) -> Sequence:
+    """One of each in turn for every adapter and slice, of one for every pair."""
+    if layer.is_single:
+        return (left[0], right[0])
+    return _interleave(layer.spread(left, None), layer.spread(right, None))
+
+
 def run_forward(layer: Layer, rows: Rows, x, h, y, base, a, b) -> None:
-    """Writes y (a list) and, unless it is None, h."""
+    """Writes y (a list) and, unless it is None, h. What has more than two dimensions is dense."""
     if x.dtype is float64:
+        x, y, base = as_rows(x), [as_rows(t) for t in y], [as_rows(t) for t in base]
         results = reference.forward(_exact(layer, rows, a, b, x.shape[0]), x, base or None)
         for out, result in zip(y, results, strict=True):
             out.copy_(result)
         return
     base = base or [None] * len(y)
-    pa, pb = layer.spread(a, None), layer.spread(b, None)
-    scales = layer.spread(layer.scales, 1.0)
-    tensors = (x, h, None, *rows, *y, *base, *_interleave(pa, pb))
-    if is_eager(x) and _forward_now(id(tensors), *layer.sizes, *layer.p, *scales):
+    tensors = (x, h, None, *rows, *y, *base, *_matrices(layer, a, b))
+    if is_eager(x) and _forward_now(id(tensors), *layer.sizes, *layer.numbers):
         return
-    pairs = _interleave(pa, pb, scales)
+    pairs = _interleave(
+        layer.spread(a, None), layer.spread(b, None), layer.spread(layer.scales, 1.0)
+    )
     _forward(*layer.sizes, x, h, None, *rows, *layer.p, *y, *base, *pairs)
 
 
 def run_backward(layer: Layer, rows: Rows, dy, x, h, dx, add_dx, a, b, grads) -> None:
-    """grads: (da, db, add_a, add_b) of every pair, None for a frozen one."""
-    da, db, add_a, add_b = (layer.spread(values, None) for values in zip(*grads, strict=True))
-    add_a, add_b = ([bool(value) for value in values] for values in (add_a, add_b))
-    pa, pb = layer.spread(a, None), layer.spread(b, None)
-    scales = layer.spread(layer.scales, 1.0)
-    tensors = (x, h, dx, None, *rows, *dy, *_interleave(pa, pb), *_interleave(da, db))
-    numbers = (*layer.sizes, add_dx, *layer.p, *scales, *_interleave(add_a, add_b))
-    if is_eager(dy[0]) and _backward_now(id(tensors), *numbers):
+    """grads: (da, db, add_a, add_b) of every pair, None for a frozen one. What has more than two
+    dimensions is dense."""
+    da, db, add_a, add_b = zip(*grads, strict=True)
+    adds = [bool(value) for value in _matrices(layer, add_a, add_b)]
+    tensors = (x, h, dx, None, *rows, *dy, *_matrices(layer, a, b), *_matrices(layer, da, db))
+    if is_eager(dy[0]) and _backward_now(id(tensors), *layer.sizes, add_dx, *layer.numbers, *adds):
         return
-    pairs, out = _interleave(pa, pb, scales), _interleave(da, db, add_a, add_b)
+    pairs = _interleave(
+        layer.spread(a, None), layer.spread(b, None), layer.spread(layer.scales, 1.0)
+    )
+    out = _interleave(layer.spread(da, None), layer.spread(db, None), adds[::2], adds[1::2])
     _backward(*layer.sizes, add_dx, x, h, dx, None, *rows, *layer.p, *dy, *pairs, *out)
 
 

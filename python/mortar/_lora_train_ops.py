@@ -8,6 +8,7 @@ tells of each pair where: l * S + s. ``scales`` has one entry per pair, ``p`` on
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from ._library import define, is_eager
 from ._lora_train_calls import (
     Layer,
     Rows,
+    as_read,
+    as_rows,
     exact_gradients,
     hidden_width,
     run_backward,
@@ -82,22 +85,30 @@ def _train_out(x, base, a, b, y, h, rng, offsets, plan, widths, places, scales, 
 
 
 def _gradient_buffers(dy, a, b, wants, dx_dtype) -> list[Tensor | None]:
-    """dx, then every dA, then every dB; None where it is not wanted."""
-    dx = dy[0].new_empty(dy[0].shape[0], a[0].shape[1], dtype=dx_dtype) if wants[0] else None
+    """dx, with the leading dimensions of dy, then every dA, then every dB; None where it is not
+    wanted."""
+    first, dx = dy[0], None
+    if wants[0]:
+        dx = first.new_empty((*first.shape[:-1], a[0].shape[1]), dtype=dx_dtype)
     weights = zip((*a, *b), wants[1:], strict=True)
-    return [dx, *(w.new_empty(w.shape) if wanted else None for w, wanted in weights)]
+    return [dx, *[w.new_empty(w.shape) if wanted else None for w, wanted in weights]]
 
 
 def gradients(layer: Layer, rows: Rows, dy, x, h, a, b, wants, dx_dtype) -> list[Tensor | None]:
-    """New tensors: dx, then every dA, then every dB; None where it is not wanted."""
+    """New tensors: dx, with the leading dimensions of dy, then every dA, then every dB; None where
+    it is not wanted."""
     if dy[0].dtype is torch.float64:
-        found = exact_gradients(layer, rows, dy, x, a, b)
+        lead, flat = dy[0].shape[:-1], [as_rows(g) for g in dy]
+        dx, *found = exact_gradients(layer, rows, flat, None if x is None else as_rows(x), a, b)
+        found = [dx.view(*lead, dx.shape[1]), *found]
         return [value if wanted else None for value, wanted in zip(found, wants, strict=True)]
     out = _gradient_buffers(dy, a, b, wants, dx_dtype)
     pairs = len(a)
     never = (False,) * pairs
-    grads = list(zip(out[1 : 1 + pairs], out[1 + pairs :], never, never, strict=True))
-    run_backward(layer, rows, dy, x, h, out[0], False, a, b, grads)
+    grads = zip(out[1 : 1 + pairs], out[1 + pairs :], never, never, strict=True)
+    dx = None if out[0] is None else as_read(out[0])
+    read, x = [as_read(g) for g in dy], None if x is None else as_read(x)
+    run_backward(layer, rows, read, x, h, dx, False, a, b, grads)
     return out
 
 
@@ -174,7 +185,11 @@ class Call(NamedTuple):
 
 
 def wants_gradient(x, base, a, b) -> bool:
-    return _is_grad_enabled() and any(t.requires_grad for t in (x, *base, *a, *b))
+    if _is_grad_enabled():
+        for t in (x, *base, *a, *b):
+            if t.requires_grad:
+                return True
+    return False
 
 
 def refuse_gradient(op: str, x, base, a, b) -> None:
@@ -185,44 +200,42 @@ def refuse_gradient(op: str, x, base, a, b) -> None:
         )
 
 
-def as_rows(t: Tensor) -> Tensor:
-    """[..., C] as [M, C]; a view wherever the strides allow one."""
-    return t if t.ndim == 2 else t.flatten(0, -2) if t.ndim > 2 else t.unsqueeze(0)
-
-
 def forward_outputs(call: Call, x, base, a, b, save_h: bool) -> tuple[list[Tensor], Tensor | None]:
     """y of every slice in the leading dimensions of x, and h if it is saved."""
-    layer, rows = call.layer, as_rows(x)
-    flat_base = [as_rows(t) for t in base]
-    if (not is_eager(x) or x.is_meta) and not call.in_place:
-        args = (rows, flat_base, a, b, *call.rows, *layer)
+    layer = call.layer
+    if not call.in_place and (not is_eager(x) or x.is_meta):
+        args = (as_rows(x), [as_rows(t) for t in base], a, b, *call.rows, *layer)
         *flat, h = _op(*args, call.dtype, save_h)
         return [t.view(*x.shape[:-1], t.shape[-1]) for t in flat], h if save_h else None
     h = None
     if save_h:
-        h = rows.new_empty(rows.shape[0], hidden_width(layer, a), dtype=a[0].dtype)
+        count = math.prod(x.shape[:-1])
+        h = x.new_empty(count, hidden_width(layer, a), dtype=a[0].dtype)
     if call.in_place:
         y = list(base)
-        flat = [t.view(-1, t.shape[-1]) if t.numel() else t.flatten(0, -2) for t in y]
-        flat_base = flat
+        flat_base = flat = [as_read(t) if t.is_contiguous() else t.view(-1, t.shape[-1]) for t in y]
     else:
         lead = x.shape[:-1]
-        y = [x.new_empty(*lead, width, dtype=call.dtype) for width in layer.widths]
-        flat = [as_rows(t) for t in y]
-    run_forward(layer, call.rows, rows, h, flat, flat_base, a, b)
+        y = [x.new_empty((*lead, width), dtype=call.dtype) for width in layer.widths]
+        flat, flat_base = [as_read(t) for t in y], [as_read(t) for t in base]
+    run_forward(layer, call.rows, as_read(x), h, flat, flat_base, a, b)
     return y, h
 
 
 def found_gradients(layer, rows, dy, x, h, a, b, wants, dx_dtype) -> list[Tensor | None]:
-    """dx [M, K], then every dA, then every dB, of dy in any leading dimensions; None where it is
-    not wanted. By way of the op where something traces."""
-    if not any(wants):
+    """dx, with the leading dimensions of dy, then every dA, then every dB; None where it is not
+    wanted. By way of the op where something traces."""
+    if True not in wants:
         return [None] * len(wants)
-    flat = [as_rows(g) for g in dy]
-    if is_eager(flat[0]) and not flat[0].is_meta:
-        return gradients(layer, rows, flat, x, h, a, b, wants, dx_dtype)
-    made = iter(_backward_op(flat, x, h, a, b, *rows, *layer, wants, dx_dtype))
-    return [next(made) if wanted else None for wanted in wants]
+    first = dy[0]
+    if is_eager(first) and not first.is_meta:
+        return gradients(layer, rows, dy, x, h, a, b, wants, dx_dtype)
+    flat, flat_x = [as_rows(g) for g in dy], None if x is None else as_rows(x)
+    made = iter(_backward_op(flat, flat_x, h, a, b, *rows, *layer, wants, dx_dtype))
+    found = [next(made) if wanted else None for wanted in wants]
+    if wants[0] and first.ndim != 2:
+        found[0] = found[0].view(*first.shape[:-1], found[0].shape[1])
+    return found
 
 
 class _Linear(torch.autograd.Function):
@@ -234,32 +247,39 @@ class _Linear(torch.autograd.Function):
         base, weights = tensors[: call.num_base], tensors[call.num_base :]
         a, b = weights[:pairs], weights[pairs:]
         needs = ctx.needs_input_grad[2 + call.num_base :]
-        wants_a, wants_b = any(needs[:pairs]), any(needs[pairs:])
+        wants_a, wants_b = True in needs[:pairs], True in needs[pairs:]
         save_h = call.save_h and wants_b and x.dtype is not torch.float64
         y, h = forward_outputs(call, x, base, list(a), list(b), save_h)
         keep_x = wants_a or (wants_b and h is None)
         ctx.save_for_backward(x if keep_x else None, h, *call.rows, *weights)
-        ctx.call, ctx.shape, ctx.dtype = call, x.shape, x.dtype
+        ctx.call, ctx.dtype = call, x.dtype
         if call.in_place:
             ctx.mark_dirty(*base)
         return y[0] if len(y) == 1 else tuple(y)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *dy):
-        call = ctx.call
-        x, h, rng, offsets, plan, *weights = ctx.saved_tensors
-        pairs = len(call.layer.places)
-        a, b = weights[:pairs], weights[pairs:]
-        base = 2 + call.num_base
-        needs = ctx.needs_input_grad
-        dbase = [g if wanted else None for g, wanted in zip(dy, needs[2:base])]  # noqa: B905
-        wants = [needs[1], *needs[base:]]
-        rows = Rows(rng, offsets, plan)
-        flat = None if x is None else as_rows(x)
-        found = found_gradients(call.layer, rows, dy, flat, h, a, b, wants, ctx.dtype)
-        dx = None if found[0] is None else found[0].view(ctx.shape)
-        return None, dx, *dbase, *found[1:]
+        # Gradients are enabled in here only with create_graph=True.
+        return (_differentiable_once if _is_grad_enabled() else _node_gradients)(ctx, *dy)
+
+
+def _node_gradients(ctx, *dy):
+    call = ctx.call
+    x, h, rng, offsets, plan, *weights = ctx.saved_tensors
+    pairs = len(call.layer.places)
+    a, b = weights[:pairs], weights[pairs:]
+    base = 2 + call.num_base
+    needs = ctx.needs_input_grad
+    dbase = [g if wanted else None for g, wanted in zip(dy, needs[2:base])]  # noqa: B905
+    wants = [needs[1], *needs[base:]]
+    rows = Rows(rng, offsets, plan)
+    dx, *dweights = found_gradients(call.layer, rows, dy, x, h, a, b, wants, ctx.dtype)
+    return None, dx, *dbase, *dweights
+
+
+_differentiable_once = once_differentiable(_node_gradients)
+# Function.apply but for its look for transforms of torch.func, which is_eager has done.
+_make_linear = super(torch.autograd.Function, _Linear).apply
 
 
 # ---- calls of the friendly layer -----------------------------------------------------------------
@@ -275,7 +295,8 @@ def train(call: Call, x: Tensor, base, a, b) -> list[Tensor]:
             y = [old.copy_(new) for old, new in zip(base, y, strict=True)]
         return y
     if wants_gradient(x, base, a, b):
-        y = _Linear.apply(call, x, *base, *a, *b)
+        connect = _make_linear if is_eager(x) else _Linear.apply
+        y = connect(call, x, *base, *a, *b)
         return [y] if isinstance(y, Tensor) else list(y)
     return forward_outputs(call, x, base, list(a), list(b), False)[0]
 

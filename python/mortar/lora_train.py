@@ -33,6 +33,7 @@ The method is that of Hu et al. (arXiv:2106.09685).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -100,10 +101,8 @@ def linear(
             raise ValueError(f"linear: scale must have one entry per slice, got {len(scales)}")
     _check_matrices("linear", x, a, b)
     p = _probability("linear", dropout, training)
-    places = tuple(range(slices))
-    layer = ops.Layer(
-        tuple(m.shape[0] for m in b), places, scales, (p,), _drops("linear", dropout_on)
-    )
+    widths = tuple([m.shape[0] for m in b])
+    layer = _layer(widths, tuple(range(slices)), scales, (p,), _drops("linear", dropout_on))
     rows = ops.Rows(_draw(x), None, None) if 0 < p < 1 else _NO_ROWS
     y = _run("linear", layer, rows, x, a, b, base, out, dtype, save_h)
     return y[0] if single else tuple(y)
@@ -251,6 +250,14 @@ def check(offsets: Tensor, num_adapters: int, num_rows: int) -> None:
 # ---- arguments -----------------------------------------------------------------------------------
 
 
+# Made once for all calls of a layer, with what is derived from it.
+_known_layer = functools.lru_cache(maxsize=4096)(ops.Layer)
+
+
+def _layer(*fields) -> ops.Layer:
+    return (ops.Layer if torch.compiler.is_compiling() else _known_layer)(*fields)
+
+
 def _listed(op: str, name: str, given, count: int | None) -> list:
     """One tensor or a sequence of them as a list, of `count` entries unless that is None."""
     listed = [given] if isinstance(given, Tensor) else list(given)
@@ -270,6 +277,12 @@ def _check_count(name: str, values: Sequence, count: int) -> None:
 
 def _check_matrices(op: str, x, a: Sequence, b: Sequence) -> None:
     """What is needed before sizes can be read; the library checks the rest."""
+    if isinstance(x, Tensor) and x.ndim > 0:
+        for t in (*a, *b):
+            if not isinstance(t, Tensor) or t.ndim != 2:
+                break
+        else:
+            return
     for name, tensors in (("x", (x,)), ("a", a), ("b", b)):
         for t in tensors:
             if not isinstance(t, Tensor):

@@ -227,3 +227,29 @@ def test_bytes_saved_beside_peft(device):
     ours = saved_bytes(lambda: lora.linear(x, a, b, 0.5, dropout=0.1))
     assert ours == 256 * 8 * 4 + 16  # h in the dtype of the weights, seed and offset
     assert saved_bytes(peft) > 20 * ours
+
+
+def test_gradients_have_no_gradient(device):
+    """They are differentiable once, and say so."""
+    x, a, b, dy = (torch.randn(4, 4, device=device, requires_grad=True) for _ in range(4))
+    dx = torch.autograd.grad(lora.linear(x, a, b), x, dy, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("lead", [(), (6,), (2, 3), (1, 2, 3), (2, 0, 3)], ids=str)
+def test_leading_dimensions(device, lead):
+    """Any, dense or not: the bits of the flat call, and gradients of the given shapes."""
+    x, dy = torch.randn(*lead, 20, device=device), torch.randn(*lead, 12, device=device)
+    a, b = (torch.randn(*s, device=device, requires_grad=True) for s in ((5, 20), (12, 5)))
+    gapped = torch.randn(*lead, 40, device=device)[..., ::2].copy_(x)
+    results = []
+    for rows, given in ((x.reshape(-1, 20), dy.reshape(-1, 12)), (x, dy), (gapped, dy)):
+        leaf = rows.detach().requires_grad_()
+        y = lora.linear(leaf, a, b, 0.5)
+        assert y.shape == given.shape
+        results.append([y.detach(), *torch.autograd.grad(y, (leaf, a, b), given)])
+        assert results[-1][1].shape == rows.shape
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            assert torch.equal(got.reshape(want.shape), want)

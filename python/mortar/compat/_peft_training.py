@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 
     from ._serving import Batch, Session
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+class _Adapter(NamedTuple):
+    """One adapter of a layer."""
+
+    name: str
+    a: Tensor
+    b: Tensor
+    modules: list[nn.Module]
+    """A, B and dropout."""
+
+    def probability(self) -> float:
+        dropout = self.modules[2]
+        return dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
 
 
 class TrainedForward:
@@ -46,82 +58,87 @@ class TrainedForward:
             or layer.merged_adapters
         ):
             return self._original(x, *args, **kwargs)
+        present = self._adapters("lora_A")
         if mixed is None:
             session.check_recompute()
-            names = [name for name in layer.active_adapters if name in layer.lora_A]
+            names = [name for name in layer.active_adapters if name in present]
         else:
-            names = [name for name in session.ids if name in layer.lora_A]
-        if mixed is None and not self._trains(x, names):
+            names = [name for name in session.ids if name in present]
+        adapters = [self._adapter(name) for name in names]
+        if mixed is None and not self._trains(x, adapters):
             return self._original(x, *args, **kwargs)
-        reason = self._reason(x, names)
+        reason = self._reason(x, adapters)
         if reason is not None:
             _warn(session, reason)
             if mixed is not None:
                 kwargs["adapter_names"] = list(mixed.names)
             return self._original(x, *args, **kwargs)
         kwargs.pop("alora_offsets", None)
-        y = layer.base_layer(x, *args, **kwargs)
+        y = layer._modules["base_layer"](x, *args, **kwargs)
         if not names:
             return y
         if mixed is not None:
-            return self._add_mixed(x, y, mixed)
-        return self._add_active(x, y, names)
+            return self._add_mixed(x, y, mixed, adapters)
+        return self._add_active(x, y, adapters)
 
-    def _trains(self, x: Tensor, names: list[str]) -> bool:
-        layer = self._layer
-        if layer.training:
+    # Modules and weights are read from the dictionaries that hold them: a module's own look-up
+    # takes several times as long, and every layer makes a dozen of them.
+    def _adapters(self, kind: str) -> dict[str, nn.Module]:
+        return self._layer._modules[kind]._modules
+
+    def _adapter(self, name: str) -> _Adapter:
+        modules = [self._adapters(kind)[name] for kind in ("lora_A", "lora_B", "lora_dropout")]
+        weights = [module._parameters["weight"] for module in modules[:2]]
+        return _Adapter(name, *weights, modules)
+
+    def _trains(self, x: Tensor, adapters: list[_Adapter]) -> bool:
+        if self._layer.training:
             return True
         if not torch.is_grad_enabled():
             return False
-        factors = (m[name].weight for name in names for m in (layer.lora_A, layer.lora_B))
-        return x.requires_grad or any(weight.requires_grad for weight in factors)
+        return x.requires_grad or any(m.a.requires_grad or m.b.requires_grad for m in adapters)
 
-    def _modules(self, name: str) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """A, B and the dropout of an adapter."""
-        layer = self._layer
-        kinds = (layer.lora_A, layer.lora_B, layer.lora_dropout)
-        return tuple([kind._modules[name] for kind in kinds])
-
-    def _reason(self, x: Tensor, names: list[str]) -> str | None:
+    def _reason(self, x: Tensor, adapters: list[_Adapter]) -> str | None:
         """Why PEFT has to do this call; None if Mortar can."""
-        layer = self._layer
         if x.dtype not in DTYPES:
             return f"activations of {x.dtype}"
-        variants = layer.lora_variant
-        for name in names:
+        variants = self._layer.lora_variant
+        for name, a, b, modules in adapters:
             if name in variants:
                 return type(variants[name]).__name__
-            a, b, dropout = modules = self._modules(name)
-            if type(dropout) not in (nn.Dropout, nn.Identity):
-                return f"dropout of {type(dropout).__name__}"
+            if type(modules[2]) not in (nn.Dropout, nn.Identity):
+                return f"dropout of {type(modules[2]).__name__}"
             for module in modules:
-                own = vars(module)  # several times as fast as a module's own look-up
-                if any(own[hooks] for hooks in _HOOKS):
+                if (
+                    module._forward_hooks
+                    or module._forward_pre_hooks
+                    or module._backward_hooks
+                    or module._backward_pre_hooks
+                ):
                     return "hooks on the modules of an adapter"
-            for weight in (a._parameters["weight"], b._parameters["weight"]):
+            for weight in (a, b):
                 if type(weight) not in (nn.Parameter, Tensor):
                     return f"weights of {type(weight).__name__}"
                 if weight.dtype not in DTYPES:
                     return f"adapters of {weight.dtype}"
         return None
 
-    def _add_active(self, x: Tensor, y: Tensor, names: list[str]) -> Tensor:
+    def _add_active(self, x: Tensor, y: Tensor, adapters: list[_Adapter]) -> Tensor:
         """y plus the deltas of all active adapters, in one rounding if there is one adapter, and
         otherwise summed in the wider of the dtypes, as PEFT sums them."""
-        layer, dtype = self._layer, y.dtype
-        for name in names:
-            a, b = (module._parameters["weight"] for module in self._modules(name)[:2])
-            if len(names) > 1:
-                y = y.to(torch.promote_types(y.dtype, a.dtype))
+        scaling, dtype = self._layer.scaling, y.dtype
+        for adapter in adapters:
+            if len(adapters) > 1:
+                y = y.to(torch.promote_types(y.dtype, adapter.a.dtype))
             y = lora.linear(
-                x, a, b, layer.scaling[name], base=y, out=y if self._is_free(y) else None,
-                dropout=_probability(layer, name),
+                x, adapter.a, adapter.b, scaling[adapter.name], base=y,
+                out=y if self._is_free(y) else None, dropout=adapter.probability(),
             )  # fmt: skip
-        return y.to(dtype)
+        return y if y.dtype is dtype else y.to(dtype)
 
-    def _add_mixed(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+    def _add_mixed(self, x: Tensor, y: Tensor, batch: Batch, adapters: list[_Adapter]) -> Tensor:
         """y plus every sample's own adapter; one call for all adapters of one dtype."""
-        layer, session = self._layer, self._session
+        scaling, ids = self._layer.scaling, self._session.ids
         if len(x) != batch.size:
             raise ValueError(
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
@@ -130,17 +147,14 @@ class TrainedForward:
         num_tokens = x.numel() // x.shape[-1]
         if not num_tokens:
             return y
-        dtypes: dict[torch.dtype, dict] = {}
-        for name, number in session.ids.items():
-            if name in layer.lora_A:
-                a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-                dtypes.setdefault(a.dtype, {})[number] = (name, (a, b))
-        count = len(session.ids)
+        dtypes: dict[torch.dtype, dict[int, _Adapter]] = {}
+        for adapter in adapters:
+            dtypes.setdefault(adapter.a.dtype, {})[ids[adapter.name]] = adapter
         for there in dtypes.values():
-            pairs = [there[i][1] if i in there else None for i in range(count)]
-            names = [there[i][0] if i in there else None for i in range(count)]
-            scales = [layer.scaling.get(name, 1.0) for name in names]
-            p = [0.0 if name is None else _probability(layer, name) for name in names]
+            slots = [there.get(i) for i in range(len(ids))]
+            pairs = [slot and (slot.a, slot.b) for slot in slots]
+            scales = [1.0 if slot is None else scaling[slot.name] for slot in slots]
+            p = [0.0 if slot is None else slot.probability() for slot in slots]
             plan = batch.plan(num_tokens, x.device)
             y = lora.mixed_linear(x, pairs, plan, scales, base=y, dropout=p)
         return y
@@ -148,7 +162,7 @@ class TrainedForward:
     def _is_free(self, y: Tensor) -> bool:
         """Whether nobody else holds the output of the base layer, so that it may change in place:
         a plain linear layer's, whose backward does not need it."""
-        base = self._layer.base_layer
+        base = self._layer._modules["base_layer"]
         return (
             not torch.compiler.is_compiling()
             and type(base) is nn.Linear
@@ -157,11 +171,6 @@ class TrainedForward:
             and y.is_contiguous()
             and not (y.is_leaf and y.requires_grad)
         )
-
-
-def _probability(layer: LoraLayer, name: str) -> float:
-    dropout = layer.lora_dropout._modules[name]
-    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
 def _warn(session: Session, reason: str) -> None:
