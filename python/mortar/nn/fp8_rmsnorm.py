@@ -70,7 +70,8 @@ def multiply(
     """(a a_scale) (b b_scale) of FP8 matrices a [M, K] and b [K, N], which comes as b_t [N, K].
 
     Through torch._scaled_mm where the device and the sizes allow it (on a GPU K and N are multiples
-    of 16 and not both dtypes float8_e5m2); else in float32.
+    of 16 and not both dtypes float8_e5m2); else in float32. Never with fast accumulation, which
+    keeps a sum of all K products in the few bits that tensor cores add FP8 with.
     """
     if torch.is_autocast_enabled(a.device.type):
         with torch.autocast(a.device.type, enabled=False):
@@ -83,7 +84,8 @@ def _multiply(a, a_scale, b_t, b_scale, out_dtype) -> Tensor:
     both_e5m2 = a.dtype == b_t.dtype == _FP8[1]
     fits = a.numel() > 0 and b_t.numel() > 0 and (not a.is_cuda or (aligned and not both_e5m2))
     if fits and _device_multiplies_fp8(a.device):
-        return torch._scaled_mm(a, b_t.t(), a_scale, b_scale, out_dtype=out_dtype)
+        return torch._scaled_mm(a, b_t.t(), a_scale, b_scale, out_dtype=out_dtype,
+                                use_fast_accum=False)  # fmt: skip
     return (a.float() @ b_t.float().t() * (a_scale * b_scale)).to(out_dtype)
 
 
