@@ -203,14 +203,14 @@ class NormTrial {
     const Tensor none;
     if (!c.norm) {
       GuardedTensor workspace =
-          byte_tensor(fp8_quantize_workspace(x.view(), format(), out), device);
+          make_workspace(fp8_quantize_workspace(x.view(), format(), out), device);
       fp8_quantize(x.view(), format(), out, workspace.view(), {});
       workspace.download();
       EXPECT_TRUE(workspace.guards_intact()) << "workspace of " << concat(c);
       return;
     }
     GuardedTensor workspace =
-        byte_tensor(fp8_rmsnorm_forward_workspace(x.view(), format(), out), device);
+        make_workspace(fp8_rmsnorm_forward_workspace(x.view(), format(), out), device);
     fp8_rmsnorm_forward(x.view(), is_float8() ? x_scale.view() : none, weight.view(), eps,
                         c.weight_offset, c.residual ? residual.view() : none, format(), out,
                         c.make_rstd ? rstd.view() : none, c.make_normed ? normed.view() : none,

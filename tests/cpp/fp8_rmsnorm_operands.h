@@ -84,6 +84,11 @@ inline GuardedTensor make_rng(std::int64_t seed, std::int64_t offset, Device dev
   return t;
 }
 
+/// Where the contract allows: at a multiple of 16 bytes, but not of 32.
+inline GuardedTensor make_workspace(std::int64_t bytes, Device device) {
+  return GuardedTensor(DType::kUInt8, {bytes}, {.lead = 16}, device);
+}
+
 /// Scales of a matrix of `rows` x `columns`: one, [rows] or [rows, groups], the last row by row or
 /// column by column with columns of a multiple of 4 floats.
 struct ScaleTensor {

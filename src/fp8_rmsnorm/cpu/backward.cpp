@@ -16,7 +16,7 @@ struct Workspace {
   float* partials;
 
   Workspace(std::byte* p, std::int64_t columns)
-      : weight(reinterpret_cast<float*>(p)), partials(weight + padded(columns)) {}
+      : weight(scratch_of(p)), partials(weight + padded(columns)) {}
 };
 
 class Backward {
@@ -121,7 +121,8 @@ void backward(const BackwardProblem& p, Stream) { Backward(p).run(); }
 
 std::int64_t backward_workspace(const BackwardProblem& p, Device) {
   const std::int64_t rows = 1 + RowChunks(p.input.rows).count;
-  return rows * padded(p.input.hidden) * static_cast<std::int64_t>(sizeof(float));
+  return workspace_with_room(rows * padded(p.input.hidden) *
+                             static_cast<std::int64_t>(sizeof(float)));
 }
 
 }  // namespace mortar::fp8_rmsnorm::cpu

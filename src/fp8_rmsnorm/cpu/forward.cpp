@@ -30,11 +30,11 @@ struct Workspace {
   }
   static std::int64_t bytes(std::int64_t rows, std::int64_t columns, const Quantize& out) {
     const std::int64_t matrix = has_columns(out) ? RowChunks(rows).count : 0;
-    return static_cast<std::int64_t>(sizeof(float)) *
-           ((1 + matrix) * padded(columns) + padded(rows));
+    return workspace_with_room(static_cast<std::int64_t>(sizeof(float)) *
+                               ((1 + matrix) * padded(columns) + padded(rows)));
   }
   Workspace(std::byte* p, std::int64_t m, std::int64_t n)
-      : weight(reinterpret_cast<float*>(p)),
+      : weight(scratch_of(p)),
         rstd(weight + padded(n)),
         columns(reinterpret_cast<std::uint32_t*>(rstd + padded(m))) {}
 };

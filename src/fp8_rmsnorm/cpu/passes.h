@@ -37,6 +37,17 @@ inline bool wants_threads(const Input& in, std::int64_t pieces) {
 /// Elements of a float32 row of scratch in the workspace.
 inline std::int64_t padded(std::int64_t n) { return round_up<std::int64_t>(n, kPadding); }
 
+/// Where the float32 rows begin in the workspace: vectors are stored at multiples of their size, the
+/// caller's memory begins at multiples of kMemoryAlignment alone.
+inline constexpr std::int64_t kScratchAlignment = 64;
+inline std::int64_t workspace_with_room(std::int64_t bytes) {
+  return bytes + kScratchAlignment - kMemoryAlignment;
+}
+inline float* scratch_of(std::byte* workspace) {
+  const auto address = reinterpret_cast<std::uintptr_t>(workspace);
+  return reinterpret_cast<float*>(round_up<std::uintptr_t>(address, kScratchAlignment));
+}
+
 inline void* element(const Rows& r, std::int64_t row, std::int64_t column) {
   return static_cast<std::byte*>(r.data) + (row * r.row_stride + column) * dtype_size(r.dtype);
 }
