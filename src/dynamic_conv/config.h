@@ -57,25 +57,21 @@ struct CudaConfig {
   int threads = 128;
   int steps = 32;
 
-  /// Threads an SM needs: the loads of 320 hide the latency of memory, and fewer, longer chunks
-  /// beat more threads (backward, 1 x 4096 x 3072, W = 4, H200: 78.5 us with 372 an SM in chunks of
-  /// 128 steps, 83.6 us with 1,490 in chunks of 32).
-  static constexpr std::int64_t kThreadsPerSm = 320;
-  /// Chunks of more steps are a multiple of these: whole groups of loads.
-  static constexpr int kStepGranule = 8;
+  /// Chunks of fewer steps than this are over after a trip or two to memory: such a kernel asks for
+  /// its operands in L2 before it waits, and lets its successor start at once.
+  static constexpr int kShortSteps = 8;
 
-  /// `groups`: channel groups of one step; `most_steps`: 8 to 48 forward, 96 or 128 backward
-  /// (whose halo, W - 1 steps of every chunk, costs more); `least_steps`: where threads are too few
-  /// for the SMs whatever the chunks, 1 or a multiple of kStepGranule.
+  /// `groups`: channel groups of one step; `threads_per_sm`: as many as hide the latency of memory,
+  /// if the chunks can be short enough; `group_steps`: steps whose loads are in flight together, of
+  /// which a chunk has a whole number; `most_steps`: a multiple of them.
   static CudaConfig make(std::int64_t batch, std::int64_t time, std::int64_t groups, int num_sms,
-                         int most_steps, int least_steps) {
+                         int threads_per_sm, int group_steps, int most_steps) {
     CudaConfig c;
     while (c.threads > 32 && c.threads / 2 >= groups) c.threads /= 2;
-    c.steps = most_steps;
-    const auto in_flight = [&] { return batch * groups * ceil_div<std::int64_t>(time, c.steps); };
-    while (c.steps > least_steps && in_flight() < kThreadsPerSm * num_sms) {
-      c.steps = c.steps > kStepGranule ? round_up(c.steps / 2, kStepGranule) : c.steps / 2;
-    }
+    const std::int64_t chunks = ceil_div<std::int64_t>(std::int64_t{threads_per_sm} * num_sms,
+                                                       std::max<std::int64_t>(batch * groups, 1));
+    const std::int64_t steps = time / chunks / group_steps * group_steps;
+    c.steps = static_cast<int>(std::clamp<std::int64_t>(steps, group_steps, most_steps));
     return c;
   }
 };

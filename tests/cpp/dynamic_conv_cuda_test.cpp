@@ -136,6 +136,47 @@ TEST_P(DynamicConvCuda, SmallLaunchChoicesChangeNoBit) {
   }
 }
 
+// Short backwards let their successors start early: each must still see all of what the one before
+// it wrote, which is its dy, and forwards between them as well.
+TEST_P(DynamicConvCuda, SmallChainsGiveTheBitsOfSeparateCalls) {
+  const Device device = GetParam();
+  const std::int64_t time = 33, channels = 512, width = 4, links = 24;
+  std::mt19937 rng(61);
+  const auto make = [&](std::vector<std::int64_t> shape) {
+    return std::make_unique<Operand>(device, DType::kBFloat16, shape);
+  };
+  const auto x = make({1, time, channels}), k = make({1, time, channels, width});
+  const auto size = static_cast<std::size_t>(time * channels);
+  x->fill(random_values(rng, size, DType::kBFloat16));
+  k->fill(random_values(rng, size * width, DType::kBFloat16));
+  const Array first = random_values(rng, size, DType::kBFloat16);
+  const auto run = [&](bool waits) {
+    std::vector<std::unique_ptr<Operand>> at;
+    for (int i = 0; i <= 2 * links; ++i) at.push_back(make({1, time, channels}));
+    const auto dk = make({1, time, channels, width});
+    at[0]->fill(first);
+    const auto wait = [&] {
+      if (waits) {
+        EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+      }
+    };
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    std::vector<std::vector<std::uint64_t>> bits;
+    for (std::size_t i = 0; i < 2 * links; i += 2) {
+      dynamic_conv_backward(*x, *k, {}, {}, *at[i], {}, *at[i + 1], *dk, {}, false, stream());
+      wait();
+      dynamic_conv_forward(*at[i + 1], *k, {}, {}, *at[i + 2], {}, true, stream());
+      wait();
+    }
+    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+    for (const auto& o : at) bits.push_back(o->bits());
+    bits.push_back(dk->bits());
+    return bits;
+  };
+  const auto expected = run(true);
+  for (int round = 0; round < 4; ++round) EXPECT_EQ(run(false), expected);
+}
+
 /// Device bytes, each set to `value`.
 class Filled {
  public:

@@ -61,13 +61,14 @@ inline std::int64_t step_bytes(const Signal& s, DType dtype) {
 /// One CTA per (batch row, chunk of time, block of channels); T = 0 has one empty chunk, in which
 /// states are passed on.
 template <auto kKernel, class Traits, class Params, class Problem>
-void launch_tiles(const char* op, const Problem& p, const CudaConfig* config, int most_steps,
-                  int least_steps, Stream stream) {
+void launch_tiles(const char* op, const Problem& p, const CudaConfig* config, int threads_per_sm,
+                  int group_steps, int most_steps, Stream stream) {
   const std::int64_t groups = ceil_div<std::int64_t>(p.shape.channels, Traits::kChannels);
-  const CudaConfig c = config != nullptr ? *config
-                                         : CudaConfig::make(p.shape.batch, p.shape.time, groups,
-                                                            device::current_device().num_sms,
-                                                            most_steps, least_steps);
+  const CudaConfig c =
+      config != nullptr
+          ? *config
+          : CudaConfig::make(p.shape.batch, p.shape.time, groups, device::current_device().num_sms,
+                             threads_per_sm, group_steps, most_steps);
   const std::int64_t chunks = p.shape.time == 0 ? 1 : ceil_div<std::int64_t>(p.shape.time, c.steps);
   const std::int64_t columns = ceil_div<std::int64_t>(groups, c.threads);
   const std::int64_t ctas = p.shape.batch * chunks * columns;

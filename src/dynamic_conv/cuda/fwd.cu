@@ -8,6 +8,7 @@
 //          of 8 steps are in flight together over the back edge of the loop: 160 bytes a thread,
 //          100 KB an SM, where 32-48 KB hide the latency
 // wrong when: rows are not aligned to the vectors, or dtypes differ -> the scalar traits
+#include "device/async_copy.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "device/sigmoid.cuh"
@@ -20,14 +21,12 @@ namespace {
 
 constexpr int kLoadRegisters = 40;  ///< 8 steps at W = 4, 16-bit: 2 % faster than 4 steps
 
-/// Steps of a chunk, found by trying 8 to 64 with every W (src/dynamic_conv/README.md). Wide
-/// kernels want long ones, as every chunk reads W - 1 inputs again before it can begin.
-constexpr int most_steps(const Shape& s) {
-  if (s.k_dtype == DType::kFloat32 && s.width != 2) return 8;
-  return s.width < 5 ? 24 : 48;
-}
-
-constexpr int kLeastSteps = 8;  ///< one group of loads at W = 4, 16-bit
+/// Longer chunks are slower, although each of them reads W - 1 inputs again before it begins:
+/// src/dynamic_conv/README.md has the times.
+constexpr int kMostSteps = 8;
+/// 1 x 1000 x 1536, W = 4, H200: 6.3 us with 730 threads an SM in chunks of 8 steps, 7.4 us with 365
+/// in chunks of 16.
+constexpr int kThreadsPerSm = 600;
 
 struct Params {
   ForwardProblem problem;
@@ -40,6 +39,10 @@ struct Params {
         k_step(step_bytes(p.k, p.shape.k_dtype)),
         y_step(step_bytes(p.y, p.shape.x_dtype)) {}
 };
+
+/// Steps whose loads are in flight together.
+template <class Traits>
+constexpr int kGroup = steps_ahead<Traits>(1, kLoadRegisters);
 
 /// final[n] = the last L entries of (initial state, inputs) of the walk's sequence.
 template <class Traits>
@@ -59,14 +62,12 @@ __device__ __forceinline__ void write_final_state(const ForwardProblem& p, const
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(kMaxThreads,
-                                  min_ctas<Traits>(42, 1, steps_ahead<Traits>(1, kLoadRegisters), 1,
-                                                   7))
+__global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(42, 1, kGroup<Traits>, 1, 7))
     forward_kernel(const __grid_constant__ Params params) {
   using X = typename Traits::X;
   using K = typename Traits::K;
   constexpr int kChannels = Traits::kChannels;
-  constexpr int kAhead = steps_ahead<Traits>(1, kLoadRegisters);
+  constexpr int kAhead = kGroup<Traits>;
   const ForwardProblem& p = params.problem;
   const Shape& shape = p.shape;
   const int width = Traits::kVector ? Traits::kWidth : shape.width;
@@ -79,6 +80,15 @@ __global__ void __launch_bounds__(kMaxThreads,
   const X* x = at<const X>(p.x, p.x.row(tile.b, tile.begin) + tile.channel);
   const K* k = at<const K>(p.k, p.k.row(tile.b, tile.begin) + std::int64_t{tile.channel} * width);
   X* y = at<X>(p.y, p.y.row(tile.b, tile.begin) + tile.channel);
+
+  if (params.grid.steps < CudaConfig::kShortSteps) {
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (!live || tile.begin + u >= tile.end) continue;
+      device::prefetch_lines(advance(k, u * params.k_step), kChannels * Traits::kWidth);
+      device::prefetch_lines(advance(x, u * params.x_step), kChannels);
+    }
+  }
 
   // Load: the first steps' data does not depend on where sequences lie.
   device::pdl_wait();
@@ -99,7 +109,7 @@ __global__ void __launch_bounds__(kMaxThreads,
   Walk walk = walk_at(shape, tile);
   if (!live) return;
   float window[Traits::kWidth][kChannels];
-  read_history<Traits>(shape, p.x, p.initial, tile, walk, tile.begin, window);
+  read_history_at_once<Traits>(shape, p.x, p.initial, tile, walk, tile.begin, window);
   const auto cross_boundaries = [&](int t) {
     while (walk.end == t) {
       if (p.final.given()) write_final_state<Traits>(p, tile, walk);
@@ -126,16 +136,15 @@ __global__ void __launch_bounds__(kMaxThreads,
   };
   int base = tile.begin;
   while (base < tile.end) {
-    // Whole groups of steps: no boundary in them, and the next group to be loaded. One block
-    // without branches, or all loads would share a scoreboard and each step wait for the newest of
-    // them.
-    const int last = min(walk.end - kAhead, tile.end - 2 * kAhead);
+    // Whole groups of steps: no boundary in them. One block without branches, or all loads would
+    // share a scoreboard and each step wait for the newest of them.
+    const int last = min(walk.end, tile.end) - kAhead;
     for (; base <= last; base += kAhead) {
       float s[kAhead][kChannels];
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
         consume(u, s[u]);
-        load(u, true);
+        load(u, base + u + kAhead < tile.end);
       }
       if (shape.silu) {
 #pragma unroll
@@ -143,6 +152,10 @@ __global__ void __launch_bounds__(kMaxThreads,
       }
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) store(s[u]);
+    }
+    if (base == tile.end) {
+      cross_boundaries(base);
+      break;
     }
     // One group step by step: boundaries lie in it or at its start, or the loads come to an end.
     int from = 0;
@@ -172,8 +185,9 @@ void forward(const ForwardProblem& p, const CudaConfig* config, Stream stream) {
   with_traits("dynamic_conv_forward", p.shape, [&](auto traits) {
     using Traits = decltype(traits);
     if (!fits<Traits>(p.shape, {p.x, p.y}, {p.k})) return false;
-    launch_tiles<forward_kernel<Traits>, Traits, Params>("dynamic_conv_forward", p, config,
-                                                         most_steps(p.shape), kLeastSteps, stream);
+    launch_tiles<forward_kernel<Traits>, Traits, Params>(
+        "dynamic_conv_forward", p, config, kThreadsPerSm, kGroup<Traits>,
+        round_up(kMostSteps, kGroup<Traits>), stream);
     return true;
   });
 }
