@@ -24,6 +24,6 @@ def test_a_layer_costs_the_host_less_than_pefts(dropout):
     def step(model):
         return lambda: model(x).backward(x.detach())
 
-    cost, limit = host_costs(step(ours), step(theirs))
+    cost, limit = host_costs(step(ours), step(theirs), bursts=50, calls=20)
     print(f"host cost of a layer: {cost:.1f} us, at most {limit:.1f}")
     assert cost <= limit
