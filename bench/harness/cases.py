@@ -13,12 +13,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .machine import Ceiling, cache_bytes
 from .timing import Call, Timing, synchronize, time_cpu, time_graphs, time_host, time_synchronised
+
+if TYPE_CHECKING:
+    from .foreign import ForeignProcess
 
 #: Buffers of one row together exceed the last-level cache by this factor.
 CACHE_FACTOR = 3
@@ -50,6 +53,8 @@ class Provider:
     synchronises: bool = False
     #: False: another op, there for scale, whose result is nobody's reference.
     compared: bool = True
+    #: Kernels of another project: run in a process of their own (foreign.py), host cost aside.
+    foreign: bool = False
 
     def __post_init__(self) -> None:
         if not self.group:
@@ -218,35 +223,50 @@ def _time(
     return timings | time_synchronised(eager)
 
 
-def run_case(case: Case, options: Options, ceiling: Ceiling) -> dict[str, Any]:
-    """Checks and times one row; the result is a row of a result file (results.py)."""
+def provider_results(
+    case: Case, providers: Sequence[Provider], options: Options
+) -> dict[str, Any]:
+    """Checks and times some providers of a row: what they took, why some failed or were skipped."""
     one = case.make_buffers(options.device, 0)
     count = num_sets(one, options, case.host)
     sets = [one, *(case.make_buffers(options.device, seed) for seed in range(1, count))]
-    providers = list(case.providers(options))
-    if case.host:
-        providers.append(_torch_mul(options))
     checked = _check(case, providers, sets, options)
     with torch.set_grad_enabled(case.grad and torch.is_grad_enabled()):
         timings = _time(case, providers, checked, options) if checked.calls else {}
     by_name = {p.name: p for p in providers}
-    return {
+    found = {
+        name: {
+            "group": by_name[name].group,
+            "synchronises": by_name[name].synchronises and not case.host,
+            "rel_error": float(f"{checked.errors[name]:.3g}"),
+            **timing.to_json(),
+        }
+        for name, timing in timings.items()
+    }
+    return {"sets": count, "providers": found, "failed": checked.failed, "skipped": checked.skipped}
+
+
+def run_case(
+    case: Case, options: Options, ceiling: Ceiling, foreign: ForeignProcess | None = None
+) -> dict[str, Any]:
+    """Checks and times one row; the result is a row of a result file (results.py). `foreign` runs
+    the providers that want a process of their own, after the others."""
+    providers = list(case.providers(options))
+    apart = [p.name for p in providers if p.foreign and foreign is not None and not case.host]
+    here = [p for p in providers if p.name not in apart]
+    if case.host:
+        here.append(_torch_mul(options))
+    row = {
         "table": case.table,
         "case": dict(case.key),
         "bytes": case.traffic.bytes,
         "flops": case.traffic.flops,
         "floor_us": round(case.traffic.floor_us(ceiling), 4),
         "targets": dict(case.targets),
-        "sets": count,
-        "providers": {
-            name: {
-                "group": by_name[name].group,
-                "synchronises": by_name[name].synchronises and not case.host,
-                "rel_error": float(f"{checked.errors[name]:.3g}"),
-                **timing.to_json(),
-            }
-            for name, timing in timings.items()
-        },
-        "failed": checked.failed,
-        "skipped": checked.skipped,
+        **provider_results(case, here, options),
     }
+    for name in apart:
+        found = foreign.results(case.label, name)
+        for part in ("providers", "failed", "skipped"):
+            row[part] |= found[part]
+    return row

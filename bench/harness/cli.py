@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import re
@@ -20,6 +21,7 @@ from rich.table import Table as RichTable
 
 from . import machine
 from .cases import Case, Options, run_case
+from .foreign import ForeignProcess
 from .results import SCHEMA, View, save
 from .tables import Table, roofs_text, table_of
 
@@ -151,12 +153,14 @@ def main(
         "views": [dataclasses.asdict(view) | {"peers": list(view.peers)} for view in views],
         "rows": [],
     }  # fmt: skip
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+    foreign = ForeignProcess(cases, options)
+    with contextlib.closing(foreign), \
+         Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                   TimeElapsedColumn(), console=console, transient=True) as progress:  # fmt: skip
         task = progress.add_task(family, total=len(todo))
         for case in todo:
             progress.update(task, description=case.label)
-            row = run_case(case, options, ceiling)
+            row = run_case(case, options, ceiling, foreign)
             result["rows"].append(row)
             for name, why in row["failed"].items():
                 progress.console.print(f"{case.label}: {name} failed: {why}", markup=False)
