@@ -61,13 +61,34 @@ std::int64_t bytes_of(const Tensor& workspace, const Query& query) {
   }
 }
 
-/// The workspace of an op for which Python keeps one (python/mortar/_lora_memory.py): PyTorch's
-/// eager calls bring it. Others get memory of their own where they bring none.
+/// For whom a given workspace was taken: argument `stream` of the torch_ functions of ops for which
+/// Python keeps one (python/mortar/_lora_memory.py). kAnyStream: the caller answers for it.
+constexpr std::int64_t kAnyStream = -1;
+
+template <class Source>
+std::int64_t read_stream_of_workspace(ArgReader<Source>& args) {
+  return std::is_same_v<Source, TorchObjects> ? args.integer("stream") : kAnyStream;
+}
+
+/// Whether a kept workspace is none for this call: its memory belongs to another stream, or would
+/// enter a graph.
+inline bool is_out_of_place(std::int64_t stream_of_workspace, Stream stream) {
+  if (stream_of_workspace == kAnyStream) return false;
+  return reinterpret_cast<std::int64_t>(stream.handle) != stream_of_workspace ||
+         is_capturing(stream);
+}
+
+/// The workspace of such an op: PyTorch's eager calls bring it, and are told how much they need
+/// where they bring less. Others get memory of their own where they bring none.
 template <class Source, class Query>
-Workspace<Source> kept_workspace(const Tensor& given, Device device, const Query& query) {
+Workspace<Source> kept_workspace(const Tensor& given, std::int64_t stream_of_workspace,
+                                 Device device, Stream stream, const Query& query) {
   if constexpr (std::is_same_v<Source, TorchObjects>) {
     const std::int64_t bytes = bytes_of(Tensor(), query);
-    if (bytes > (given.defined() ? given.numel() : 0)) throw NeedsWorkspace{bytes};
+    const std::int64_t held = given.defined() ? given.numel() : 0;
+    if (bytes > held || (bytes > 0 && is_out_of_place(stream_of_workspace, stream))) {
+      throw NeedsWorkspace{bytes};
+    }
     return Workspace<Source>(given, 0, device);
   } else {
     return Workspace<Source>(given, bytes_of(given, query), device);

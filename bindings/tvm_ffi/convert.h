@@ -140,6 +140,18 @@ inline Stream current_stream(Device device) {
   return {TVMFFIEnvGetStream(kDLCUDA, device.index)};
 }
 
+/// Whether a stream is being captured into a CUDA graph.
+inline bool is_capturing([[maybe_unused]] Stream stream) {
+#if defined(MORTAR_HAS_CUDA)
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream.handle), &status) == cudaSuccess) {
+    return status != cudaStreamCaptureStatusNone;
+  }
+  (void)cudaGetLastError();  // of the legacy stream, while another one is captured
+#endif
+  return false;
+}
+
 /// Makes `device` the current one for its lifetime; free of charge where it already is.
 class DeviceGuard {
  public:

@@ -16,7 +16,8 @@
 // dimension of size 1 after its first ([L, 1, R, K]).
 //
 // A workspace that is None is memory of the framework's allocator, for the time of the call; the
-// torch_ functions say how much they need instead (packed_call.h).
+// torch_ functions say how much they need instead (packed_call.h), and take in front of their other
+// numbers the stream that a kept workspace is for (call_workspace.h).
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/dtype.h>
 #include <tvm/ffi/object.h>
@@ -147,13 +148,14 @@ template <class Source>
 void shrink(PackedArgs packed, Any*) {
   LoraArgs<Source> args(packed, "lora_shrink");
   const Tensor x = args.tensor("x"), h = args.tensor("h"), given = args.tensor("workspace");
+  const std::int64_t kept_for = read_stream_of_workspace(args);
   const auto scale = static_cast<float>(args.template value<double>("scale"));
   const Tensor zero_rows = args.tensor("zero_rows");
   const LoraGroups groups = args.groups();
   const LoraWeights& weights = args.weights();
-  const auto workspace =
-      kept_workspace<Source>(given, x.device, [&] { return lora_shrink_workspace(x, weights); });
   const typename Source::Call call(x.device);
+  const auto workspace = kept_workspace<Source>(given, kept_for, x.device, call.stream,
+                                                [&] { return lora_shrink_workspace(x, weights); });
   lora_shrink(x, weights, groups, h, scale, zero_rows, workspace, call.stream);
 }
 
@@ -173,14 +175,15 @@ template <class Source>
 void apply(PackedArgs packed, Any*) {
   LoraArgs<Source> args(packed, "lora_apply");
   const Tensor x = args.tensor("x"), y = args.tensor("y"), given = args.tensor("workspace");
+  const std::int64_t kept_for = read_stream_of_workspace(args);
   const auto offset = args.integer("offset");
   const auto scale = static_cast<float>(args.template value<double>("scale"));
   const auto add_inputs = args.template value<bool>("add_inputs");
   const LoraGroups groups = args.groups();
   const LoraWeights& weights = args.weights();
-  const auto workspace =
-      kept_workspace<Source>(given, x.device, [&] { return lora_apply_workspace(x, weights); });
   const typename Source::Call call(x.device);
+  const auto workspace = kept_workspace<Source>(given, kept_for, x.device, call.stream,
+                                                [&] { return lora_apply_workspace(x, weights); });
   lora_apply(x, weights, groups, y, offset, scale, add_inputs, workspace, call.stream);
 }
 

@@ -45,7 +45,7 @@ import torch
 from . import _lora_ops as ops
 from ._ffi import WRITTEN, lib, torch_function
 from ._library import is_eager
-from ._lora_memory import Memory
+from ._lora_memory import ANY_STREAM, Memory
 from ._lora_weights import Weights
 from .lora_train import linear, mixed_linear
 
@@ -263,9 +263,10 @@ def apply(
             if _is_grad_enabled():
                 ops.guard_autograd("lora_apply", (x, y, *weights.watched), y)
             sizes = (plan.num_tokens, plan.num_adapters)
-            memory = plan.memory.get(x) if workspace is None else workspace
+            memory, stream = plan.memory.get() if workspace is None else (workspace, ANY_STREAM)
             tensors = (x, y, memory, plan.data)
-            done = _apply_now(id(tensors), offset, scale, add_inputs, *sizes, weights.handle)
+            numbers = (offset, scale, add_inputs)
+            done = _apply_now(id(tensors), stream, *numbers, *sizes, weights.handle)
             if done == WRITTEN:
                 return y
             if done and workspace is None:
@@ -315,9 +316,9 @@ def shrink(
             if _is_grad_enabled():
                 ops.guard_autograd("lora_shrink", (x, h, *weights.watched), h)
             sizes = (plan.num_tokens, plan.num_adapters)
-            memory = plan.memory.get(x) if workspace is None else workspace
+            memory, stream = plan.memory.get() if workspace is None else (workspace, ANY_STREAM)
             tensors = (x, h, memory, zero_rows, plan.data)
-            done = _shrink_now(id(tensors), scale, *sizes, weights.handle)
+            done = _shrink_now(id(tensors), stream, scale, *sizes, weights.handle)
             if done == WRITTEN:
                 return h
             if done and workspace is None:

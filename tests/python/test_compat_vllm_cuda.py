@@ -68,7 +68,7 @@ def test_the_metadata_keeps_the_workspace():
     metadata = layers[0].metadata
 
     def kept():
-        return [memory for _, memory in metadata[4]._mortar_memory.kept.values()]
+        return [memory for memory, _ in metadata[4]._mortar_memory.kept.values()]
 
     seen = []
     for i in layers:

@@ -168,7 +168,7 @@ def test_a_graph_has_memory_of_its_own():
     t = make(PROBLEM, "cuda")
     weights, plan, y = t.table(), t.plan(), t.y.clone()
     want = lora.apply(t.y.clone(), t.x, weights, plan)
-    kept = [memory.data_ptr() for _, memory in plan.memory.kept.values()]
+    kept = [memory.data_ptr() for memory, _ in plan.memory.kept.values()]
 
     def body():
         y.copy_(t.y)
@@ -177,7 +177,7 @@ def test_a_graph_has_memory_of_its_own():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         body()
-    assert [memory.data_ptr() for _, memory in plan.memory.kept.values()] == kept
+    assert [memory.data_ptr() for memory, _ in plan.memory.kept.values()] == kept
     plan.memory.kept.clear()
     poison = [torch.full((1 << 20,), 255, dtype=torch.uint8, device="cuda") for _ in range(8)]
     for _ in range(3):

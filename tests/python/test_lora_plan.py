@@ -17,7 +17,7 @@ LARGE = Problem(tokens=40, hidden=600, widths=(24, 9), ranks=(64, 3))
 
 def kept(plan):
     """The workspaces that a plan holds on to."""
-    return [memory for _, memory in plan.memory.kept.values()]
+    return [memory for memory, _ in plan.memory.kept.values()]
 
 
 def test_layers_share_one_workspace(device):
@@ -55,17 +55,25 @@ def test_the_workspace_goes_with_the_plan(device):
     assert memory() is None
 
 
-def test_another_stream_takes_another_workspace(device, monkeypatch):
+def as_of_another_stream(plan):
+    """Makes a plan's workspace look as if another stream had used it last."""
+    (thread, (memory, stream)), *_ = plan.memory.kept.items()
+    plan.memory.kept[thread] = (memory, stream + 8)
+    return plan.memory.kept[thread]
+
+
+def test_another_stream_takes_another_workspace(device):
     t = make(SMALL, device)
     weights, plan, seen = t.table(), t.plan(), []
     want = lora.apply(t.y.clone(), t.x, weights, t.plan())
-    for place in ((0, 7), (0, 7), (0, 8), (1, 8), (0, 7)):
-        monkeypatch.setattr(_lora_memory, "place_of", lambda x, place=place: place)
+    for changes in (False, False, True, True, False):
+        if changes:
+            as_of_another_stream(plan)
         assert torch.equal(lora.apply(t.y.clone(), t.x, weights, plan), want)
         seen += kept(plan)  # kept alive here, so that no address comes twice
     assert len(seen) == 5, "one at a time"
-    assert seen[0] is seen[1]
-    assert len({memory.data_ptr() for memory in seen}) == 4
+    assert seen[0] is seen[1] and seen[3] is seen[4]
+    assert len({memory.data_ptr() for memory in seen}) == 3
 
 
 def test_nothing_is_kept_of_a_graph(device, monkeypatch):
@@ -74,14 +82,15 @@ def test_nothing_is_kept_of_a_graph(device, monkeypatch):
     t = make(SMALL, device)
     weights, plan = t.table(), t.plan()
     want = lora.apply(t.y.clone(), t.x, weights, plan)
-    before, given = kept(plan)[0], []
-    get = _lora_memory.Memory.get
-    monkeypatch.setattr(_lora_memory, "place_of", lambda x: None)
-    monkeypatch.setattr(_lora_memory.Memory, "get",
-                        lambda self, x: given.append(get(self, x)))  # fmt: skip
-    assert torch.equal(lora.apply(t.y.clone(), t.x, weights, plan), want)
-    assert given == [None]
-    assert kept(plan)[0] is before
+    before, given = as_of_another_stream(plan), []
+    more = _lora_memory.Memory.more
+    monkeypatch.setattr(_lora_memory, "stream_of", lambda x: None)
+    monkeypatch.setattr(_lora_memory.Memory, "more",
+                        lambda *args: given.append(more(*args)) or given[-1])  # fmt: skip
+    for _ in range(2):
+        assert torch.equal(lora.apply(t.y.clone(), t.x, weights, plan), want)
+    assert len(given) == 2 and all(memory is not before[0] for memory in given)
+    assert [*plan.memory.kept.values()][0] is before
 
 
 def test_threads_that_share_a_plan_do_not_share_memory(device):

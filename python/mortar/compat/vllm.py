@@ -35,7 +35,7 @@ import torch
 
 from .._ffi import WRITTEN, lib, torch_function
 from .._library import define, is_eager, shortcut
-from .._lora_memory import Memory
+from .._lora_memory import ANY_STREAM, Memory
 from .._lora_ops import guard_autograd, increment_version, wants_gradient
 
 __all__ = ["lora_expand", "lora_shrink"]
@@ -173,13 +173,13 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
         done = _expand_now(id(tensors), *last, *active, 0)
     else:
         kept = _memory_of(metadata[4])
-        memory = kept.get(inputs)
+        memory, stream = kept.get()
         while True:
             tensors = (inputs, output, memory, metadata[0], *groups, None, None, None, *weights)
-            done = _shrink_now(id(tensors), *last, *active, len(weights))
+            done = _shrink_now(id(tensors), stream, *last, *active, len(weights))
             if done <= WRITTEN:
                 break
-            memory = kept.more(inputs, done)
+            memory, stream = kept.more(inputs, done), ANY_STREAM
     if grad and done:
         increment_version(output)
     return bool(done)
