@@ -147,7 +147,7 @@ class ForwardCase(Case):
                 yield Provider(name, lambda s, e=expression: self._torch(e, s), group="torch")
         if options.wants("jet") and options.device.type == "cuda" and not p.silu:
             packed = p.sequences is not None  # its list of tokens is made on the host
-            yield Provider("jet", self._jet, group="triton", synchronises=packed)
+            yield Provider("jet", self._jet, group="triton", synchronises=packed, foreign=True)
 
 
 class BackwardCase(ForwardCase):
@@ -260,7 +260,7 @@ class StepCase(Case):
         if not self.slots and options.wants("torch"):
             yield Provider("cat", torch_step, group="torch")
         if not self.slots and options.wants("jet") and options.device.type == "cuda":
-            yield Provider("jet", jet_step, group="triton")
+            yield Provider("jet", jet_step, group="triton", foreign=True)
 
 
 class HostCase(Case):

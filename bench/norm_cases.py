@@ -192,7 +192,8 @@ class ForwardCase(Case):
         if options.wants("coat") and cuda and plain and p.x == "e4m3":
             for copy in peers.COAT_COPIES:
                 name = "coat" if copy == "original" else copy
-                yield Provider(name, lambda s, c=copy: self._coat(s, c), group="triton")
+                yield Provider(name, lambda s, c=copy: self._coat(s, c), group="triton",
+                               foreign=True)  # fmt: skip
         if options.wants("libraries") and cuda and not p.residual:
             for name in peers.installed_norms():
                 bind = lambda s, n=name: peers.then_cast(n, s)  # noqa: E731
@@ -254,7 +255,8 @@ class QuantiseCase(ForwardCase):
         if options.wants("coat") and options.device.type == "cuda":
             for copy in peers.COAT_COPIES:
                 name = "coat" if copy == "original" else copy
-                yield Provider(name, lambda s, c=copy: self._coat(s, c), group="triton")
+                yield Provider(name, lambda s, c=copy: self._coat(s, c), group="triton",
+                               foreign=True)  # fmt: skip
 
 
 class BackwardCase(ForwardCase):

@@ -42,7 +42,8 @@ VIEWS = [
     View("Eight ragged adapters, backward", "ragged backward", "mortar", ("one",)),
     View("Dropout 0.1: against none", "dropout forward", "mortar", ("plain",)),
     View("Dropout 0.1, backward", "dropout backward", "mortar", ("plain",)),
-    View("Step of PEFT layers", "step", "mortar", ("peft", "peft compiled"), floors=False),
+    View("Step of PEFT layers", "step", "mortar", ("peft", "peft compiled"), floors=False,
+         memory=True),
     View("Host cost of a PEFT layer, forward and backward", "host", "mortar",
          ("peft", "torch.mul"), floors=False),
 ]  # fmt: skip
@@ -57,7 +58,7 @@ def _gpu_cases() -> Iterator[Case]:
         for shape in (*SHAPES, *OTHER_SHAPES):
             yield case(_problem(*shape), name)
         for rank in HIGH_RANKS:
-            yield case(_problem(8192, 4096, 4096, rank), "train_wide")
+            yield case(_problem(8192, 4096, 4096, rank), name.replace("train", "train_wide"))
         yield case(_problem(4096, 4096, 4096, 16, weights="fp32"), name)
         yield case(_problem(4096, 4096, 4096, 16, dtype="fp32"), name)
         for shape in (SHAPES[0], SHAPES[2]):
@@ -78,10 +79,10 @@ def _cpu_cases() -> Iterator[Case]:
             for shape in ((512, 1024, 4096, 16), (512, 4096, 1024, 64), (1000, 1024, 1024, 8)):
                 yield case(_problem(*shape, dtype=dtype), name)
         yield case(_problem(512, 1024, 4096, 16, p=0.1, dtype="fp32"), "train_dropout", "plain")
+        yield case(_problem(512, 1024, 4096, 16, p=0.1, dtype="fp32"), "cpu_train_dropout")
         together = "train_slices" if case is ForwardCase else "train_slices_backward"
         yield case(Problem(512, 1024, (1024, 256, 256), (16,)), together, "apart")
         yield case(Problem(512, 1024, (1024,), RAGGED), "train_adapters", "one")
-    yield ForwardCase(_problem(512, 1024, 4096, 16, dtype="fp32", p=0.1), "cpu_train_dropout")
     yield ForwardCase(_problem(512, 1024, 4096, 16, dtype="fp32", base=True), "cpu_train")
     for dtype in ("fp32", "bf16"):
         for p in (0.0, 0.05):

@@ -249,7 +249,7 @@ class ForwardCase(Case):
             yield Provider("compiled", lambda s: self._call(peers.compiled(plain), s),
                            group="torch")  # fmt: skip
         if options.wants("nemo") and options.device.type == "cuda" and one_dtype:
-            yield Provider("nemo", self._nemo, group="triton")
+            yield Provider("nemo", self._nemo, group="triton", foreign=True)
 
 
 class BackwardCase(ForwardCase):
@@ -287,6 +287,12 @@ class BackwardCase(ForwardCase):
         lib.lora_train_forward(*self._arguments(p, s, pairs, y, h, [], offsets))
         return h
 
+    def _dropping(self, wrap, s: Buffers) -> Callable[[], None]:
+        (a, b), (da, db), p = s.pairs[0], s.grads[0], self.problem.p
+        kept, mask = torch.native_dropout(s.x.to(a.dtype), p, True)
+        function, h = wrap(peers.dropped_backward), kept @ a.t()
+        return lambda: function(s.dx, da, db, kept, mask, h, s.dy[0], a, b, SCALE, p)
+
     def _call(self, expression, s: Buffers) -> Callable[[], None]:
         (a, b), (da, db) = s.pairs[0], s.grads[0]
         return lambda: expression(s.dx, da, db, s.x, s.h, s.dy[0], a, b, SCALE)
@@ -316,7 +322,7 @@ class LayerCase(Case):
     def __init__(self, rows: int, width: int, layers: int, p: float, dtype: str, target: str,
                  rank: int = 16, host: bool = False):  # fmt: skip
         self.table = "host" if host else "step"
-        self.host = host
+        self.host, self.memory = host, not host
         self.rows, self.width, self.layers, self.p = rows, width, layers, p
         self.dtype, self.rank = DTYPES[dtype], rank
         self.key = {"M": rows, "width": width, "layers": layers, "r": rank, "dtype": dtype, "p": p}

@@ -107,6 +107,16 @@ def peft_backward(dx: Tensor, da: Tensor, db: Tensor, x: Tensor, h: Tensor, dy: 
     db.copy_(wide.t() @ (narrow @ a.t()))
 
 
+def dropped_backward(dx: Tensor, da: Tensor, db: Tensor, kept: Tensor, mask: Tensor, h: Tensor,
+                     dy: Tensor, a: Tensor, b: Tensor, scale: float, p: float) -> None:  # fmt: skip
+    """The same with dropout, of what autograd keeps: x after dropout, its mask and h = kept A^T."""
+    wide = dy.to(a.dtype) * scale
+    ds = wide @ b
+    dx.copy_(ds @ a * mask * (1 / (1 - p)))
+    da.copy_(ds.t() @ kept)
+    db.copy_(wide.t() @ h)
+
+
 @functools.cache
 def compiled(expression):
     """The expression through Inductor, compiled for every shape of its own."""

@@ -70,8 +70,15 @@ class Options:
     quick: bool = False
     warm: bool = False
     replays: int = 9
-    peer_budget_s: float = 120.0
+    peer_budget_s: float = 60.0
     seconds_spent: dict[str, float] = field(default_factory=dict)
+
+    def peers_spent(self) -> float:
+        """What all peers took to compile and warm up so far."""
+        return sum(self.seconds_spent.values())
+
+    def spend(self, peer: str, seconds: float) -> None:
+        self.seconds_spent[peer] = self.seconds_spent.get(peer, 0.0) + seconds
 
     def wants(self, peer: str) -> bool:
         return peer in self.peers or "all" in self.peers
@@ -80,7 +87,7 @@ class Options:
 class Case(ABC):
     """One row. `key` names it (table columns in this order); `targets` maps the providers that are
     judged to names in targets.TARGETS; `host` rows are timed by their host cost, those of
-    inference (not `grad`) under `torch.no_grad()`."""
+    inference (not `grad`) under `torch.no_grad()`; of `memory` rows the peak of a call is kept."""
 
     table: str
     key: Mapping[str, object]
@@ -89,6 +96,7 @@ class Case(ABC):
     tolerance: float
     host: bool = False
     grad: bool = True
+    memory: bool = False
 
     @abstractmethod
     def make_buffers(self, device: torch.device, seed: int) -> Any:
@@ -180,9 +188,7 @@ def _check(
     before = [out.clone() for out in case.outputs(first)]
     result = _Checked()
     for provider in providers:
-        judged = provider.name in case.targets
-        spent = options.seconds_spent.get(provider.name, 0.0)
-        if not judged and spent > options.peer_budget_s:
+        if provider.name not in case.targets and options.peers_spent() > options.peer_budget_s:
             result.skipped[provider.name] = f"{options.peer_budget_s:.0f} s of warm-up are spent"
             continue
         try:
@@ -190,8 +196,8 @@ def _check(
             call = provider.bind(first)
             call()
             synchronize()
-            spent += time.perf_counter() - begin
-            options.seconds_spent[provider.name] = spent
+            if provider.name not in case.targets:
+                options.spend(provider.name, time.perf_counter() - begin)
             error = case.error(first, reference, provider) if provider.compared else 0.0
             if not error <= case.tolerance:
                 raise ArithmeticError(
@@ -223,9 +229,17 @@ def _time(
     return timings | time_synchronised(eager)
 
 
-def provider_results(
-    case: Case, providers: Sequence[Provider], options: Options
-) -> dict[str, Any]:
+def _peak_bytes(call: Call) -> int:
+    """The most device memory at a time during a call, beside what was there before."""
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def provider_results(case: Case, providers: Sequence[Provider], options: Options) -> dict[str, Any]:
     """Checks and times some providers of a row: what they took, why some failed or were skipped."""
     one = case.make_buffers(options.device, 0)
     count = num_sets(one, options, case.host)
@@ -243,6 +257,9 @@ def provider_results(
         }
         for name, timing in timings.items()
     }
+    if case.memory and options.device.type == "cuda":
+        for name, entry in found.items():
+            entry["peak_bytes"] = _peak_bytes(checked.calls[name][0])
     return {"sets": count, "providers": found, "failed": checked.failed, "skipped": checked.skipped}
 
 

@@ -51,9 +51,9 @@ def parser(
     p.add_argument(
         "--peer-budget",
         type=float,
-        default=120,
+        default=60,
         metavar="SECONDS",
-        help="warm-up that one peer may use up in all (default: %(default)s)",
+        help="warm-up that all peers together may use up (default: %(default)s)",
     )
     p.add_argument("--replays", type=int, default=9, help="samples a row (default: %(default)s)")
     p.add_argument("--warm", action="store_true", help="one set of buffers: caches stay warm")

@@ -32,9 +32,12 @@ class ForeignProcess:
         if self._process is None:
             self._start()
         try:
-            self._connection.send((label, provider))
+            seconds = self._arguments[1].seconds_spent
+            self._connection.send((label, provider, seconds))
             if self._connection.poll(PATIENCE_S):
-                return self._connection.recv()
+                found, spent = self._connection.recv()
+                seconds |= spent
+                return found
             reason = f"no result after {PATIENCE_S:.0f} s"
         except (EOFError, ConnectionError):
             self._process.join()
@@ -62,11 +65,11 @@ def _serve(
 ) -> None:
     rows = {case.label: case for case in cases(options)}
     while True:
-        label, name = connection.recv()
+        label, name, options.seconds_spent = connection.recv()
         case = rows[label]
         provider = next(p for p in case.providers(options) if p.name == name)
         found = provider_results(case, [provider], options)
         if options.device.type == "cuda":
             torch.cuda.synchronize()  # after an illegal access this raises: the process must go
             torch.cuda.empty_cache()
-        connection.send(found)
+        connection.send((found, options.seconds_spent))

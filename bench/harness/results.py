@@ -34,9 +34,9 @@ class View:
     """A table over the rows of one `table`: `subject` against whoever else was timed.
 
     `peers` names the other columns: a provider, or a group, of which the fastest is shown;
-    `floors` is off where bytes say nothing (host cost); `plot` is how its picture shows the rows:
-    each on a line of its own ("rows"), all as points of time against the floor ("floor"), or as
-    bars of speed in percent of the first peer's ("share")."""
+    `floors` is off where bytes say nothing (host cost); `memory` shows the peak of a call; `plot`
+    is how its picture shows the rows: each on a line of its own ("rows"), all as points of time
+    against the floor ("floor"), or as bars of speed in percent of the first peer's ("share")."""
 
     title: str
     table: str
@@ -44,6 +44,7 @@ class View:
     peers: tuple[str, ...] = ()
     floors: bool = True
     plot: str = "rows"
+    memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def judge(row: Mapping[str, Any], provider: str) -> Verdict:
     target = TARGETS.get(row["targets"].get(provider, ""))
 
     def us(limit: Limit | None) -> float | None:
-        value = float("inf") if limit is None else limit.us(row["floor_us"], peers)
+        value = float("inf") if limit is None else limit.us(row["floor_us"], peers, row["flops"])
         return None if value == float("inf") else value
 
     return Verdict(timing["us"], us(target.must if target else None), us(target and target.aim))

@@ -85,6 +85,8 @@ def table_of(view: View, result: Mapping[str, Any]) -> Table | None:
     if view.floors:
         headers += ["GB/s", "% roof", "floor", "x floor"]
     waiting = {n for row in rows for n, p in row["providers"].items() if p["synchronises"]}
+    if view.memory:
+        headers += ["peak, MB", *(f"{p} peak" for p in peers)]
     headers += ["must", "aim", *(f"{p}{'*' if p in waiting else ''} (x)" for p in peers)]
     note = "; *: with the wait for its result" if waiting.intersection(peers) else ""
     table = Table(view.title, headers, [], _summary(view, rows, peers), note)
@@ -104,6 +106,9 @@ def table_of(view: View, result: Mapping[str, Any]) -> Table | None:
             floor = row["floor_us"]
             cells += [Cell(number(rate / 1e9)), Cell(f"{100 * rate / roof:.0f}"),
                       Cell(number(floor)), Cell(number(us / floor) if floor else "")]  # fmt: skip
+        if view.memory:
+            names = (view.subject, *(best_of(row, peer, view.subject) for peer in peers))
+            cells += [_peak(row["providers"].get(name, {})) for name in names]
         verdict = judge(row, view.subject)
         cells += [_limit(verdict.must_us, verdict.must), _limit(verdict.aim_us, verdict.aim)]
         cells += [_peer(row, peer, view.subject) for peer in peers]
@@ -126,6 +131,11 @@ def _peer(row: Mapping[str, Any], peer: str, subject: str) -> Cell:
     us = row["providers"][name]["us"]
     which = "" if name == peer else f" {name}"
     return Cell(f"{number(us)}{which} ({number(us / row['providers'][subject]['us'])})")
+
+
+def _peak(provider: Mapping[str, Any]) -> Cell:
+    peak = provider.get("peak_bytes")
+    return Cell("" if peak is None else number(peak / 1e6))
 
 
 def _summary(view: View, rows: list[dict[str, Any]], peers: list[str]) -> Summary:

@@ -124,7 +124,7 @@ def test_limits(monkeypatch):
     monkeypatch.setitem(
         harness.TARGETS, "t", Target(Limit(3, 1.5, {"torch": 1.5}), Limit(2, 1, {"torch": 2}))
     )
-    row = {"floor_us": 10.0, "targets": {"mortar": "t"}, "providers": {
+    row = {"floor_us": 10.0, "flops": 0, "targets": {"mortar": "t"}, "providers": {
         "mortar": {"group": "mortar", "us": 17.0},
         "slow": {"group": "torch", "us": 90.0},
         "best": {"group": "torch", "us": 24.0},
@@ -135,6 +135,22 @@ def test_limits(monkeypatch):
     del row["providers"]["best"]
     assert judge(row, "mortar").must_us == pytest.approx(18.0) and judge(row, "mortar").must
     assert judge(row, "slow").must_us is None
+
+
+def test_peaks_of_memory_are_shown():
+    row = run(Axpy(100, {"right": 2, "peer": 2}))
+    row["providers"]["right"]["peak_bytes"] = 1_500_000
+    table = harness.table_of(View("Toy", "axpy", "right", ("peer",), memory=True), result([row]))
+    cells = dict(zip(table.headers, (cell.text for cell in table.rows[0]), strict=True))
+    assert cells["peak, MB"] == "1.50" and cells["peer peak"] == ""
+
+
+def test_limits_of_arithmetic():
+    """The larger of the two formulas counts."""
+    limit = Limit(8.0, 1.6, {"torch": 1.0}, work_base_us=10.0, flops_per_s=500e12)
+    assert limit.us(10.0, {}, flops=0) == pytest.approx(24.0)
+    assert limit.us(10.0, {}, flops=10**10) == pytest.approx(30.0)
+    assert limit.us(10.0, {"torch": 29.0}, flops=10**10) == 29.0
 
 
 def test_targets_are_those_of_the_design():
