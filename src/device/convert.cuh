@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversions between float and the storage types, and 16-byte packs of them.
+// Conversions between float and the storage types.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -71,39 +71,6 @@ __device__ __forceinline__ float2 unpack2<__nv_bfloat16>(std::uint32_t word) {
 template <>
 __device__ __forceinline__ float2 unpack2<__half>(std::uint32_t word) {
   return __half22float2(*reinterpret_cast<const __half2*>(&word));
-}
-
-/// N elements that move as one access when the address allows it.
-template <class T, int N>
-struct alignas(sizeof(T) * N) Pack {
-  T v[N];
-};
-
-template <class T, int N>
-__device__ __forceinline__ bool is_aligned(const T* p) {
-  return reinterpret_cast<std::uintptr_t>(p) % (sizeof(T) * N) == 0;
-}
-
-/// Reads elements [0, valid) of p; the rest are zero. One access if aligned and whole.
-template <class T, int N>
-__device__ __forceinline__ Pack<T, N> load_pack(const T* p, std::int64_t valid) {
-  if (valid >= N && is_aligned<T, N>(p)) return *reinterpret_cast<const Pack<T, N>*>(p);
-  Pack<T, N> out;
-#pragma unroll
-  for (int i = 0; i < N; ++i) out.v[i] = i < valid ? p[i] : from_float<T>(0.0f);
-  return out;
-}
-
-template <class T, int N>
-__device__ __forceinline__ void store_pack(T* p, const Pack<T, N>& pack, std::int64_t valid) {
-  if (valid >= N && is_aligned<T, N>(p)) {
-    *reinterpret_cast<Pack<T, N>*>(p) = pack;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (i < valid) p[i] = pack.v[i];
-  }
 }
 
 }  // namespace mortar::device

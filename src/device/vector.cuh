@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vector: neighbouring elements of a thread, aligned and whole, moved by as few instructions as
-// possible (Pack of convert.cuh is for rows that may be neither). load and store, `_once` with the
-// hint that the data is not used again (`.cs`: evict first), `_if` predicated, `_shared` from
-// shared memory; conversions from and to float.
+// Vector: neighbouring elements of a thread, moved by as few instructions as possible. load and
+// store, `_once` with the hint that the data is not used again (`.cs`: evict first), `_if`
+// predicated, `_shared` from shared memory, `_some` for those at the end of a row or at any
+// address; conversions from and to float.
 #pragma once
 
 #include <cstring>
@@ -50,6 +50,15 @@ struct Vector {
   __device__ __forceinline__ static const Word<kAlignment>* piece_of(const T* p, int i) {
     return reinterpret_cast<const Word<kAlignment>*>(kPieces == 1 ? p : p + i * kPieceElts);
   }
+  __device__ __forceinline__ Word<kAlignment> piece(int i) const {
+    if constexpr (kAlignment == 2) {
+      return static_cast<Word<kAlignment>>(word[i]);
+    } else {
+      Word<kAlignment> v;
+      memcpy(&v, word + i * kPieceWords, sizeof(v));
+      return v;
+    }
+  }
   __device__ __forceinline__ void set_piece(int i, Word<kAlignment> v) {
     if constexpr (kAlignment == 2) {
       word[i] = v;
@@ -93,6 +102,50 @@ __device__ __forceinline__ Vector<T, N> load_shared(const void* p) {
   return out;
 }
 
+template <class T, int N>
+__device__ __forceinline__ bool is_aligned(const T* p) {
+  return reinterpret_cast<std::uintptr_t>(p) % (sizeof(T) * N) == 0;
+}
+
+/// Elements [0, valid) of p, and zeros for the rest: one access if p is aligned and all are there.
+template <class T, int N>
+__device__ __forceinline__ Vector<T, N> load_some(const T* p, std::int64_t valid) {
+  using V = Vector<T, N>;
+  using Element = Word<int{sizeof(T)}>;
+  static_assert(V::kPieces == 1, "one access");
+  V out{};
+  if (valid >= N && is_aligned<T, N>(p)) {
+    out.set_piece(0, *V::piece_of(p, 0));
+    return out;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const unsigned element = i < valid ? reinterpret_cast<const Element*>(p)[i] : Element{0};
+    out.word[i * int{sizeof(T)} / 4] |= element << (8 * (i * int{sizeof(T)} % 4));
+  }
+  return out;
+}
+
+/// Writes elements [0, valid) of v to p.
+template <class T, int N>
+__device__ __forceinline__ void store_some(T* p, const Vector<T, N>& v, std::int64_t valid) {
+  using V = Vector<T, N>;
+  using Element = Word<int{sizeof(T)}>;
+  static_assert(V::kPieces == 1, "one access");
+  if (valid >= N && is_aligned<T, N>(p)) {
+    *reinterpret_cast<Word<V::kAlignment>*>(p) = v.piece(0);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const unsigned word = v.word[i * int{sizeof(T)} / 4];
+    if (i < valid) {
+      reinterpret_cast<Element*>(p)[i] =
+          static_cast<Element>(word >> (8 * (i * int{sizeof(T)} % 4)));
+    }
+  }
+}
+
 /// Reads 16 bytes through L2 into v if `there`, in one predicated instruction: loads in branches
 /// would wait for each other.
 __device__ __forceinline__ void load_if(bool there, uint4& v, const void* p) {
@@ -112,9 +165,9 @@ __device__ __forceinline__ void load_if(bool there, uint2& v, const void* p) {
       : "l"(p), "r"(static_cast<int>(there)));
 }
 
-/// One piece; rounds to nearest even, two values per instruction for the 16-bit types.
+/// Rounds to nearest even, two values per instruction for the 16-bit types.
 template <class T, int N>
-__device__ __forceinline__ void store_once(T* p, const float (&v)[N]) {
+__device__ __forceinline__ Vector<T, N> round_to(const float (&v)[N]) {
   using V = Vector<T, N>;
   static_assert(V::kPieces == 1, "one access");
   V out;
@@ -133,14 +186,14 @@ __device__ __forceinline__ void store_once(T* p, const float (&v)[N]) {
       }
     }
   }
-  using W = Word<V::kAlignment>;
-  if constexpr (sizeof(W) == 2) {
-    __stcs(reinterpret_cast<W*>(p), static_cast<W>(out.word[0]));
-  } else {
-    W word;
-    memcpy(&word, &out, sizeof(W));
-    __stcs(reinterpret_cast<W*>(p), word);
-  }
+  return out;
+}
+
+/// One piece, rounded.
+template <class T, int N>
+__device__ __forceinline__ void store_once(T* p, const float (&v)[N]) {
+  using W = Word<Vector<T, N>::kAlignment>;
+  __stcs(reinterpret_cast<W*>(p), round_to<T>(v).piece(0));
 }
 
 /// The same for any number of pieces, of value(0), ..., value(N - 1).

@@ -18,6 +18,7 @@
 #include "device/mma.cuh"
 #include "device/pdl.cuh"
 #include "device/split_k.cuh"
+#include "device/vector.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_tile.cuh"
 
@@ -114,8 +115,7 @@ struct YPart {
         if constexpr (Tr::kVectorY) {
           device::load_if(count > 0, v[g][half], from);
         } else {
-          const auto pack = device::load_pack<T, 8>(from, count);
-          v[g][half] = *reinterpret_cast<const uint4*>(&pack);
+          v[g][half] = device::load_some<T, 8>(from, count).piece(0);
         }
       }
     }
@@ -234,8 +234,9 @@ __global__ void __launch_bounds__(kThreads, 3)
         if constexpr (Tr::kVectorY) {
           *reinterpret_cast<uint4*>(at[half] + c) = out;
         } else {
-          device::store_pack<T, 8>(at[half] + c, *reinterpret_cast<const device::Pack<T, 8>*>(&out),
-                                   left - c);
+          device::Vector<T, 8> some;
+          some.set_piece(0, out);
+          device::store_some(at[half] + c, some, left - c);
         }
       }
     }

@@ -117,8 +117,8 @@ struct BCopy {
       } else {
 #pragma unroll 1
         for (int c = col0; c < count; c += step, from += src_step, to += dst_step) {
-          *reinterpret_cast<device::Pack<TW, Tr::kPieceElts>*>(to) =
-              device::load_pack<TW, Tr::kPieceElts>(from, left);
+          *reinterpret_cast<uint4*>(to) =
+              device::load_some<TW, Tr::kPieceElts>(from, left).piece(0);
         }
       }
     }

@@ -20,6 +20,7 @@
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
+#include "device/vector.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_prefill_tile.cuh"
 #include "lora/cuda/expand_scout.cuh"
@@ -101,8 +102,9 @@ struct Worker {
           // A row without a token is filled with zeros: no branch.
           device::cp_async_16(at + place, y + max(offset, std::int64_t{0}), offset >= 0 ? 16 : 0);
         } else if (offset >= 0) {
-          *reinterpret_cast<device::Pack<T, 8>*>(y_stage(stage) + place) =
-              device::load_pack<T, 8>(reinterpret_cast<const T*>(y + offset), t.cols - piece * 8);
+          *reinterpret_cast<uint4*>(y_stage(stage) + place) =
+              device::load_some<T, 8>(reinterpret_cast<const T*>(y + offset), t.cols - piece * 8)
+                  .piece(0);
         }
       }
     }
@@ -151,8 +153,9 @@ struct Worker {
         if constexpr (Tr::kVectorY) {
           *reinterpret_cast<uint4*>(to) = out;
         } else {
-          device::store_pack<T, 8>(reinterpret_cast<T*>(to),
-                                   *reinterpret_cast<const device::Pack<T, 8>*>(&out), left);
+          device::Vector<T, 8> some;
+          some.set_piece(0, out);
+          device::store_some(reinterpret_cast<T*>(to), some, left);
         }
       }
     }

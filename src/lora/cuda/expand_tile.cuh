@@ -10,6 +10,7 @@
 #include "device/convert.cuh"
 #include "device/mma.cuh"
 #include "device/swizzle.cuh"
+#include "device/vector.cuh"
 #include "lora/cuda/params.cuh"
 
 namespace mortar::lora::cuda {
@@ -99,9 +100,8 @@ struct BCopy {
     const T* at = src + first * stride;
     if (!vector) {
       for (int c = row0; c < cols; c += kStep, at += kStep * stride) {
-        *reinterpret_cast<device::Pack<T, 8>*>(b_tile +
-                                               Ranks::place(permuted(c), Ranks::own_piece())) =
-            device::load_pack<T, 8>(at, left);
+        *reinterpret_cast<uint4*>(b_tile + Ranks::place(permuted(c), Ranks::own_piece())) =
+            device::load_some<T, 8>(at, left).piece(0);
       }
       return;
     }
@@ -145,13 +145,13 @@ __device__ __forceinline__ void copy_h(const HView& h, const Tile& tile, const i
     }
     std::uint32_t words[4];
     if (h.dtype == DType::kFloat32) {
-      const auto lower = device::load_pack<float, 4>(static_cast<const float*>(h.data) + at, left);
-      const auto upper = device::load_pack<float, 4>(
+      const auto lower = device::load_some<float, 4>(static_cast<const float*>(h.data) + at, left);
+      const auto upper = device::load_some<float, 4>(
           static_cast<const float*>(h.data) + at + (left > 4 ? 4 : 0), left - 4);
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        words[k] = device::pack2<T>(lower.v[2 * k], lower.v[2 * k + 1]);
-        words[2 + k] = device::pack2<T>(upper.v[2 * k], upper.v[2 * k + 1]);
+        words[k] = device::pack2<T>(lower.get(2 * k), lower.get(2 * k + 1));
+        words[2 + k] = device::pack2<T>(upper.get(2 * k), upper.get(2 * k + 1));
       }
     } else {
 #pragma unroll

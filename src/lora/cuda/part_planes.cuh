@@ -35,8 +35,7 @@ struct XPiece {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       constexpr int kElts = 8 / kWords;
-      const auto pack = device::load_pack<T, kElts>(at + i * kElts, left - i * kElts);
-      v[i] = *reinterpret_cast<const uint4*>(&pack);
+      v[i] = device::load_some<T, kElts>(at + i * kElts, left - i * kElts).piece(0);
     }
   }
   /// Writes 16 bytes per plane, whose row starts at `row`, as ldmatrix wants them: piece 2i takes
@@ -61,8 +60,8 @@ MORTAR_HOST_DEVICE constexpr int h_pitch(int width) { return round_up(width, 16)
 /// Four neighbouring ranks of h, of which `left` exist, as they came from memory.
 __device__ __forceinline__ float4 load_h(const HView& h, std::int64_t at, int left) {
   if (h.dtype == DType::kFloat32) {
-    const auto v = device::load_pack<float, 4>(static_cast<const float*>(h.data) + at, left);
-    return make_float4(v.v[0], v.v[1], v.v[2], v.v[3]);
+    const auto v = device::load_some<float, 4>(static_cast<const float*>(h.data) + at, left);
+    return make_float4(v.get(0), v.get(1), v.get(2), v.get(3));
   }
   float v[4];
 #pragma unroll

@@ -10,6 +10,7 @@
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "device/split_k.cuh"
+#include "device/vector.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/rank_rows.cuh"
 
@@ -67,12 +68,10 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   if (out != nullptr) {
     // What lies past the rank was never written.
     const float v[4] = {sum.x, sum.y, sum.z, sum.w};
-    device::Pack<H, 4> pack;
+    float scaled[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      pack.v[c] = device::from_float<H>(r + c < w.rank ? v[c] * scale : 0.0f);
-    }
-    device::store_pack<H, 4>(out, pack, count);
+    for (int c = 0; c < 4; ++c) scaled[c] = r + c < w.rank ? v[c] * scale : 0.0f;
+    device::store_some(out, device::round_to<H>(scaled), count);
   }
   if (!p.to.pad || blockIdx.x > 0) return;
   // A public h may be wider than the partials.

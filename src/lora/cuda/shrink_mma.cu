@@ -19,6 +19,7 @@
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/pdl.cuh"
+#include "device/vector.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/rank_rows.cuh"
 
@@ -62,9 +63,8 @@ __device__ __forceinline__ void copy_piece(std::uint32_t dst, const unsigned cha
     // K is a multiple of 8: a piece is whole or absent, and an absent one is not read.
     device::cp_async_16(dst, src, left > 0 ? 16 : 0);
   } else {
-    *reinterpret_cast<device::Pack<T, 8>*>(const_cast<unsigned char*>(ring) +
-                                           (dst - ring_address)) =
-        device::load_pack<T, 8>(src, left);
+    *reinterpret_cast<uint4*>(const_cast<unsigned char*>(ring) + (dst - ring_address)) =
+        device::load_some<T, 8>(src, left).piece(0);
   }
 }
 

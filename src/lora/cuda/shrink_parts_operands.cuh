@@ -192,8 +192,8 @@ struct RowCopy {
         for (int i = row0; i < last; i += row_step) {
           const TW* a = static_cast<const TW*>(rows.weights[first + i]);
           if (a == nullptr) continue;
-          *reinterpret_cast<device::Pack<TW, Tr::kPieceElts>*>(at + i * pitch) =
-              device::load_pack<TW, Tr::kPieceElts>(a + from, elts);
+          *reinterpret_cast<uint4*>(at + i * pitch) =
+              device::load_some<TW, Tr::kPieceElts>(a + from, elts).piece(0);
         }
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
