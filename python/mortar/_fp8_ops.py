@@ -15,6 +15,9 @@ are read. ``rng``, int64 [2], makes rounding stochastic.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
@@ -135,39 +138,46 @@ _BACKWARD_OPERANDS = (
 _QUANTIZE_OPERANDS = (("y", False), ("rng", True), *_OUTPUTS)
 
 
+class _Function(NamedTuple):
+    """What a call goes through where it cannot go straight to the library."""
+
+    name: str
+    library: str
+    """What the library calls it."""
+    operands: tuple[tuple[str, bool], ...]
+    op: Callable
+
+
+_NORM = _Function("fp8_rmsnorm", "fp8_rmsnorm_forward", _NORM_OPERANDS, _rmsnorm_op)
+_BACKWARD = _Function(*["fp8_rmsnorm_backward"] * 2, _BACKWARD_OPERANDS, _backward_op)
+_QUANTIZE = _Function(*["fp8_quantize"] * 2, _QUANTIZE_OPERANDS, _quantize_op)
+
+
 def rmsnorm_into(tensors: tuple, written: tuple, *values) -> None:
-    try:
-        if is_eager(tensors[0]) and _forward_now(id(tensors), *values):
-            if written:
-                note_writes(*written)
-            return
-        require_tensors("fp8_rmsnorm", _NORM_OPERANDS, tensors)
-        _below_autograd(_rmsnorm_op, tensors, written, values)
-    except (TypeError, ValueError) as error:
-        require_tensors("fp8_rmsnorm", _NORM_OPERANDS, tensors)
-        raise _renamed(error, "fp8_rmsnorm_forward", "fp8_rmsnorm") from None
+    _run_into(_NORM, _forward_now, tensors, written, values)
 
 
 def backward_into(tensors: tuple, written: tuple, *values) -> None:
-    try:
-        if is_eager(tensors[0]) and _backward_now(id(tensors), *values):
-            if written:
-                note_writes(*written)
-            return
-        require_tensors("fp8_rmsnorm_backward", _BACKWARD_OPERANDS, tensors)
-        _below_autograd(_backward_op, tensors, written, values)
-    except (TypeError, ValueError):
-        require_tensors("fp8_rmsnorm_backward", _BACKWARD_OPERANDS, tensors)
-        raise
+    _run_into(_BACKWARD, _backward_now, tensors, written, values)
 
 
 def quantize_into(tensors: tuple, written: tuple, *values) -> None:
-    if is_eager(tensors[0]) and _quantize_now(id(tensors), *values):
-        if written:
-            note_writes(*written)
-        return
-    require_tensors("fp8_quantize", _QUANTIZE_OPERANDS, tensors)
-    _below_autograd(_quantize_op, tensors, written, values)
+    _run_into(_QUANTIZE, _quantize_now, tensors, written, values)
+
+
+def _run_into(
+    function: _Function, now: Callable[..., int], tensors: tuple, written: tuple, values: tuple
+) -> None:
+    try:
+        if is_eager(tensors[0]) and now(id(tensors), *values):
+            if written:
+                note_writes(*written)
+            return
+        require_tensors(function.name, function.operands, tensors)
+        _below_autograd(function.op, tensors, written, values)
+    except (TypeError, ValueError) as error:
+        require_tensors(function.name, function.operands, tensors)
+        raise _renamed(error, function.library, function.name) from None
 
 
 def _below_autograd(op, tensors: tuple, written: tuple, values: tuple) -> None:

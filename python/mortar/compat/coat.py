@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch import Tensor
 from ..fp8 import fp8_quantize as _quantize
 from ..fp8 import fp8_rmsnorm as _rmsnorm
 from ..fp8 import fp8_rmsnorm_backward as _rmsnorm_backward
+from ._install import Replacements, found
 
 __all__ = [
     "fp8_division_transpose",
@@ -132,8 +132,7 @@ _HOMES = {
     "_division_transpose": (fp8_division_transpose,),
 }
 
-# What install() replaced: (module, attribute, original).
-_replaced: list[tuple[ModuleType, str, object]] = []
+_replacements = Replacements()
 
 
 def _homes() -> Iterator[tuple[str, str]]:
@@ -156,30 +155,18 @@ def install() -> list[str]:
     Raises:
         RuntimeError: no copy of COAT has been imported.
     """
-    homes = list(_homes())
-    if not homes:
-        raise RuntimeError(
-            "mortar.compat.coat.install: import coat.activation.real_quantization (or load the "
-            "model) first, got no imported module of that name"
-        )
-    ours = {function.__name__: function for functions in _HOMES.values() for function in functions}
-    originals = {id(original): original for _, name, original in _replaced if name in ours}
+    homes = found(
+        list(_homes()),
+        "mortar.compat.coat.install",
+        "import coat.activation.real_quantization (or load the model)",
+    )
     for package, stem in homes:
-        for function in _HOMES[stem]:
-            found = vars(sys.modules[f"{package}.{stem}"]).get(function.__name__, function)
-            if found is not function:
-                originals[id(found)] = found
-    for module in list(sys.modules.values()):
-        held = getattr(module, "__dict__", {})
-        for name, function in ours.items():
-            if id(held.get(name)) in originals:
-                _replaced.append((module, name, held[name]))
-                setattr(module, name, function)
+        for ours in _HOMES[stem]:
+            original = vars(sys.modules[f"{package}.{stem}"]).get(ours.__name__, ours)
+            _replacements.replace_everywhere(original, ours)
     return sorted({package for package, _ in homes})
 
 
 def uninstall() -> None:
     """Restores all that install() replaced; nothing if it has not run."""
-    while _replaced:
-        module, name, original = _replaced.pop()
-        setattr(module, name, original)
+    _replacements.undo()

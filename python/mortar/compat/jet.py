@@ -23,6 +23,7 @@ from torch import Tensor
 from .._dynamic_conv_ops import step_into
 from ..dynamic_conv import dynamic_conv
 from ..nn import DynamicShortConvolution
+from ._install import Replacements, found
 
 __all__ = [
     "causal_conv_step_triton",
@@ -89,8 +90,7 @@ def causal_conv_step_triton(x: Tensor, cache: Tensor, kernels: Tensor) -> Tensor
 _MODULES = ("dconv_fwdbwd", "dconv_fwd_cache", "dconv_step")
 _FUNCTIONS = (dynamic_conv_triton_autograd, dynamic_conv_triton_cache, causal_conv_step_triton)
 
-# What install() replaced: (owner, attribute, original).
-_replaced: list[tuple[object, str, object]] = []
+_replacements = Replacements()
 
 
 def _packages() -> Iterator[str]:
@@ -102,17 +102,11 @@ def _packages() -> Iterator[str]:
             yield package
 
 
-def _replace(owner: object, attribute: str, value: object) -> None:
-    _replaced.append((owner, attribute, getattr(owner, attribute)))
-    setattr(owner, attribute, value)
-
-
 def install() -> list[str]:
     """Puts Mortar under every imported jetai; models made before or after run on it.
 
-    Replaces the three functions in whichever of its modules has taken hold of them, and the
-    forward pass of its DynamicShortConvolution. Calling it again changes nothing. `uninstall`
-    takes it back.
+    Replaces the three functions in whichever module has taken hold of them, and the forward pass
+    of its DynamicShortConvolution. Calling it again changes nothing. `uninstall` takes it back.
 
     Returns:
         The packages that were found, such as ["jetai.modeling.hf"].
@@ -120,25 +114,21 @@ def install() -> list[str]:
     Raises:
         RuntimeError: no jetai has been imported.
     """
-    packages = list(_packages())
-    if not packages:
-        raise RuntimeError(
-            "mortar.compat.jet.install: import jetai.modeling.hf.dynamic_conv (or load the model) "
-            "first, got no imported module of that name"
-        )
+    packages = found(
+        list(_packages()),
+        "mortar.compat.jet.install",
+        "import jetai.modeling.hf.dynamic_conv (or load the model)",
+    )
     for package in packages:
-        modules = {n: m for n, m in sys.modules.items() if n.startswith(f"{package}.")}
-        for module, ours in itertools.product(modules.values(), _FUNCTIONS):
-            if getattr(module, ours.__name__, ours) is not ours:
-                _replace(module, ours.__name__, ours)
-        layer = modules[f"{package}.dynamic_conv"].DynamicShortConvolution
+        for stem, ours in itertools.product(_MODULES, _FUNCTIONS):
+            original = vars(sys.modules[f"{package}.{stem}"]).get(ours.__name__, ours)
+            _replacements.replace_everywhere(original, ours)
+        layer = sys.modules[f"{package}.dynamic_conv"].DynamicShortConvolution
         if layer.forward is not DynamicShortConvolution.forward:
-            _replace(layer, "forward", DynamicShortConvolution.forward)
+            _replacements.replace(layer, "forward", DynamicShortConvolution.forward)
     return packages
 
 
 def uninstall() -> None:
     """Restores all that install() replaced; nothing if it has not run."""
-    while _replaced:
-        owner, attribute, original = _replaced.pop()
-        setattr(owner, attribute, original)
+    _replacements.undo()

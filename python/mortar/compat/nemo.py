@@ -21,12 +21,12 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _lora_train_ops as ops
+from ._install import Replacements, found
 
 __all__ = [
     "install",
@@ -160,8 +160,7 @@ def _backward(ctx, d_y):
 
 _FUNCTIONS = (lora_forward_wrapper, lora_da_dx_update_wrapper, lora_db_update_wrapper)
 
-# What install() replaced: (owner, attribute, what its __dict__ held).
-_replaced: list[tuple[Any, str, Any]] = []
+_replacements = Replacements()
 
 
 def _packages() -> Iterator[tuple[str, ModuleType, ModuleType]]:
@@ -171,21 +170,6 @@ def _packages() -> Iterator[tuple[str, ModuleType, ModuleType]]:
         kernels = sys.modules.get(f"{package}.lora_kernel")
         if stem == "lora" and hasattr(layers, "LoRATritonFunction") and kernels is not None:
             yield package, kernels, layers
-
-
-def _replace(owner: Any, attribute: str, value: Any) -> None:
-    _replaced.append((owner, attribute, vars(owner)[attribute]))
-    setattr(owner, attribute, value)
-
-
-def _replace_everywhere(original: Any, ours: Any) -> None:
-    """In every module that has taken hold of the original, under whatever name."""
-    if original is ours:
-        return
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType):
-            for attribute in [n for n, v in list(vars(module).items()) if v is original]:
-                _replace(module, attribute, ours)
 
 
 def _keeping_triton(original: Callable, layers: ModuleType) -> Callable:
@@ -222,30 +206,27 @@ def install() -> list[str]:
     Raises:
         RuntimeError: no nemo_automodel has been imported.
     """
-    packages = list(_packages())
-    if not packages:
-        raise RuntimeError(
-            "mortar.compat.nemo.install: import nemo_automodel.components._peft.lora first, got "
-            "no imported module of that name"
-        )
+    packages = found(
+        list(_packages()),
+        "mortar.compat.nemo.install",
+        "import nemo_automodel.components._peft.lora",
+    )
     for _, kernels, layers in packages:
         for ours in _FUNCTIONS:
-            _replace_everywhere(getattr(kernels, ours.__name__), ours)
+            _replacements.replace_everywhere(getattr(kernels, ours.__name__), ours)
         function = layers.LoRATritonFunction
         if vars(function)["forward"].__func__ is _forward:
             continue
         for name, ours in (
             ("forward", _forward), ("setup_context", _setup_context), ("backward", _backward)
         ):  # fmt: skip
-            _replace(function, name, staticmethod(ours))
+            _replacements.replace(function, name, staticmethod(ours))
         if hasattr(layers, "patch_linear_module"):
             original = layers.patch_linear_module
-            _replace_everywhere(original, _keeping_triton(original, layers))
+            _replacements.replace_everywhere(original, _keeping_triton(original, layers))
     return [name for name, _, _ in packages]
 
 
 def uninstall() -> None:
     """Restores all that install() replaced; nothing if it has not run."""
-    while _replaced:
-        owner, attribute, original = _replaced.pop()
-        setattr(owner, attribute, original)
+    _replacements.undo()
