@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -29,10 +28,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from corpus import Corpus, load_corpora
+from corpus import Corpus
+from demo_main import demo
 from hybrid_model import ConvMixer, HybridConfig, HybridModel
-
-ROOT = Path(__file__).resolve().parents[1]
 
 #: Largest differences that float32 arithmetic in another order explains: every step differs by
 #: rounding (2^-24), and training amplifies it step by step.
@@ -333,21 +331,6 @@ def _table(report: dict[str, object]) -> Table:
     return table
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="./run demo conv", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo_conv", metavar="DIR")
-    arguments = parser.parse_args()
-    console = Console()
-    console.print("[bold]Dynamic convolution: train, prefill, decode[/]")
-    corpus = load_corpora(limit=1_000_000)[0]
-    report = run(Recipe(steps=arguments.steps), corpus, arguments.out, console)
-    results = checks(report)
-    for claim, holds in results.items():
-        console.print(f"[green]✓[/] {claim}" if holds else f"[bold red]✗[/] {claim}")
-    console.print(f"report and plot: {arguments.out}")
-    return 0 if all(results.values()) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    title = "Dynamic convolution: train, prefill, decode"
+    sys.exit(demo("conv", title, __doc__, Recipe, run, checks))

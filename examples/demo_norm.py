@@ -9,7 +9,6 @@ time per step; draws the curves and which FP8 codes the activations use, in buil
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -26,10 +25,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import mortar
-from corpus import Corpus, load_corpora
+from corpus import Corpus
+from demo_main import demo
 from mortar.nn import Fp8RMSNormLinear
-
-ROOT = Path(__file__).resolve().parents[1]
 
 #: FP8 rounds every activation to 2^-4 of it: curves may part by that much of a loss, averaged over
 #: the last tenth of the steps, and still be the same training.
@@ -41,13 +39,13 @@ VOCAB = 256
 class Recipe:
     """One training; the defaults take one to two minutes for all three on two cores."""
 
-    steps: int = 80
+    steps: int = 50
     rows: int = 8
     length: int = 128
     hidden: int = 128
     heads: int = 4
     lr: float = 3e-3
-    warmup: int = 15
+    warmup: int = 10
     seed: int = 3
 
 
@@ -344,21 +342,6 @@ def tables(report: dict[str, object]) -> list[Table]:
     return [table, gpu]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="./run demo norm", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo_norm", metavar="DIR")
-    arguments = parser.parse_args()
-    console = Console()
-    console.print("[bold]FP8 RMSNorm: a small model trained in FP8[/]")
-    corpus = load_corpora(limit=1_000_000)[0]
-    report = run(Recipe(steps=arguments.steps), corpus, arguments.out, console)
-    results = checks(report)
-    for claim, holds in results.items():
-        console.print(f"[green]✓[/] {claim}" if holds else f"[bold red]✗[/] {claim}")
-    console.print(f"report and plot: {arguments.out}")
-    return 0 if all(results.values()) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    title = "FP8 RMSNorm: a small model trained in FP8"
+    sys.exit(demo("norm", title, __doc__, Recipe, run, checks))

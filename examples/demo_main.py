@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the demos that train one small model on local text."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from corpus import Corpus, load_corpora
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def demo(
+    name: str,
+    title: str,
+    description: str,
+    recipe: type,
+    run: Callable[[Any, Corpus, Path, Console], dict[str, object]],
+    checks: Callable[[dict[str, object]], dict[str, bool]],
+) -> int:
+    """`./run demo <name>`: runs the recipe, says what holds of its claims. Returns the exit status.
+
+    `run` takes the recipe, the text, the folder of its report and the console."""
+    parser = argparse.ArgumentParser(
+        prog=f"./run demo {name}", description=description.splitlines()[0]
+    )
+    parser.add_argument("--steps", type=int, default=recipe.steps, help="(default: %(default)s)")
+    folder = ROOT / "build" / f"demo_{name}"
+    parser.add_argument("--out", type=Path, default=folder, metavar="DIR")
+    arguments = parser.parse_args()
+    console = Console()
+    console.print(f"[bold]{title}[/]")
+    corpus = load_corpora(limit=1_000_000)[0]
+    report = run(recipe(steps=arguments.steps), corpus, arguments.out, console)
+    results = checks(report)
+    for claim, holds in results.items():
+        console.print(f"[green]✓[/] {claim}" if holds else f"[bold red]✗[/] {claim}")
+    console.print(f"report and plot: {arguments.out}")
+    return 0 if all(results.values()) else 1
