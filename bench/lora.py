@@ -16,9 +16,9 @@ import torch
 
 import peers
 from harness import Case, Options, View, main
-from lora_cases import ApplyCase, CpuCase, HostCase, PlanCase
 from lora_grid import GRID_VIEW, grid_cases
 from lora_problem import DOWN, GATE_UP, QKV, LoraProblem
+from lora_rows import ApplyCase, CpuCase, HostCase, PlanCase
 
 #: tokens, adapters, rank: the rows at which the peers were measured as well.
 ROWS = [

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from harness import Options, Provider, View
-from lora_cases import ApplyCase
 from lora_problem import Layer, LoraProblem
+from lora_rows import ApplyCase
 
 GRID_SIZE = 200
 RANKS = (4, 8, 16, 32, 64, 128, 256, 512)
