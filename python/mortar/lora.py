@@ -38,7 +38,8 @@ The method is that of Punica (arXiv:2310.18547) and S-LoRA (arXiv:2311.03285).
 """
 
 import os
-from typing import ClassVar, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -104,14 +105,10 @@ class Plan(_PlanFields):
         num_adapters: L.
     """
 
-    _memory: ClassVar[Memory | None] = None
-
-    @property
+    @cached_property
     def memory(self) -> Memory:
         """Where calls that are given no workspace find one."""
-        if self._memory is None:
-            self._memory = Memory()
-        return self._memory
+        return Memory()
 
 
 class PlanReport(NamedTuple):
@@ -262,11 +259,10 @@ def apply(
                 _refuse_negation("lora_apply", "y")
             if _is_grad_enabled():
                 ops.guard_autograd("lora_apply", (x, y, *weights.watched), y)
-            sizes = (plan.num_tokens, plan.num_adapters)
             memory, stream = plan.memory.get() if workspace is None else (workspace, ANY_STREAM)
             tensors = (x, y, memory, plan.data)
-            numbers = (offset, scale, add_inputs)
-            done = _apply_now(id(tensors), stream, *numbers, *sizes, weights.handle)
+            done = _apply_now(id(tensors), stream, offset, scale, add_inputs, plan.num_tokens,
+                              plan.num_adapters, weights.handle)  # fmt: skip
             if done == WRITTEN:
                 return y
             if done and workspace is None:
@@ -315,10 +311,10 @@ def shrink(
                 _refuse_negation("lora_shrink", "h")
             if _is_grad_enabled():
                 ops.guard_autograd("lora_shrink", (x, h, *weights.watched), h)
-            sizes = (plan.num_tokens, plan.num_adapters)
             memory, stream = plan.memory.get() if workspace is None else (workspace, ANY_STREAM)
             tensors = (x, h, memory, zero_rows, plan.data)
-            done = _shrink_now(id(tensors), stream, scale, *sizes, weights.handle)
+            done = _shrink_now(id(tensors), stream, scale, plan.num_tokens, plan.num_adapters,
+                               weights.handle)  # fmt: skip
             if done == WRITTEN:
                 return h
             if done and workspace is None:
