@@ -167,6 +167,8 @@ def main(
             if path:
                 save(result, path)
             progress.advance(task)
+            if not console.is_terminal:
+                console.print(f"{len(result['rows'])}/{len(todo)}: {case.label}", markup=False)
             gc.collect()
             if cuda:
                 torch.cuda.empty_cache()

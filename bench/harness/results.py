@@ -74,7 +74,9 @@ def judge(row: Mapping[str, Any], provider: str) -> Verdict:
     target = TARGETS.get(row["targets"].get(provider, ""))
 
     def us(limit: Limit | None) -> float | None:
-        value = float("inf") if limit is None else limit.us(row["floor_us"], peers, row.get("flops", 0))
+        value = (
+            float("inf") if limit is None else limit.us(row["floor_us"], peers, row.get("flops", 0))
+        )
         return None if value == float("inf") else value
 
     return Verdict(timing["us"], us(target.must if target else None), us(target and target.aim))
