@@ -37,7 +37,8 @@ def random(count: int, dtype=FP32) -> torch.Tensor:
 )  # fmt: skip
 def test_what_parts_drop(tokens, dtype, most, mean):
     """At most `most` of a product, `mean` on average, always towards zero."""
-    h, b = random(tokens), random(columns := 1024, dtype)
+    columns = 1024
+    h, b = random(tokens), random(columns, dtype)
     want = h.double()[:, None] * b.double()
     dropped = (want - products(h, b).double()) / want
     rounding = 2**-24 * (1 + 2**-20)
