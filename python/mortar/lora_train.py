@@ -255,7 +255,12 @@ _known_layer = functools.lru_cache(maxsize=4096)(ops.Layer)
 
 
 def _layer(*fields) -> ops.Layer:
-    return (ops.Layer if torch.compiler.is_compiling() else _known_layer)(*fields)
+    if torch.compiler.is_compiling():
+        return ops.Layer(*fields)
+    try:
+        return _known_layer(*fields)
+    except TypeError:  # sizes that are symbols of a tracer have no hash
+        return ops.Layer(*fields)
 
 
 def _listed(op: str, name: str, given, count: int | None) -> list:

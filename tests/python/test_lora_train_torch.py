@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 from lora_train_cases import BF16, FP32, Case, Problem, assert_bitwise, drawn
@@ -227,6 +228,13 @@ def test_bytes_saved_beside_peft(device):
     ours = saved_bytes(lambda: lora.linear(x, a, b, 0.5, dropout=0.1))
     assert ours == 256 * 8 * 4 + 16  # h in the dtype of the weights, seed and offset
     assert saved_bytes(peft) > 20 * ours
+
+
+def test_traced_with_symbols(device):
+    """make_fx, whose sizes are symbols, runs the Python code itself."""
+    x, a, b = (torch.randn(*s, device=device) for s in ((6, 8), (4, 8), (5, 4)))
+    traced = make_fx(lambda *t: lora.linear(*t), tracing_mode="symbolic")(x, a, b)
+    torch.testing.assert_close(traced(x, a, b), lora.linear(x, a, b))
 
 
 def test_gradients_have_no_gradient(device):
