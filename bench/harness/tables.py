@@ -127,7 +127,8 @@ def best_of(row: Mapping[str, Any], peer: str, subject: str) -> str | None:
 def _peer(row: Mapping[str, Any], peer: str, subject: str) -> Cell:
     name = best_of(row, peer, subject)
     if name is None:
-        return Cell("failed" if peer in row["failed"] else "")
+        why = row["failed"].get(peer)
+        return Cell("" if why is None else "crashed" if why.startswith("crashed") else "failed")
     us = row["providers"][name]["us"]
     which = "" if name == peer else f" {name}"
     return Cell(f"{number(us)}{which} ({number(us / row['providers'][subject]['us'])})")

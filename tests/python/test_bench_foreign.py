@@ -10,6 +10,7 @@ import foreign_rows
 from harness import Options, run_case
 from harness.foreign import ForeignProcess
 from harness.machine import Ceiling
+from harness.tables import _peer
 
 
 def test_a_peer_that_dies_leaves_the_others():
@@ -23,6 +24,8 @@ def test_a_peer_that_dies_leaves_the_others():
         assert row["providers"]["bad"]["us"] > 0
     assert deadly["providers"].keys() == {"own"}
     assert deadly["failed"]["bad"] == f"crashed, exit status {-6}"
+    cells = [_peer(row, "bad", "own").text for row in (harmless, deadly, last)]
+    assert cells[1] == "crashed" and "crashed" not in cells[0] + cells[2]
     for row in (harmless, deadly, last):  # it wrote the number of its process, not of this one
         assert row["failed"]["wrong"].startswith("ArithmeticError: error ")
         assert f"{os.getpid() / 2 - 1:.3g}" not in row["failed"]["wrong"]
