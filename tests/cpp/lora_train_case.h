@@ -242,6 +242,31 @@ class TrainStep {
   std::vector<Tensor> ys_, bases_, dys_;
 };
 
+/// Copies what a step reads from one whose matrices may lie otherwise.
+inline void copy_inputs(TrainStep& from, TrainStep* to) {
+  const auto copy = [](GuardedMatrix& a, GuardedMatrix* b) {
+    const Tensor source = a.host(), target = b->host();
+    for (std::int64_t i = 0; i < source.shape[0]; ++i) {
+      for (std::int64_t j = 0; j < source.shape[1]; ++j) {
+        store_float(
+            target.data, target.dtype, i * target.strides[0] + j * target.strides[1],
+            load_float(source.data, source.dtype, i * source.strides[0] + j * source.strides[1]));
+      }
+    }
+    b->memory().upload();
+  };
+  copy(from.x, &to->x);
+  const bool in_place = to->c.base == BaseIs::kInPlace;
+  for (std::size_t i = 0; i < from.a.size(); ++i) {
+    copy(from.a[i], &to->a[i]);
+    copy(from.b[i], &to->b[i]);
+  }
+  for (std::size_t s = 0; s < from.dy.size(); ++s) {
+    copy(from.dy[s], &to->dy[s]);
+    copy(from.base[s], in_place ? &to->y[s] : &to->base[s]);
+  }
+}
+
 /// Every element of `got` within the error of its estimate.
 inline void expect_near(const Tensor& got, std::span<const lora::train::Estimate> want,
                         const std::string& what) {

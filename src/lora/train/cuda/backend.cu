@@ -2,49 +2,24 @@
 // Which kernels a call of LoRA training runs on CUDA, one after the other:
 //
 //   forward   h by shrink over K and its reduction; y by expand, slice by slice
-//   backward  ds by shrink over N of every slice and its reduction; dB by outer of dy and h; dA by
-//             outer of x and ds; dx by expand over all slices
+//   backward  ds and the sums of dB in one pass over dy, or ds by shrink over N of every slice and
+//             then the sums of dB; dx by expand over all slices; the sums of dA; dA and dB from
+//             their sums (row_sums.cuh)
 //
-// x is read once in each direction, and dy twice where dB is wanted.
+// x is read once in each direction; dy once, or twice where panel.h finds that cheaper.
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "core/check.h"
 #include "device/launch.cuh"
+#include "lora/train/cuda/backend.cuh"
 #include "lora/train/cuda/kernels.cuh"
+#include "lora/train/cuda/row_sums.cuh"
 
 namespace mortar::lora::train::cuda {
 namespace {
-
-constexpr std::int64_t kAlignment = 256;
-
-/// Pieces of the workspace; without memory it counts bytes alone.
-class Arena {
- public:
-  explicit Arena(void* memory) : memory_(static_cast<char*>(memory)) {}
-  template <class T>
-  T* take(std::int64_t count) {
-    char* at = memory_ == nullptr ? nullptr : memory_ + used_;
-    used_ += round_up<std::int64_t>(count * static_cast<std::int64_t>(sizeof(T)), kAlignment);
-    return reinterpret_cast<T*>(at);
-  }
-  std::int64_t used() const { return used_; }
-
- private:
-  char* memory_;
-  std::int64_t used_ = 0;
-};
-
-bool grouped(const Problem& p) { return p.rows.offsets != nullptr || p.rows.plan != nullptr; }
-
-/// Most tiles of so many rows; groups and the base rows may each leave one that is not full.
-std::int64_t most_tiles(const Problem& p, std::int64_t rows) {
-  return ceil_div(p.num_rows, rows) + (grouped(p) ? p.num_adapters + 1 : 0);
-}
-
-/// Columns of h of a slice.
-int width_of(const Problem& p, int slice) { return round_up(p.slices[slice].rank, kHiddenGranule); }
 
 ShrinkPlan plan_h(const Problem& p) {
   return choose_shrink(p.num_rows, p.hidden, p.hidden_width, policy_of(p.x.dtype, p.weight));
@@ -53,44 +28,32 @@ ShrinkPlan plan_ds(const Problem& p, int s) {
   return choose_shrink(p.num_rows, p.slices[s].width, width_of(p, s),
                        policy_of(p.slices[s].dy.dtype, p.weight));
 }
-OuterPlan plan_da(const Problem& p) {
-  return choose_outer(p.num_rows, p.hidden, p.hidden_width, policy_of(p.x.dtype, p.weight));
-}
-OuterPlan plan_db(const Problem& p, int s) {
-  return choose_outer(p.num_rows, p.slices[s].width, width_of(p, s),
-                      policy_of(p.slices[s].dy.dtype, p.weight));
-}
-
 /// The workspace of a call.
 struct Work {
   PairEntry* entries = nullptr;
   char *h = nullptr, *ds = nullptr;
-  float *splits = nullptr, *chunks = nullptr;
+  float* splits = nullptr;
+  std::optional<RowSums> row_sums;
   std::int64_t bytes = 0;
 
-  Work(const Problem& p, bool backward) {
+  /// `plan` null: a forward.
+  Work(const Problem& p, const BackwardPlan* plan) {
     Arena arena(p.workspace);
     if (p.num_adapters > 1) entries = arena.take<PairEntry>(p.num_adapters * p.num_slices);
     const std::int64_t hidden = p.num_rows * p.hidden_width;
     const std::int64_t size = dtype_size(p.weight);
-    std::int64_t most_splits = 0, most_chunks = 0;
-    if (!backward || (p.wants_db && p.h == nullptr)) {
+    std::int64_t most_splits = 0;
+    if (plan == nullptr || (p.wants_db && p.h == nullptr)) {
       if (p.h == nullptr) h = arena.take<char>(hidden * size);
       most_splits = plan_h(p).splits;
     }
-    if (backward) {
+    if (plan != nullptr) {
       ds = arena.take<char>(hidden * size);
       for (int s = 0; s < p.num_slices; ++s) {
+        if (makes_ds(p, *plan, s)) continue;
         most_splits = std::max<std::int64_t>(most_splits, plan_ds(p, s).splits);
-        if (!p.wants_db) continue;
-        most_chunks = std::max(most_chunks, most_tiles(p, plan_db(p, s).chunk_rows) *
-                                                width_of(p, s) * p.slices[s].width);
       }
-      if (p.wants_da) {
-        most_chunks =
-            std::max(most_chunks, most_tiles(p, plan_da(p).chunk_rows) * p.hidden_width * p.hidden);
-      }
-      chunks = arena.take<float>(most_chunks);
+      row_sums.emplace(p, *plan, &arena);
     }
     splits = arena.take<float>(most_splits * hidden);
     bytes = arena.used();
@@ -102,8 +65,9 @@ Matrix transposed(const Matrix& m) { return {m.data, m.col_stride, m.row_stride,
 /// One call.
 class Call {
  public:
-  Call(const Problem& p, bool backward, Stream stream)
-      : p_(p), work_(p, backward), stream_(stream) {
+  /// `plan` null: a forward.
+  Call(const Problem& p, const BackwardPlan* plan, Stream stream)
+      : p_(p), plan_(plan), work_(p, plan), stream_(stream) {
     h_ = p.h != nullptr ? static_cast<char*>(p.h) : work_.h;
     make_table();
     rows_.num_rows = p.num_rows;
@@ -135,27 +99,21 @@ class Call {
   void backward() {
     if (p_.wants_db && p_.h == nullptr) make_h();
     const bool needs_ds = p_.dx.data != nullptr || p_.wants_da;
+    RowSums& sums = *work_.row_sums;
+    sums.prepare(table_, rows_, hidden_, stream_);
     for (int s = 0; s < p_.num_slices; ++s) {
       const SliceView& slice = p_.slices[s];
-      const MaskParams mask{p_.rng, p_.total_width, slice.first_column};
-      if (needs_ds) {
-        run_shrink(Side::kB, s, 1, slice.dy, slice.width, plan_ds(p_, s), work_.ds,
-                   p_.drops_delta(), mask);
-      }
-      if (p_.wants_db) {
-        run_outer(Side::kB, s, 1, slice.dy, h_, slice.width, plan_db(p_, s), p_.drops_delta(),
-                  mask);
-      }
+      if (!needs_ds || makes_ds(p_, *plan_, s)) continue;
+      run_shrink(Side::kB, s, 1, slice.dy, slice.width, plan_ds(p_, s), work_.ds, p_.drops_delta(),
+                 {p_.rng, p_.total_width, slice.first_column});
     }
-    const MaskParams mask{p_.rng, p_.hidden, 0};
-    if (p_.wants_da) {
-      run_outer(Side::kA, 0, p_.num_slices, p_.x, work_.ds, p_.hidden, plan_da(p_),
-                p_.drops_input(), mask);
-    }
+    sums.sum_dy(h_, work_.ds);
     if (p_.dx.data != nullptr) {
       run_expand(Side::kA, 0, p_.num_slices, work_.ds, p_.add_dx ? p_.dx : Matrix{}, p_.dx,
-                 p_.hidden, p_.drops_input(), mask);
+                 p_.hidden, p_.drops_input(), {p_.rng, p_.hidden, 0});
     }
+    sums.sum_x(work_.ds);
+    sums.finish();
   }
 
  private:
@@ -287,43 +245,9 @@ class Call {
            reinterpret_cast<std::uintptr_t>(m.data) % (2 * dtype_size(m.dtype)) == 0;
   }
 
-  void run_outer(Side side, int slice, int num_slices, const Matrix& wide, char* narrow,
-                 std::int64_t columns, const OuterPlan& plan, bool masked, const MaskParams& mask) {
-    const Policy policy = policy_of(wide.dtype, p_.weight);
-    OuterParams o{};
-    o.pairs = table_;
-    o.rows = rows_;
-    o.wide = fetch_of(wide, policy);
-    o.s = fetch_hidden(narrow, policy);
-    o.mask = mask;
-    o.masked = masked;
-    o.first_hidden = p_.slices[slice].first_hidden;
-    o.width = num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
-    o.columns = columns;
-    o.chunk_rows = plan.chunk_rows;
-    o.ranks = plan.ranks;
-    o.max_tiles = most_tiles(p_, plan.chunk_rows);
-    o.partials = work_.chunks;
-    if (o.width == 0) return;
-    outer(o, policy, stream_);
-    WeightGradParams g{};
-    g.pairs = table_;
-    g.rows = rows_;
-    g.hidden = hidden_;
-    g.side = side;
-    g.first_slice = slice;
-    g.num_slices = num_slices;
-    g.first_hidden = o.first_hidden;
-    g.width = o.width;
-    g.columns = columns;
-    g.chunk_rows = plan.chunk_rows;
-    g.num_adapters = static_cast<int>(p_.num_adapters);
-    g.partials = work_.chunks;
-    reduce_outer(g, stream_);
-  }
-
   const Problem& p_;
-  const Work work_;
+  const BackwardPlan* const plan_;
+  Work work_;
   const Stream stream_;
   char* h_ = nullptr;
   PairTable table_{};
@@ -332,10 +256,12 @@ class Call {
   Common ranks_a_, wide_a_, ranks_b_, wide_b_;
 };
 
-void forward(const Problem& p, Stream stream) { Call(p, false, stream).forward(); }
-void backward(const Problem& p, Stream stream) { Call(p, true, stream).backward(); }
-std::int64_t forward_workspace(const Problem& p) { return Work(p, false).bytes; }
-std::int64_t backward_workspace(const Problem& p) { return Work(p, true).bytes; }
+void forward(const Problem& p, Stream stream) { Call(p, nullptr, stream).forward(); }
+void chosen_backward(const Problem& p, Stream stream) { backward(p, plan_backward(p), stream); }
+std::int64_t forward_workspace(const Problem& p) { return Work(p, nullptr).bytes; }
+std::int64_t chosen_backward_workspace(const Problem& p) {
+  return backward_workspace(p, plan_backward(p));
+}
 
 void read_offsets(const std::int32_t* offsets, std::int64_t count, std::int32_t* to,
                   Stream stream) {
@@ -348,6 +274,15 @@ void read_offsets(const std::int32_t* offsets, std::int64_t count, std::int32_t*
 
 }  // namespace
 
-const Backend kBackend = {forward, backward, forward_workspace, backward_workspace, read_offsets};
+std::int64_t backward_workspace(const Problem& p, const BackwardPlan& plan) {
+  return Work(p, &plan).bytes;
+}
+
+void backward(const Problem& p, const BackwardPlan& plan, Stream stream) {
+  Call(p, &plan, stream).backward();
+}
+
+const Backend kBackend = {forward, chosen_backward, forward_workspace, chosen_backward_workspace,
+                          read_offsets};
 
 }  // namespace mortar::lora::train::cuda

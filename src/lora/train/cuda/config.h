@@ -46,7 +46,7 @@ struct ShrinkPlan {
   int chunk = 64;  ///< columns of a split, whole blocks of 64
 };
 
-/// One sum over rows: dA or dB.
+/// One sum over rows under split-bf16: dA or dB.
 struct OuterPlan {
   int ranks = 16;
   int chunk_rows = kStepRows;  ///< rows of a partial sum, whole steps
@@ -75,10 +75,9 @@ constexpr ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int 
 
 /// Rows are cut until there are enough thread blocks; a chunk of fewer than 256 rows would leave
 /// more bytes of partial sums than it reads at rank 64.
-constexpr OuterPlan choose_outer(std::int64_t rows, std::int64_t columns, int width,
-                                 Policy policy) {
+constexpr OuterPlan choose_outer(std::int64_t rows, std::int64_t columns, int width) {
   OuterPlan plan;
-  plan.ranks = ranks_of(width, policy);
+  plan.ranks = ranks_of(width, Policy::kSplit);
   const std::int64_t tiles =
       std::max<std::int64_t>(ceil_div<std::int64_t>(columns, kTileColumns), 1) *
       std::max(ceil_div(width, plan.ranks), 1);

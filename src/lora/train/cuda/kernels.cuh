@@ -71,7 +71,8 @@ struct ExpandParams {
 };
 void expand(const ExpandParams& p, Policy policy, Stream stream);
 
-/// partials[tile][j][c] = sum over the rows of a chunk of s[row, first_hidden + j] wide[row, c].
+/// The partial of (tile, j, c) is the sum over the rows of a chunk of s[row, first_hidden + j]
+/// wide[row, c], for operands as sums of bfloat16 parts; partials lie as GradSums says.
 struct OuterParams {
   PairTable pairs;
   RowGroups rows;
@@ -82,23 +83,82 @@ struct OuterParams {
   std::int64_t columns;
   int chunk_rows, ranks;
   std::int64_t max_tiles;
-  float* partials;  ///< [max_tiles][width][columns]
+  Side side;
+  float* partials;
 };
-void outer(const OuterParams& p, Policy policy, Stream stream);
+void outer(const OuterParams& p, Stream stream);
 
-/// dA or dB of the slices from first_slice on: partials in order, added to what is there if asked.
-struct WeightGradParams {
+/// One matrix of a pass of panel.cu: x, or dy of a slice.
+struct PanelOperand {
+  Matrix wide;
+  bool async;  ///< copies_async()
+  int slice;   ///< whose B makes ds
+  std::int64_t columns, mask_first;
+  int first_panel, panels;
+  int first_hidden, width;  ///< columns of s
+  float* sums;              ///< partials, as GradSums has them
+};
+
+/// Sums over the rows of each chunk of s[row, j] wide[row, c], for operands of one 16-bit type; and
+/// ds[row, j] = sum over the columns of each panel of wide[row, c] B[c, j].
+struct PanelParams {
+  PairTable pairs;
+  RowGroups rows;
+  PanelOperand operands[kLoraMaxSlices];
+  int num_operands;
+  const void* s;  ///< h or ds: dense [M, hidden_width]
+  int hidden_width;
+  Side side;
+  MaskParams mask;
+  bool masked;
+  int shape;   ///< of kPanelShapes
+  int groups;  ///< of rank columns, thread blocks of one panel that share it in L2
+  int chunk_rows;
+  std::int64_t max_tiles;
+  float* ds;  ///< partials, [panel of the operand][M][hidden_width]
+};
+void panels(const PanelParams& p, Policy policy, Stream stream);
+
+/// ds[row, j] = factor * (the panels' partials in order), rounded; zeros past a rank and for base
+/// rows.
+struct DsParams {
   PairTable pairs;
   RowGroups rows;
   HiddenColumns hidden;
+  int panels[kLoraMaxSlices];  ///< of each slice; 0: not made by panels
+  const float* partials;       ///< [panel][M][hidden.width]
+  void* ds;
+  DType dtype;
+  int rows_of_block;
+  std::int64_t max_tiles;
+};
+void sum_ds(const DsParams& p, Stream stream);
+
+/// One matrix of partial sums over chunks of rows, laid out as its gradients mostly are: dA's
+/// columns neighbour each other, and dB's ranks.
+struct GradSums {
   Side side;
   int first_slice, num_slices, first_hidden, width;
   std::int64_t columns;
   int chunk_rows;
-  int num_adapters;
-  const float* partials;
+  const float* partials;  ///< [tile][width][grad_stride(columns)] for dA, [tile][columns][width]
 };
-void reduce_outer(const WeightGradParams& p, Stream stream);
+/// Columns of partials of dA, whole vectors of four.
+MORTAR_HOST_DEVICE constexpr std::int64_t grad_stride(std::int64_t columns) {
+  return round_up<std::int64_t>(columns, 4);
+}
+
+/// dA and dB: partials in order, added to what is there if asked.
+struct WeightGradParams {
+  PairTable pairs;
+  RowGroups rows;
+  HiddenColumns hidden;
+  GradSums sums[kLoraMaxSlices + 1];
+  unsigned first_block[kLoraMaxSlices + 2];
+  int num_sums = 0;
+  int num_adapters;
+};
+void sum_weight_grads(WeightGradParams* p, Stream stream);
 
 /// Writes up to kUploadEntries entries of the table of pairs into the workspace.
 inline constexpr int kUploadEntries = 16;

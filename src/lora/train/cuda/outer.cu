@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// dA = ds^T drop(x) and dB^T = h^T dy as partial sums over chunks of rows: [R, M] by [M, C] for
-// small R.
+// dA = ds^T drop(x) and dB^T = h^T dy as partial sums over chunks of rows, for operands that are
+// multiplied as sums of bfloat16 parts; those of one 16-bit type go through panel.cu.
 //
-// Bytes: M C + M R (per 128 columns, from L2) + 4 (M / chunk) R C. With M = 8192, C = 4096, R = 16
-// that is 67 MB, 15.7 us at 4.28 TB/s. Bound by memory up to R = 64.
+// Bytes, of float32: 4 M C + 4 M R (per 128 columns, from L2) + 4 (M / chunk) R C. With M = 8192,
+// C = 4096, R = 16 that is 134 MB, 31.4 us at 4.28 TB/s; six products of parts and the splitting
+// bind it before memory does.
 //
-// A thread block has 128 columns, up to 64 ranks and one chunk of one adapter's rows, which pass in
-// steps of 64 through a ring of stages. Both operands lie as rows of the MMA's k and come by
-// ldmatrix.trans. A warp has 16 columns; its sums are one chain over the chunk's rows in order.
+// A thread block has 128 columns, up to 32 ranks and one chunk of one adapter's rows, in steps of
+// 64. Both operands lie as rows of the MMA's k and come by ldmatrix.trans. A warp has 16 columns;
+// its sums are one chain over the chunk's rows in order.
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "lora/train/cuda/kernels.cuh"
@@ -15,22 +16,19 @@
 namespace mortar::lora::train::cuda {
 namespace {
 
-template <bool kSplit>
 struct OuterTile {
-  static constexpr int kPlanes = kSplit ? 3 : 1;
-  static constexpr int kDepth = kSplit ? 1 : kStages;
+  static constexpr int kPlanes = 3;
   static constexpr int kBlockBytes = block_bytes(kStepRows);
   static constexpr int kWideBytes = kTileColumns / kBlockColumns * kBlockBytes;
-  static constexpr int kStageBytes = kPlanes * (kWideBytes + kBlockBytes);
-  static constexpr int kSmem = kDepth * kStageBytes;
+  static constexpr int kSmem = kPlanes * (kWideBytes + kBlockBytes);
   static constexpr int kRowPiecesWide = kTileColumns / kPiece;
   static constexpr int kPiecesPerThread = kStepRows * kRowPiecesWide / kThreads;
   static constexpr int kRowStep = kThreads / kRowPiecesWide;
 };
 
-template <class T, bool kSplit, int kRanks>
+template <int kRanks>
 __global__ void __launch_bounds__(kThreads, 2) outer_kernel(const __grid_constant__ OuterParams p) {
-  using Tile = OuterTile<kSplit>;
+  using Tile = OuterTile;
   extern __shared__ __align__(128) char smem[];
   const int slot = blockIdx.y;
   const RowTile rows = row_tile(p.rows, slot, p.chunk_rows, false);
@@ -56,64 +54,34 @@ __global__ void __launch_bounds__(kThreads, 2) outer_kernel(const __grid_constan
   };
 
   const auto fetch = [&](int step) {
-    char* stage = smem + step % Tile::kDepth * Tile::kStageBytes;
 #pragma unroll
     for (int i = 0; i < Tile::kPiecesPerThread; ++i) {
       const std::int64_t row = row_of(step, i);
       unsigned keep = 0xffu;
-      if (threshold != 0 && row >= 0 && (kSplit || !p.wide.async)) {
-        keep = keep_piece(p.mask, threshold, row, c);
-      }
-      fetch_piece<kSplit>(p.wide, row, c, p.columns, keep, stage + wide_at(i), Tile::kWideBytes);
+      if (threshold != 0 && row >= 0) keep = keep_piece(p.mask, threshold, row, c);
+      fetch_piece<true>(p.wide, row, c, p.columns, keep, smem + wide_at(i), Tile::kWideBytes);
     }
-    char* narrow = stage + Tile::kPlanes * Tile::kWideBytes;
+    char* narrow = smem + Tile::kPlanes * Tile::kWideBytes;
     for (int i = threadIdx.x; i < kStepRows * (kRanks / kPiece); i += kThreads) {
       const int at = i / (kRanks / kPiece), own = i % (kRanks / kPiece);
       const int position = step * kStepRows + at;
       const std::int64_t row =
           position < rows.count ? row_at(p.rows, rows.start + position) : std::int64_t{-1};
-      fetch_piece<kSplit>(p.s, row, p.first_hidden + first_rank + own * kPiece,
-                          p.first_hidden + p.width, 0xffu, narrow + piece_at(at, own),
-                          Tile::kBlockBytes);
+      fetch_piece<true>(p.s, row, p.first_hidden + first_rank + own * kPiece,
+                        p.first_hidden + p.width, 0xffu, narrow + piece_at(at, own),
+                        Tile::kBlockBytes);
     }
-    device::cp_async_commit();
   };
 
   const int warp_column = static_cast<int>(threadIdx.x) / 32 * 16;
-  Sums<T, kSplit> sums[kRanks / 8];
-#pragma unroll
-  for (int step = 0; step < Tile::kDepth - 1; ++step) {
-    if (step < steps) {
-      fetch(step);
-    } else {
-      device::cp_async_commit();
-    }
-  }
+  Sums<__nv_bfloat16, true> sums[kRanks / 8];
   for (int step = 0; step < steps; ++step) {
-    if constexpr (Tile::kDepth == 1) {
-      __syncthreads();
-      fetch(step);
-    }
-    device::cp_async_wait<Tile::kDepth == 1 ? 0 : Tile::kDepth - 2>();
-    char* stage = smem + step % Tile::kDepth * Tile::kStageBytes;
-    if (!kSplit && threshold != 0 && p.wide.async && c < p.columns) {
-#pragma unroll
-      for (int i = 0; i < Tile::kPiecesPerThread; ++i) {
-        const std::int64_t row = row_of(step, i);
-        if (row >= 0) drop_in_place(stage + wide_at(i), keep_piece(p.mask, threshold, row, c));
-      }
-    }
     __syncthreads();
-    if constexpr (Tile::kDepth > 1) {
-      if (step + Tile::kDepth - 1 < steps) {
-        fetch(step + Tile::kDepth - 1);
-      } else {
-        device::cp_async_commit();
-      }
-    }
+    fetch(step);
+    __syncthreads();
     const std::uint32_t wide =
-        device::smem_address(stage) + warp_column / kBlockColumns * Tile::kBlockBytes;
-    const std::uint32_t narrow = device::smem_address(stage) + Tile::kPlanes * Tile::kWideBytes;
+        device::smem_address(smem) + warp_column / kBlockColumns * Tile::kBlockBytes;
+    const std::uint32_t narrow = device::smem_address(smem) + Tile::kPlanes * Tile::kWideBytes;
 #pragma unroll
     for (int k = 0; k < kStepRows / 16; ++k) {
       std::uint32_t a[Tile::kPlanes][4];
@@ -141,7 +109,9 @@ __global__ void __launch_bounds__(kThreads, 2) outer_kernel(const __grid_constan
   }
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  float* to = p.partials + std::int64_t{slot} * p.width * p.columns;
+  const bool of_a = p.side == Side::kA;
+  const std::int64_t stride = of_a ? grad_stride(p.columns) : 1;
+  float* to = p.partials + slot * p.width * (of_a ? stride : p.columns);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const std::int64_t own = column + warp_column + lane / 4 + 8 * half;
@@ -151,41 +121,27 @@ __global__ void __launch_bounds__(kThreads, 2) outer_kernel(const __grid_constan
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int j = first_rank + 8 * n + lane % 4 * 2 + i;
-        if (j < p.width) to[j * p.columns + own] = sums[n].total(2 * half + i);
+        if (j < p.width) to[j * stride + own * (of_a ? 1 : p.width)] = sums[n].total(2 * half + i);
       }
     }
   }
 }
 
-template <class T, bool kSplit, int kRanks>
+template <int kRanks>
 void launch_outer(const OuterParams& p, Stream stream) {
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(ceil_div<std::int64_t>(p.columns, kTileColumns)),
                 static_cast<unsigned>(p.max_tiles), ceil_div(p.width, kRanks));
   l.threads = kThreads;
-  l.smem = OuterTile<kSplit>::kSmem;
+  l.smem = OuterTile::kSmem;
   l.stream = stream;
-  device::launch<outer_kernel<T, kSplit, kRanks>>("lora_train", l, p);
-}
-
-template <class T, bool kSplit>
-void launch_ranks(const OuterParams& p, Stream stream) {
-  if (p.ranks == 16) return launch_outer<T, kSplit, 16>(p, stream);
-  if (p.ranks == 32) return launch_outer<T, kSplit, 32>(p, stream);
-  if constexpr (!kSplit) return launch_outer<T, kSplit, 64>(p, stream);
+  device::launch<outer_kernel<kRanks>>("lora_train", l, p);
 }
 
 }  // namespace
 
-void outer(const OuterParams& p, Policy policy, Stream stream) {
-  switch (policy) {
-    case Policy::kBFloat16:
-      return launch_ranks<__nv_bfloat16, false>(p, stream);
-    case Policy::kFloat16:
-      return launch_ranks<__half, false>(p, stream);
-    case Policy::kSplit:
-      return launch_ranks<__nv_bfloat16, true>(p, stream);
-  }
+void outer(const OuterParams& p, Stream stream) {
+  p.ranks == 16 ? launch_outer<16>(p, stream) : launch_outer<32>(p, stream);
 }
 
 }  // namespace mortar::lora::train::cuda

@@ -148,6 +148,14 @@ __device__ inline std::int64_t row_at(const RowGroups& g, std::int64_t position)
   return row >= 0 && row < g.num_rows ? row : -1;
 }
 
+/// The slice that has column j of h; all have whole granules.
+__device__ inline int slice_of(const HiddenColumns& hidden, int first_slice, int num_slices,
+                               int j) {
+  int s = first_slice;
+  while (s + 1 < first_slice + num_slices && j >= hidden.first[s + 1]) ++s;
+  return s;
+}
+
 #endif
 
 }  // namespace mortar::lora::train::cuda

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels that sum over rows by panels of columns share: which part of the sums a thread
+// block has, how its operands come, and where its partial sums go.
+#pragma once
+
+#include <algorithm>
+
+#include "lora/train/cuda/kernels.cuh"
+#include "lora/train/cuda/panel.h"
+
+namespace mortar::lora::train::cuda {
+
+/// Elements [c, c + 8) of a row in any strides to shared memory; zeros from `end` on, and where the
+/// row is not `there`. Two at a time: this is the way of matrices that nobody laid out to be fast,
+/// and its registers would be those of the fast one.
+__device__ __forceinline__ void gather_piece(char* to, const Matrix& m, bool there,
+                                             std::int64_t row, std::int64_t c, std::int64_t end) {
+#pragma unroll 1
+  for (int j = 0; j < kPiece; j += 2, c += 2) {
+    std::uint32_t word = 0;
+    if (there) {
+      const auto* from = static_cast<const unsigned short*>(m.data) + row * m.row_stride;
+      if (c < end) word = __ldcg(from + c * m.col_stride);
+      if (c + 1 < end) word |= std::uint32_t{__ldcg(from + (c + 1) * m.col_stride)} << 16;
+    }
+    *reinterpret_cast<std::uint32_t*>(to + 2 * j) = word;
+  }
+}
+
+/// The part of one thread block: a panel of one operand's columns, a group of rank columns, and a
+/// chunk of one adapter's rows (of count 0: it has none).
+struct PanelPart {
+  const PanelParams& p;
+  int first_rank, panel;
+  const PanelOperand* own;
+  RowTile rows;
+  std::int64_t column;
+  std::uint32_t threshold = 0;
+
+  __device__ __forceinline__ PanelPart(const PanelParams& params, int columns, int ranks)
+      : p(params) {
+    first_rank = static_cast<int>(blockIdx.x) % p.groups * ranks;
+    panel = static_cast<int>(blockIdx.x) / p.groups;
+    int o = 0;
+    while (o + 1 < p.num_operands && panel >= p.operands[o + 1].first_panel) ++o;
+    own = &p.operands[o];
+    panel -= own->first_panel;
+    column = std::int64_t{panel} * columns;
+    if (first_rank < own->width) {
+      rows = row_tile(p.rows, static_cast<int>(blockIdx.y), p.chunk_rows, false);
+    }
+    for (int s = 0; p.masked && rows.count > 0 && s < p.pairs.num_slices; ++s) {
+      const PairEntry& pair = p.pairs.get(rows.adapter, s);
+      if (pair.rank > 0) threshold = pair.threshold;
+    }
+  }
+
+  /// The row at place `at` of the chunk, or -1.
+  __device__ __forceinline__ std::int64_t row_of(int at) const {
+    return at < rows.count ? row_at(p.rows, rows.start + at) : std::int64_t{-1};
+  }
+
+  /// Fetches elements [c, c + 8) of kPieces rows from place `first` on, kRowStep apart, to to(i).
+  /// Neighbouring rows that cp.async takes are one address and a stride; all others come one by one
+  /// in a loop of few registers.
+  template <int kPieces, int kRowStep, class To>
+  __device__ __forceinline__ void fetch_wide(const To& to, int first, std::int64_t c) const {
+    const bool edge = c < own->columns && c + kPiece > own->columns;
+    if (own->async && p.rows.sorted == nullptr && !edge) {
+      const int left = c < own->columns ? rows.count - first : 0;
+      const auto* from = static_cast<const unsigned short*>(own->wide.data);
+      if (left > 0) from += (rows.start + first) * own->wide.row_stride + c;
+      const std::int64_t stride = left > 0 ? kRowStep * own->wide.row_stride : 0;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const bool there = i * kRowStep < left;
+        device::cp_async_16(device::smem_address(to(i)), from + i * stride, there ? 2 * kPiece : 0);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kPieces; ++i) {
+        const std::int64_t row = row_of(first + i * kRowStep);
+        const bool there = row >= 0 && c < own->columns;
+        if (own->async && !edge) {
+          const auto* from = static_cast<const unsigned short*>(own->wide.data);
+          if (there) from += row * own->wide.row_stride + c;
+          device::cp_async_16(device::smem_address(to(i)), from, there ? 2 * kPiece : 0);
+        } else {
+          gather_piece(to(i), own->wide, there, row, c, own->columns);
+        }
+      }
+    }
+  }
+
+  /// The rank columns of the narrow operand, of kRows rows from place `first` on, as a block.
+  /// `thread` of kThreads.
+  template <int kRows, int kRanks>
+  __device__ __forceinline__ void fetch_narrow(char* to, int first, int thread) const {
+    constexpr int kPieces = kRanks / kPiece, kRowStep = kThreads / kPieces;
+    static_assert(kRowStep % 8 == 0, "A thread's pieces lie in one phase of the swizzle.");
+    const int at = thread / kPieces;
+    const int piece = thread % kPieces, j = first_rank + piece * kPiece;
+    if (kRows < kRowStep && at >= kRows) return;
+    const auto* from = static_cast<const unsigned short*>(p.s);
+    const int left = j < own->width ? rows.count - first - at : 0;
+    if (left > 0) from += own->first_hidden + j;
+    char* place = to + piece_at(at, piece);
+#pragma unroll
+    for (int i = 0; i < (kRows + kRowStep - 1) / kRowStep; ++i) {
+      const bool there = i * kRowStep < left;
+      const std::int64_t row = there ? row_of(first + at + i * kRowStep) : -1;
+      device::cp_async_16(device::smem_address(place + i * kRowStep * kBlockRowBytes),
+                          row >= 0 ? from + row * p.hidden_width : from, row >= 0 ? 2 * kPiece : 0);
+    }
+  }
+
+  /// Dropout of the piece that fetch_wide() left.
+  __device__ __forceinline__ void drop(char* piece, int at, std::int64_t c) const {
+    const std::int64_t row = row_of(at);
+    if (row < 0 || c >= own->columns) return;
+    const MaskParams mask{p.mask.rng, p.mask.columns, own->mask_first};
+    drop_in_place(piece, keep_piece(mask, threshold, row, c));
+  }
+
+  /// Adds kParts parts of kRows rows of ds, from place `first` on, and leaves the sums in the
+  /// panel's partial. A part's rows are kStride floats apart. `thread` of kThreads.
+  template <int kRows, int kRanks, int kParts, int kStride>
+  __device__ __forceinline__ void store_ds(const float* parts, int first, int thread) const {
+    float* to = p.ds +
+                (std::int64_t{panel} * p.rows.num_rows + rows.start + first) * p.hidden_width +
+                own->first_hidden;
+    for (int i = thread; i < kRows * kRanks / 2; i += kThreads) {
+      const int at = i / (kRanks / 2), j = i % (kRanks / 2) * 2;
+      if (first + at >= rows.count || j >= own->width) continue;
+      float2 sum = make_float2(0, 0);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const float2 v =
+            *reinterpret_cast<const float2*>(parts + (part * kRows + at) * kStride + j);
+        sum = make_float2(sum.x + v.x, sum.y + v.y);
+      }
+      *reinterpret_cast<float2*>(to + at * p.hidden_width + j) = sum;
+    }
+  }
+
+  /// Sums of column c and of ranks j and j + 1 of the group.
+  __device__ __forceinline__ void store_sums(std::int64_t c, int j, float v0, float v1) const {
+    j += first_rank;
+    if (c >= own->columns || j >= own->width) return;
+    if (p.side == Side::kA) {
+      const std::int64_t stride = grad_stride(own->columns);
+      float* to = own->sums + (std::int64_t{blockIdx.y} * own->width + j) * stride + c;
+      to[0] = v0;
+      to[stride] = v1;
+    } else {
+      float* to = own->sums + (blockIdx.y * own->columns + c) * own->width + j;
+      *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
+    }
+  }
+};
+
+inline dim3 panel_grid(const PanelParams& p) {
+  const PanelOperand& last = p.operands[p.num_operands - 1];
+  return dim3((last.first_panel + last.panels) * p.groups, static_cast<unsigned>(p.max_tiles));
+}
+
+}  // namespace mortar::lora::train::cuda

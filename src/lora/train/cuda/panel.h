@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which panels, chunks of rows and kernels the sums over rows of LoRA training take: a pure
+// function of sizes and of the shared memory of a thread block. Kernels for less of it make the
+// same sums, but none of them ds: there dy is read twice.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "core/check.h"
+#include "lora/train/cuda/config.h"
+#include "mortar/lora.h"
+
+namespace mortar::lora::train::cuda {
+
+/// A kernel of panel.cu.
+struct PanelShape {
+  int ranks;      ///< rank columns of a thread block
+  bool makes_ds;  ///< from the same tile of dy
+  int columns;    ///< of a panel
+  int rows;       ///< of a stage
+  int stages;
+  int groups;  ///< of eight warps, each with a ring of stages of its own
+};
+inline constexpr int kPanelWarps = 8;  ///< that share a panel's columns, in panel.cu
+
+/// Bytes of 64 columns of a stage, and of a stage: a panel, and 64 columns for the narrow operand.
+constexpr int block_bytes(const PanelShape& s) { return s.rows * 2 * kBlockColumns; }
+constexpr int stage_bytes(const PanelShape& s) {
+  return (s.columns / kBlockColumns + 1) * block_bytes(s);
+}
+/// Floats of a row of a warp's part of ds: 8 more than there are ranks, so that lanes of
+/// neighbouring rows meet no bank twice.
+constexpr int ds_stride(const PanelShape& s) { return s.ranks + 8; }
+/// Floats of a group's parts of one step.
+constexpr int ds_floats(const PanelShape& s) {
+  return s.makes_ds ? kPanelWarps * s.rows * ds_stride(s) : 0;
+}
+/// Shared memory of a thread block of panel.cu.
+constexpr int panel_smem(const PanelShape& s) {
+  return s.groups *
+         (s.stages * stage_bytes(s) + 2 * ds_floats(s) * static_cast<int>(sizeof(float)));
+}
+
+/// SMs of an H200. Plans are made for so many on every device, because summation trees follow from
+/// them.
+inline constexpr std::int64_t kPanelSms = 132;
+
+/// The first of equal cost is taken.
+inline constexpr std::array kPanelShapes = {
+    PanelShape{16, false, 256, 32, 5, 2},
+    PanelShape{32, false, 256, 32, 5, 2},
+    PanelShape{64, false, 256, 32, 5, 2},
+    PanelShape{16, true, 512, 16, 4, 2},
+    PanelShape{32, true, 512, 32, 4, 1},
+    // The same sums on devices with less shared memory.
+    PanelShape{16, false, 256, 32, 2, 2},
+    PanelShape{32, false, 256, 32, 2, 2},
+    PanelShape{64, false, 256, 32, 2, 2},
+};
+
+/// What a pass over the matrices of all slices, or over x, depends on.
+struct PanelProblem {
+  std::int64_t rows = 0;
+  int matrices = 0;
+  std::array<std::int64_t, kLoraMaxSlices> columns{};
+  int width = 0;  ///< the most rank columns of any
+};
+
+/// One such pass.
+struct PanelPlan {
+  int shape = 0;       ///< of kPanelShapes
+  int chunk_rows = 0;  ///< rows of a partial sum, whole stages
+};
+
+/// The backward of a call.
+struct BackwardPlan {
+  bool one_pass = false;  ///< over dy, for ds and dB; else ds is a product of its own
+  PanelPlan dy, x;
+};
+
+inline std::string to_string(const PanelPlan& plan) {
+  const PanelShape& s = kPanelShapes[plan.shape];
+  return concat("ranks ", s.ranks, ", panels of ", s.columns, " columns, chunks of ",
+                plan.chunk_rows, " rows");
+}
+inline std::string to_string(const BackwardPlan& plan) {
+  return concat(plan.one_pass ? "ds and dB in one pass over dy: " : "dy for ds, then for dB: ",
+                to_string(plan.dy), "; dA: ", to_string(plan.x));
+}
+
+inline std::int64_t num_panels(const PanelProblem& p, const PanelShape& shape) {
+  std::int64_t panels = 0;
+  for (int i = 0; i < p.matrices; ++i) {
+    panels += ceil_div<std::int64_t>(p.columns[i], shape.columns);
+  }
+  return panels;
+}
+
+/// What a plan costs, in bytes at DRAM speed.
+inline std::int64_t cost_of(const PanelProblem& p, const PanelPlan& plan) {
+  // 1.2 us at 4.28 TB/s, from a wave's start to its first tile. An SM passes little more than its
+  // share of what the DRAM does.
+  constexpr std::int64_t kRamp = 5'000'000;
+  const PanelShape& shape = kPanelShapes[plan.shape];
+  const std::int64_t panels = num_panels(p, shape);
+  const std::int64_t chunks =
+      std::max<std::int64_t>(ceil_div<std::int64_t>(p.rows, plan.chunk_rows), 1);
+  const std::int64_t blocks = panels * ceil_div(p.width, shape.ranks) * chunks;
+  const std::int64_t block_bytes = std::int64_t{plan.chunk_rows} * shape.columns * 2;
+  const std::int64_t waves = ceil_div(blocks, kPanelSms);
+  const std::int64_t reading =
+      std::max(blocks * block_bytes, waves * kPanelSms * block_bytes * 9 / 10);
+  // Partials are written and read.
+  const std::int64_t sums = 8 * chunks * panels * shape.columns * p.width;
+  const std::int64_t ds = shape.makes_ds ? 8 * panels * p.rows * p.width : 0;
+  return reading + waves * kRamp + sums + ds;
+}
+
+/// The cheapest plan, with `smem` bytes of shared memory, that makes ds or does not; false if no
+/// shape is wide enough.
+inline bool choose_panels(const PanelProblem& p, bool makes_ds, int smem, PanelPlan* best) {
+  std::int64_t least = -1;
+  for (int i = 0; i < static_cast<int>(kPanelShapes.size()); ++i) {
+    const PanelShape& shape = kPanelShapes[i];
+    if (shape.makes_ds != makes_ds || panel_smem(shape) > smem) continue;
+    if (shape.ranks < p.width && (makes_ds || shape.ranks < kMostRanks)) continue;
+    if (shape.ranks > 16 && shape.ranks >= 2 * p.width) continue;
+    const std::int64_t side_by_side =
+        std::max<std::int64_t>(num_panels(p, shape) * ceil_div(p.width, shape.ranks), 1);
+    for (int waves = 1; waves <= 3; ++waves) {
+      const std::int64_t chunks = std::max<std::int64_t>(waves * kPanelSms / side_by_side, 1);
+      PanelPlan plan{i, static_cast<int>(round_up<std::int64_t>(
+                            ceil_div<std::int64_t>(std::max<std::int64_t>(p.rows, 1), chunks),
+                            shape.rows * shape.groups))};
+      const std::int64_t cost = cost_of(p, plan);
+      if (least >= 0 && cost >= least) continue;
+      least = cost;
+      *best = plan;
+    }
+  }
+  return least >= 0;
+}
+
+/// One pass over dy if its partials cost less than reading dy again. `needs_both`: ds and dB are
+/// wanted.
+inline BackwardPlan choose_backward(const PanelProblem& dy, const PanelProblem& x, bool needs_both,
+                                    int smem) {
+  constexpr std::int64_t kLaunch = 8'000'000;  // 2 us
+  BackwardPlan plan;
+  choose_panels(x, false, smem, &plan.x);
+  choose_panels(dy, false, smem, &plan.dy);
+  PanelPlan one;
+  if (!needs_both || !choose_panels(dy, true, smem, &one)) return plan;
+  std::int64_t again = kLaunch;
+  for (int i = 0; i < dy.matrices; ++i) again += 2 * dy.rows * dy.columns[i];
+  if (cost_of(dy, one) < cost_of(dy, plan.dy) + again) {
+    plan.one_pass = true;
+    plan.dy = one;
+  }
+  return plan;
+}
+
+}  // namespace mortar::lora::train::cuda

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which kernels sum over rows. Operands of one 16-bit type go through panel.cu, dy of all slices in
+// one launch; every other mixture goes through outer.cu, slice by slice.
+#include "lora/train/cuda/row_sums.cuh"
+
+#include <algorithm>
+
+#include "device/launch.cuh"
+#include "lora/train/cuda/backend.cuh"
+
+namespace mortar::lora::train::cuda {
+namespace {
+
+bool splits_parts(const Problem& p, const Matrix& wide) {
+  return policy_of(wide.dtype, p.weight) == Policy::kSplit;
+}
+
+/// As outer.cu's operands.
+Fetch parts_fetch(const Matrix& m) { return {m, false, loads_vectors(m), parts_of(m.dtype)}; }
+
+}  // namespace
+
+bool takes_panels(const Problem& p, int slice) {
+  return width_of(p, slice) > 0 && p.slices[slice].width > 0 &&
+         !splits_parts(p, p.slices[slice].dy);
+}
+
+BackwardPlan plan_backward(const Problem& p) {
+  PanelProblem dy, x;
+  dy.rows = x.rows = p.num_rows;
+  for (int s = 0; s < p.num_slices; ++s) {
+    if (!takes_panels(p, s)) continue;
+    dy.columns[dy.matrices++] = p.slices[s].width;
+    dy.width = std::max(dy.width, width_of(p, s));
+  }
+  x.columns[x.matrices++] = p.hidden;
+  x.width = p.hidden_width;
+  return choose_backward(dy, x, p.wants_db && (p.wants_da || p.dx.data != nullptr),
+                         device::current_device().max_smem);
+}
+
+RowSums::RowSums(const Problem& p, const BackwardPlan& plan, Arena* arena) : p_(p), plan_(plan) {
+  std::int64_t panels = 0;
+  for (int s = 0; s < p.num_slices; ++s) {
+    const std::int64_t columns = p.slices[s].width;
+    if (makes_ds(p, plan, s)) {
+      panels =
+          std::max(panels, ceil_div<std::int64_t>(columns, kPanelShapes[plan.dy.shape].columns));
+    }
+    if (!p.wants_db || width_of(p, s) == 0) continue;
+    const int chunk = takes_panels(p, s)
+                          ? plan.dy.chunk_rows
+                          : choose_outer(p.num_rows, columns, width_of(p, s)).chunk_rows;
+    db_[s] = arena->take<float>(most_tiles(p, chunk) * width_of(p, s) * columns);
+  }
+  if (p.wants_da) {
+    const int chunk = splits_parts(p, p.x)
+                          ? choose_outer(p.num_rows, p.hidden, p.hidden_width).chunk_rows
+                          : plan.x.chunk_rows;
+    da_ = arena->take<float>(most_tiles(p, chunk) * p.hidden_width * grad_stride(p.hidden));
+  }
+  panels_ = arena->take<float>(panels * p.num_rows * p.hidden_width);
+}
+
+void RowSums::prepare(const PairTable& pairs, const RowGroups& rows, const HiddenColumns& hidden,
+                      Stream stream) {
+  grads_.pairs = pairs;
+  grads_.rows = rows;
+  grads_.hidden = hidden;
+  grads_.num_adapters = static_cast<int>(p_.num_adapters);
+  stream_ = stream;
+}
+
+void RowSums::sum_dy(const void* h, void* ds) {
+  if (!p_.wants_db) return;
+  PanelParams all = panel_params(Side::kB, plan_.dy, h);
+  DsParams end{};
+  for (int s = 0; s < p_.num_slices; ++s) {
+    const SliceView& slice = p_.slices[s];
+    if (takes_panels(p_, s)) {
+      end.panels[s] = add_operand(&all, s, 1, slice.dy, slice.width, slice.first_column, db_[s]);
+    } else {
+      run_outer(Side::kB, s, 1, slice.dy, h, slice.width, slice.first_column, db_[s]);
+    }
+  }
+  if (all.num_operands == 0) return;
+  panels(all, policy_of(p_.weight, p_.weight), stream_);
+  if (!plan_.one_pass) return;
+  end.pairs = grads_.pairs;
+  end.rows = grads_.rows;
+  end.hidden = grads_.hidden;
+  end.partials = panels_;
+  end.ds = ds;
+  end.dtype = p_.weight;
+  end.rows_of_block = std::max(1, kThreads * 4 / p_.hidden_width);
+  end.max_tiles = most_tiles(p_, end.rows_of_block);
+  sum_ds(end, stream_);
+}
+
+void RowSums::sum_x(const void* ds) {
+  if (!p_.wants_da || p_.hidden_width == 0) return;
+  if (splits_parts(p_, p_.x)) {
+    run_outer(Side::kA, 0, p_.num_slices, p_.x, ds, p_.hidden, 0, da_);
+    return;
+  }
+  PanelParams x = panel_params(Side::kA, plan_.x, ds);
+  add_operand(&x, 0, p_.num_slices, p_.x, p_.hidden, 0, da_);
+  panels(x, policy_of(p_.weight, p_.weight), stream_);
+}
+
+void RowSums::finish() {
+  if (grads_.num_sums > 0) sum_weight_grads(&grads_, stream_);
+}
+
+PanelParams RowSums::panel_params(Side side, const PanelPlan& plan, const void* narrow) const {
+  PanelParams to{};
+  to.pairs = grads_.pairs;
+  to.rows = grads_.rows;
+  to.s = narrow;
+  to.hidden_width = p_.hidden_width;
+  to.side = side;
+  to.mask = {p_.rng, side == Side::kA ? p_.hidden : p_.total_width, 0};
+  to.masked = side == Side::kA ? p_.drops_input() : p_.drops_delta();
+  to.shape = plan.shape;
+  to.groups = 1;
+  to.chunk_rows = plan.chunk_rows;
+  to.max_tiles = most_tiles(p_, plan.chunk_rows);
+  to.ds = panels_;
+  return to;
+}
+
+/// Gives the panels that it has.
+int RowSums::add_operand(PanelParams* to, int slice, int num_slices, const Matrix& wide,
+                         std::int64_t columns, std::int64_t mask_first, float* sums) {
+  const PanelShape& shape = kPanelShapes[to->shape];
+  PanelOperand& o = to->operands[to->num_operands];
+  if (to->num_operands > 0) {
+    const PanelOperand& before = to->operands[to->num_operands - 1];
+    o.first_panel = before.first_panel + before.panels;
+  }
+  ++to->num_operands;
+  o.wide = wide;
+  o.async = copies_async(wide);
+  o.slice = slice;
+  o.columns = columns;
+  o.mask_first = mask_first;
+  o.panels = static_cast<int>(ceil_div<std::int64_t>(columns, shape.columns));
+  o.first_hidden = p_.slices[slice].first_hidden;
+  o.width = width(slice, num_slices);
+  o.sums = sums;
+  to->groups = std::max(to->groups, ceil_div(o.width, shape.ranks));
+  add_sums(to->side, slice, num_slices, columns, to->chunk_rows, sums);
+  return o.panels;
+}
+
+void RowSums::run_outer(Side side, int slice, int num_slices, const Matrix& wide,
+                        const void* narrow, std::int64_t columns, std::int64_t mask_first,
+                        float* sums) {
+  OuterParams o{};
+  o.width = width(slice, num_slices);
+  if (o.width == 0) return;
+  const OuterPlan plan = choose_outer(p_.num_rows, columns, o.width);
+  o.pairs = grads_.pairs;
+  o.rows = grads_.rows;
+  o.wide = parts_fetch(wide);
+  o.s = parts_fetch({const_cast<void*>(narrow), p_.hidden_width, 1, p_.weight});
+  o.mask = {p_.rng, side == Side::kA ? p_.hidden : p_.total_width, mask_first};
+  o.masked = side == Side::kA ? p_.drops_input() : p_.drops_delta();
+  o.first_hidden = p_.slices[slice].first_hidden;
+  o.columns = columns;
+  o.chunk_rows = plan.chunk_rows;
+  o.ranks = plan.ranks;
+  o.max_tiles = most_tiles(p_, plan.chunk_rows);
+  o.side = side;
+  o.partials = sums;
+  outer(o, stream_);
+  add_sums(side, slice, num_slices, columns, plan.chunk_rows, sums);
+}
+
+void RowSums::add_sums(Side side, int slice, int num_slices, std::int64_t columns, int chunk_rows,
+                       const float* sums) {
+  GradSums& g = grads_.sums[grads_.num_sums++];
+  g.side = side;
+  g.first_slice = slice;
+  g.num_slices = num_slices;
+  g.first_hidden = p_.slices[slice].first_hidden;
+  g.width = width(slice, num_slices);
+  g.columns = columns;
+  g.chunk_rows = chunk_rows;
+  g.partials = sums;
+}
+
+}  // namespace mortar::lora::train::cuda

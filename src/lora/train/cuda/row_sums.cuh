@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sums over rows of a backward, dB and dA, and ds where it comes with dB: which kernels make
+// them, and their part of the workspace.
+#pragma once
+
+#include "lora/train/cuda/kernels.cuh"
+#include "lora/train/cuda/panel.h"
+#include "lora/train/cuda/workspace.h"
+
+namespace mortar::lora::train::cuda {
+
+/// Slices whose dy goes through panels: of one 16-bit type with the weights.
+bool takes_panels(const Problem& p, int slice);
+
+/// Whether ds of a slice comes with dB.
+inline bool makes_ds(const Problem& p, const BackwardPlan& plan, int slice) {
+  return plan.one_pass && takes_panels(p, slice);
+}
+
+class RowSums {
+ public:
+  /// Takes its part of the workspace.
+  RowSums(const Problem& p, const BackwardPlan& plan, Arena* arena);
+
+  /// What all launches of a call share.
+  void prepare(const PairTable& pairs, const RowGroups& rows, const HiddenColumns& hidden,
+               Stream stream);
+  /// Sums of dB, from h; and ds of the slices that makes_ds() names.
+  void sum_dy(const void* h, void* ds);
+  /// Sums of dA, from ds.
+  void sum_x(const void* ds);
+  /// dA and dB of all sums.
+  void finish();
+
+ private:
+  PanelParams panel_params(Side side, const PanelPlan& plan, const void* narrow) const;
+  int add_operand(PanelParams* to, int slice, int num_slices, const Matrix& wide,
+                  std::int64_t columns, std::int64_t mask_first, float* sums);
+  void run_outer(Side side, int slice, int num_slices, const Matrix& wide, const void* narrow,
+                 std::int64_t columns, std::int64_t mask_first, float* sums);
+  void add_sums(Side side, int slice, int num_slices, std::int64_t columns, int chunk_rows,
+                const float* sums);
+  int width(int slice, int num_slices) const {
+    return num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
+  }
+
+  const Problem& p_;
+  const BackwardPlan plan_;
+  Stream stream_{};
+  float* panels_ = nullptr;  ///< partials of ds
+  float* db_[kLoraMaxSlices] = {};
+  float* da_ = nullptr;
+  WeightGradParams grads_{};
+};
+
+}  // namespace mortar::lora::train::cuda

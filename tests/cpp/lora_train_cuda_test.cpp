@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward of LoRA training by every launch plan, on a GPU: against float64, and the same bits
+// however the matrices lie.
+#include "lora_train_case.h"
+
+#if MORTAR_HAS_CUDA
+#include "lora/train/checks.h"
+#include "lora/train/cuda/backend.cuh"
+
+namespace mortar::testing {
+namespace {
+
+using lora::train::cuda::BackwardPlan;
+using lora::train::cuda::kPanelShapes;
+using lora::train::cuda::PanelShape;
+
+constexpr DType kBF16 = DType::kBFloat16, kF16 = DType::kFloat16;
+
+/// Every kernel where it can serve, with chunks of one step and of all rows.
+std::vector<BackwardPlan> plans(int width, std::int64_t rows) {
+  std::vector<BackwardPlan> all;
+  for (int shape = 0; shape < static_cast<int>(kPanelShapes.size()); ++shape) {
+    const PanelShape& s = kPanelShapes[shape];
+    if (s.makes_ds && s.ranks < width) continue;
+    for (const int steps : {1, static_cast<int>(rows / (s.rows * s.groups)) + 1}) {
+      BackwardPlan plan;
+      plan.one_pass = s.makes_ds;
+      plan.dy = {shape, steps * s.rows * s.groups};
+      plan.x = {s.makes_ds ? 0 : shape, steps * 64};
+      all.push_back(plan);
+    }
+  }
+  return all;
+}
+
+void run_backward(TrainStep& step, const BackwardPlan& plan) {
+  const LoraTrainProblem given = step.problem(false);
+  const LoraTrainBackward f = step.backward_arguments(false);
+  lora::train::Problem p =
+      lora::train::check_backward(ArgCheck("lora_train_backward"), given, f).problem;
+  GuardedTensor workspace =
+      byte_tensor(lora::train::cuda::backward_workspace(p, plan), step.device);
+  p.workspace = workspace.view().data;
+  lora::train::cuda::backward(p, plan, Stream{});
+  workspace.download();
+  EXPECT_TRUE(workspace.guards_intact()) << "wrote outside the workspace";
+  for (GuardedTensor* t : step.outputs()) {
+    t->download();
+    EXPECT_TRUE(t->guards_intact()) << "wrote outside an output";
+  }
+}
+
+TrainCase base_case() {
+  TrainCase c;
+  c.rows = 150;
+  c.hidden = 270;
+  c.widths = {530};
+  c.ranks = {12};
+  c.x = c.w = c.y = c.grad = c.dx = kBF16;
+  return c;
+}
+
+std::vector<TrainCase> cases() {
+  std::vector<TrainCase> all;
+  const auto add = [&](const std::string& name, auto change) {
+    TrainCase c = base_case();
+    c.name = name;
+    change(c);
+    all.push_back(c);
+  };
+  add("plain", [](TrainCase&) {});
+  add("rank_32", [](TrainCase& c) { c.ranks = {32}; });
+  add("rank_50", [](TrainCase& c) { c.ranks = {50}; });
+  add("rank_150", [](TrainCase& c) { c.ranks = {150}; });
+  add("float16_added", [](TrainCase& c) {
+    c.x = c.w = c.y = c.grad = c.dx = kF16;
+    c.add = true;
+  });
+  add("float32_gradients_added", [](TrainCase& c) {
+    c.grad = DType::kFloat32;
+    c.add = true;
+  });
+  add("transposed", [](TrainCase& c) { c.transposed = true; });
+  add("misaligned", [](TrainCase& c) { c.layout = {3, 1}; });
+  add("narrow", [](TrainCase& c) {
+    c.hidden = 3;
+    c.widths = {1};
+    c.ranks = {1};
+  });
+  add("slices", [](TrainCase& c) {
+    c.widths = {270, 40, 513};
+    c.ranks = {16, 0, 7};
+  });
+  add("float32_x", [](TrainCase& c) {
+    c.x = DType::kFloat32;
+    c.hidden = 70;
+  });
+  for (const LoraDropoutOn on : {LoraDropoutOn::kInput, LoraDropoutOn::kDelta}) {
+    add(on == LoraDropoutOn::kInput ? "drops_input" : "drops_delta", [&](TrainCase& c) {
+      c.widths = {523, 40};
+      c.p = {0.3f};
+      c.on = on;
+    });
+  }
+  for (const RowsBy by : {RowsBy::kSegments, RowsBy::kPlan}) {
+    add(by == RowsBy::kSegments ? "segments" : "plan", [&](TrainCase& c) {
+      c.by = by;
+      c.adapters = 5;
+      c.widths = {40, 514};
+      c.ranks = {4, 8, 16, 0, 3, 5, 16, 1, 0, 9};
+      c.p = {0.1f, 0.0f, 1.0f, 0.5f, 0.2f};
+      c.on = LoraDropoutOn::kDelta;
+      c.empty_segment = true;
+    });
+  }
+  add("a_frozen", [](TrainCase& c) { c.wants_da = false; });
+  add("x_frozen", [](TrainCase& c) { c.wants_dx = false; });
+  add("no_h", [](TrainCase& c) { c.keep_h = false; });
+  return all;
+}
+
+class LoraTrainCuda : public ::testing::TestWithParam<TrainCase> {};
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainCuda);  // on a machine without a GPU
+INSTANTIATE_TEST_SUITE_P(Cases, LoraTrainCuda,
+                         ::testing::ValuesIn(has_gpu() ? cases() : std::vector<TrainCase>{}),
+                         [](const auto& one) { return one.param.name; });
+
+TEST_P(LoraTrainCuda, EveryPlanIsWithinTheBound) {
+  const TrainCase& c = GetParam();
+  TrainStep first(c, Device{DeviceType::kCUDA, 0});
+  first.run_forward();
+  const lora::train::Reference want = lora::train::reference_backward(
+      first.problem(true), first.backward_arguments(true), first.map);
+  int width = 0;
+  for (const int rank : c.ranks) width = std::max(width, rank);
+  for (const BackwardPlan& plan : plans(width, c.rows)) {
+    TrainStep step(c, first.device);
+    step.run_forward();
+    run_backward(step, plan);
+    const std::string name = concat("shape ", plan.dy.shape, ", chunks of ", plan.dy.chunk_rows);
+    if (c.wants_dx) expect_near(step.dx.host(), want.dx, name + ": dx");
+    for (std::size_t i = 0; i < step.da.size(); ++i) {
+      if (!step.problem(true).pairs[i].a.defined()) continue;
+      if (c.wants_da) expect_near(step.da[i].host(), want.da[i], concat(name, ": da", i));
+      if (c.wants_db) expect_near(step.db[i].host(), want.db[i], concat(name, ": db", i));
+    }
+    if (HasFailure()) return;
+  }
+}
+
+// Dense rows come by asynchronous copies, all others through registers.
+TEST(LoraTrainCudaBits, DoNotDependOnStrides) {
+  if (!has_gpu()) return;
+  TrainCase turned = base_case(), misaligned = base_case();
+  turned.transposed = true;
+  misaligned.layout = {3, 1};
+  for (const BackwardPlan& plan : plans(12, base_case().rows)) {
+    TrainStep first(base_case(), Device{DeviceType::kCUDA, 0});
+    first.run_forward();
+    run_backward(first, plan);
+    for (const TrainCase& c : {turned, misaligned}) {
+      TrainStep other(c, first.device);
+      copy_inputs(first, &other);
+      other.run_forward();
+      run_backward(other, plan);
+      EXPECT_TRUE(same_bytes(first.dx.host(), other.dx.host())) << plan.dy.shape;
+      EXPECT_TRUE(same_bytes(first.da[0].host(), other.da[0].host())) << plan.dy.shape;
+      EXPECT_TRUE(same_bytes(first.db[0].host(), other.db[0].host())) << plan.dy.shape;
+    }
+  }
+}
+
+/// Device memory of zeros.
+std::shared_ptr<void> zeros(std::int64_t bytes, Device device) {
+  std::shared_ptr<void> p = device_memory(static_cast<std::size_t>(bytes), device);
+  cuda_ok(cudaMemset(p.get(), 0, static_cast<std::size_t>(bytes)));
+  return p;
+}
+
+// Zeros but for two rows, one of them past 2^31 elements: an index that wraps reads or writes
+// another row. The oracle sees the two rows alone.
+TEST(LoraTrainCudaLarge, IndicesPast31Bits) {
+  if (!has_gpu()) return;
+  const Device device{DeviceType::kCUDA, 0};
+  TrainCase c = base_case();
+  c.rows = 2;
+  c.hidden = 4096;
+  c.widths = {4096};
+  TrainStep step(c, device);
+  const std::int64_t rows = (std::int64_t{1} << 31) / 4096 + 3, columns = 4096;
+  const std::int64_t at[2] = {5, rows - 2}, width = lora_train_hidden_width(step.problem(true));
+  const auto whole = [&](std::int64_t width_of) { return zeros(rows * width_of * 2, device); };
+  const auto x = whole(columns), dy = whole(columns), y = whole(columns), dx = whole(columns);
+  const auto h = whole(width);
+  const auto row_of = [&](const std::shared_ptr<void>& of, std::int64_t row, std::int64_t n) {
+    return static_cast<char*>(of.get()) + row * n * 2;
+  };
+  for (int i = 0; i < 2; ++i) {
+    const auto copy = [&](const std::shared_ptr<void>& to, const Tensor& from) {
+      copy_to_device(row_of(to, at[i], columns),
+                     static_cast<char*>(from.data) + i * from.strides[0] * 2, columns * 2, device);
+    };
+    copy(x, step.x.host());
+    copy(dy, step.dy[0].host());
+  }
+  const auto tensor = [&](const std::shared_ptr<void>& of, std::int64_t n) {
+    return Tensor(of.get(), kBF16, {rows, n}, device);
+  };
+  const lora::train::Reference forward =
+      lora::train::reference_forward(step.problem(true), step.forward_arguments(true), step.map);
+  const LoraTrainProblem p = step.problem(false);
+  LoraTrainForward f = step.forward_arguments(false);
+  const Tensor ys[] = {tensor(y, columns)}, dys[] = {tensor(dy, columns)};
+  f.x = tensor(x, columns);
+  f.y = ys;
+  f.h = tensor(h, width);
+  GuardedTensor workspace = byte_tensor(lora_train_forward_workspace(p, f), device);
+  lora_train_forward(p, f, workspace.view(), Stream{});
+  LoraTrainBackward b = step.backward_arguments(false);
+  b.dy = dys;
+  b.x = f.x;
+  b.h = f.h;
+  b.dx = tensor(dx, columns);
+  workspace = byte_tensor(lora_train_backward_workspace(p, b), device);
+  lora_train_backward(p, b, workspace.view(), Stream{});
+
+  GuardedTensor got(kBF16, {2, columns}, {}, device), got_h(kBF16, {2, width}, {}, device);
+  const auto expect_rows = [&](const std::shared_ptr<void>& of, GuardedTensor* to,
+                               const std::vector<lora::train::Estimate>& want, const char* what) {
+    const Tensor host = to->host();
+    const std::int64_t n = host.shape[1];
+    std::vector<char> beside(static_cast<std::size_t>(n * 2));
+    for (int i = 0; i < 2; ++i) {
+      copy_to_host(static_cast<char*>(host.data) + i * n * 2, row_of(of, at[i], n), n * 2, device);
+      for (const int step_of : {-1, 1}) {
+        copy_to_host(beside.data(), row_of(of, at[i] + step_of, n), n * 2, device);
+        EXPECT_TRUE(std::all_of(beside.begin(), beside.end(), [](char v) { return v == 0; }))
+            << what << " beside row " << at[i];
+      }
+    }
+    expect_near(host, want, what);
+  };
+  expect_rows(h, &got_h, forward.h, "h");
+  expect_rows(y, &got, forward.y[0], "y");
+  // h as it was saved is what the backward sees.
+  std::memcpy(step.h.host().data, got_h.host().data, static_cast<std::size_t>(2 * width * 2));
+  const lora::train::Reference backward =
+      lora::train::reference_backward(step.problem(true), step.backward_arguments(true), step.map);
+  expect_rows(dx, &got, backward.dx, "dx");
+  step.da[0].memory().download();
+  step.db[0].memory().download();
+  expect_near(step.da[0].host(), backward.da[0], "da");
+  expect_near(step.db[0].host(), backward.db[0], "db");
+}
+
+}  // namespace
+}  // namespace mortar::testing
+#endif
