@@ -27,13 +27,23 @@ struct Mbarrier {
   __device__ __forceinline__ void arrive() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&word)) : "memory");
   }
+  /// Arrives, and has the phase end only when so many bytes more have come (sm_90 and newer).
+  __device__ __forceinline__ void arrive_and_expect(int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&word)),
+        "r"(bytes)
+        : "memory");
+#endif
+  }
   /// Arrives when all earlier cp.async of this thread have landed.
   __device__ __forceinline__ void arrive_after_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(&word))
                  : "memory");
   }
-  /// Waits for the end of the phase of this parity: 0 for the first.
+  /// Waits for the end of the phase of this parity: 0 for the first (sm_90 and newer).
   __device__ __forceinline__ void wait(std::uint32_t parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -43,6 +53,7 @@ struct Mbarrier {
         "}\n" ::"r"(smem_address(&word)),
         "r"(parity)
         : "memory");
+#endif
   }
 };
 

@@ -3,6 +3,8 @@
 // nothing below sm_90: kernels that use them compile there, but are not launched.
 #pragma once
 
+#include "device/barrier.cuh"
+
 namespace mortar::device {
 
 /// Half of a barrier: what this thread has written is seen by those that have waited.
@@ -15,6 +17,22 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+/// Stores v where CTA `rank` of the cluster has what this one has at p, and counts 4 bytes at its
+/// barrier: whoever waits there for them may read v, without a barrier of the whole cluster.
+__device__ __forceinline__ void send_to_cluster(float* p, float v, Mbarrier* barrier, int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .b32 there, bar;\n"
+      "mapa.shared::cluster.u32 there, %0, %3;\n"
+      "mapa.shared::cluster.u32 bar, %1, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %2, [bar];\n"
+      "}\n" ::"r"(smem_address(p)),
+      "r"(smem_address(&barrier->word)), "r"(__float_as_uint(v)), "r"(rank)
+      : "memory");
 #endif
 }
 

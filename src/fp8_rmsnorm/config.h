@@ -18,6 +18,7 @@ namespace mortar::fp8_rmsnorm {
 struct GpuShape {
   int num_sms = 132;
   int max_smem = 227 << 10;  ///< bytes that a CTA may have
+  bool clusters = true;      ///< CTAs may form clusters
 };
 
 /// Sizes and kinds of a forward, or of a quantisation alone (`norm` false).

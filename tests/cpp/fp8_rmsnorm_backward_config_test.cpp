@@ -25,7 +25,8 @@ std::int64_t random_size(std::mt19937& rng, double most) {
       std::exp(std::uniform_real_distribution<>(0.0, std::log(most))(rng)));
 }
 
-constexpr GpuShape kGpus[] = {{132, 227 << 10}, {108, 163 << 10}, {84, 99 << 10}, {1, 99 << 10}};
+constexpr GpuShape kGpus[] = {
+    {132, 227 << 10, true}, {108, 163 << 10, false}, {84, 99 << 10, false}, {1, 99 << 10, false}};
 
 TEST(Fp8RmsNormBackwardConfig, CoversAllAndFits) {
   std::mt19937 rng(2);
@@ -36,15 +37,14 @@ TEST(Fp8RmsNormBackwardConfig, CoversAllAndFits) {
     s.x_bytes = 1 << rng() % 3;
     s.dy_bytes = 2 << rng() % 2;
     s.residual_grad = rng() % 2 != 0;
-    s.grouped = s.x_bytes == 1;
     const GpuShape& gpu = kGpus[rng() % std::size(kGpus)];
     const BackwardPlan plan = choose(s, gpu);
     SCOPED_TRACE(printed(plan));
-    const std::int64_t piece = s.x_bytes == 1 ? 16 : 8;
-    EXPECT_GE(std::int64_t{plan.strips} * plan.row_threads * plan.pieces * piece, s.hidden);
+    EXPECT_GE(std::int64_t{plan.strips} * plan.strip(), s.hidden);
     EXPECT_GE(plan.chunks * plan.chunk_rows, s.rows);
     EXPECT_LT((plan.chunks - 1) * plan.chunk_rows, s.rows);
-    EXPECT_LE(plan.chunks, BackwardPlan::kMostChunks);
+    EXPECT_LE(plan.chunks * plan.strips, 132);
+    EXPECT_LE(plan.strips, BackwardPlan::kMostStrips);
     EXPECT_LE(plan.threads, BackwardPlan::kMostThreads);
     EXPECT_GE(plan.stages, 1);
     // What the query said, without knowing dy and residual_grad, is enough.
@@ -52,27 +52,38 @@ TEST(Fp8RmsNormBackwardConfig, CoversAllAndFits) {
     asked.dy_bytes = 4;
     asked.residual_grad = false;
     EXPECT_EQ(choose(asked, gpu).workspace_bytes, plan.workspace_bytes);
-    EXPECT_TRUE(plan.strips == 1 ||
+    EXPECT_TRUE(plan.strips == 1 || plan.cluster ||
                 plan.dots_at + 4 * plan.strips * s.rows <= plan.workspace_bytes);
-    EXPECT_LE(plan.smem, gpu.max_smem - 1024 - 128);
+    EXPECT_LE(plan.smem, gpu.max_smem - BackwardPlan::kStaticSmem);
     EXPECT_TRUE(plan.row_threads <= 32 || plan.row_threads % 32 == 0);
   }
 }
 
+// On any GPU, whatever its shared memory: the same chunks, row groups, and threads of a row.
 TEST(Fp8RmsNormBackwardConfig, TheTreeOfDwIsAMatterOfSizes) {
-  for (const std::int64_t rows : {1, 127, 128, 129, 1000, 8192, 1'000'000}) {
-    for (const std::int64_t hidden : {16, 1040, 4096, 16384, 65536}) {
-      const BackwardShape s{rows, hidden, 1, 2, true, false};
-      const BackwardPlan a = choose(s, kGpus[0]), b = choose(s, kGpus[1]);
-      EXPECT_EQ(a.chunk_rows, b.chunk_rows);
-      EXPECT_EQ(a.row_groups, b.row_groups);
-      EXPECT_EQ(a.row_threads, b.row_threads);
+  for (const std::int64_t rows : {1, 127, 132, 133, 1000, 8192, 1'000'000}) {
+    for (const std::int64_t hidden : {16, 1040, 4096, 8208, 16384, 65536}) {
+      for (const int x_bytes : {1, 2, 4}) {
+        for (const int dy_bytes : {2, 4}) {
+          BackwardShape s{rows, hidden, x_bytes, dy_bytes, false};
+          const BackwardPlan a = choose(s, kGpus[0]);
+          s.residual_grad = true;
+          for (const GpuShape& gpu : kGpus) {
+            const BackwardPlan b = choose(s, gpu);
+            EXPECT_EQ(a.chunk_rows, b.chunk_rows);
+            EXPECT_EQ(a.row_groups, b.row_groups);
+            EXPECT_EQ(a.row_threads, b.row_threads);
+            EXPECT_EQ(a.elements, b.elements);
+            EXPECT_EQ(a.strips, b.strips);
+          }
+        }
+      }
     }
   }
 }
 
 TEST(Fp8RmsNormBackwardConfig, NoRowsHaveNoChunks) {
-  EXPECT_EQ(choose(BackwardShape{0, 64, 1, 2, true, false}, kGpus[0]).chunks, 0);
+  EXPECT_EQ(choose(BackwardShape{0, 64, 1, 2, false}, kGpus[0]).chunks, 0);
 }
 
 }  // namespace

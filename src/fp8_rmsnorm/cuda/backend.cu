@@ -7,7 +7,9 @@
 namespace mortar::fp8_rmsnorm::cuda {
 namespace {
 
-GpuShape gpu_shape(const device::DeviceInfo& info) { return {info.num_sms, info.max_smem}; }
+GpuShape gpu_shape(const device::DeviceInfo& info) {
+  return {info.num_sms, info.max_smem, info.arch >= 90};
+}
 
 GpuShape gpu_of(Device device) { return gpu_shape(device::read_device_info(device.index)); }
 
@@ -82,12 +84,8 @@ ForwardShape shape_of(const QuantizeProblem& p) {
 }
 
 BackwardShape shape_of(const BackwardProblem& p) {
-  return {p.input.rows,
-          p.input.hidden,
-          static_cast<int>(dtype_size(p.input.x.dtype)),
-          static_cast<int>(dtype_size(p.dy.dtype)),
-          p.input.x_group != 0,
-          p.residual_grad.given()};
+  return {p.input.rows, p.input.hidden, static_cast<int>(dtype_size(p.input.x.dtype)),
+          static_cast<int>(dtype_size(p.dy.dtype)), p.residual_grad.given()};
 }
 
 void forward(const ForwardProblem& problem, const ForwardPlan* plan, Stream stream) {

@@ -8,7 +8,8 @@ namespace mortar::fp8_rmsnorm::cuda {
 
 inline constexpr const char* kBackwardOp = "fp8_rmsnorm_backward";
 
-/// What a launch does: all, or for rows in strips first the dots and then what needs them.
+/// What a launch does: all, or for rows in strips without clusters first the dots and then what
+/// needs them.
 enum class Work { kAll, kDots, kGivenDots };
 
 struct BackwardParams {
@@ -17,7 +18,13 @@ struct BackwardParams {
   Work work = Work::kAll;
   float* partials = nullptr;  ///< [chunks][N rounded up to 4]
   float* dots = nullptr;      ///< [strips][M]
-  bool x_aligned = false, dy_aligned = false;
+  bool makes_dx = false, makes_dw = false, adds = false;
+  bool weight_aligned = false;
+  int weight_bytes = 0;  ///< of an element
+  /// From a row of a row group to its next, bytes.
+  std::int64_t x_step = 0, dy_step = 0, added_step = 0, dx_step = 0, scale_step = 0;
+  int group_shift = 0;        ///< log2 of the columns of a scale of x
+  bool narrow_scale = false;  ///< it is bfloat16, else float32
 };
 
 /// dw from the partial sums of the chunks.
