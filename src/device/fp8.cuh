@@ -45,10 +45,29 @@ __device__ __forceinline__ std::uint32_t fp8x2_to_half2<Float8E4M3>(std::uint16_
 #endif
 }
 
+/// The same for the four bytes of `word`, without a shift for its upper half.
+template <class T>
+__device__ __forceinline__ uint2 fp8x4_to_half4(std::uint32_t word) {
+  if constexpr (std::is_same_v<T, Float8E5M2>) {
+    return {__byte_perm(word, 0, 0x1404), __byte_perm(word, 0, 0x3424)};
+  }
+#if MORTAR_FP8_INSTRUCTIONS
+  uint2 out;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(out.x), "=r"(out.y)
+      : "r"(word));
+  return out;
+#else
+  return {fp8x2_to_half2<T>(static_cast<std::uint16_t>(word)),
+          fp8x2_to_half2<T>(static_cast<std::uint16_t>(word >> 16))};
+#endif
+}
+
 template <class T>
 __device__ __forceinline__ void unpack_fp8x4(std::uint32_t word, float (&out)[4]) {
-  const float2 low = unpack2<__half>(fp8x2_to_half2<T>(static_cast<std::uint16_t>(word)));
-  const float2 high = unpack2<__half>(fp8x2_to_half2<T>(static_cast<std::uint16_t>(word >> 16)));
+  const uint2 halves = fp8x4_to_half4<T>(word);
+  const float2 low = unpack2<__half>(halves.x), high = unpack2<__half>(halves.y);
   out[0] = low.x;
   out[1] = low.y;
   out[2] = high.x;

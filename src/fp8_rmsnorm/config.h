@@ -54,14 +54,36 @@ struct RowsPlan {
   MORTAR_HOST_DEVICE int rows_per_step() const { return threads / row_threads * held_rows; }
 };
 
+/// Quads of float32 weights that a piece of so many elements takes in shared memory: an odd number.
+constexpr int held_weight_quads(int elements) { return elements / 4 | 1; }
+
+/// How aligned rows of whole pieces are dealt out: `row_threads` threads share a row, and each of
+/// them holds `slots` pieces of it in registers.
+struct HeldRowsPlan {
+  static constexpr int kThreads = 256;         ///< of a CTA
+  static constexpr int kPerSm = 2;             ///< CTAs whose registers an SM holds
+  static constexpr int kLeastThreads = 8;      ///< of a row: their pieces are a line of 128 bytes
+  static constexpr int kStaticSmem = 4 << 10;  ///< at most, with what the system keeps
+
+  bool possible = false;
+  int row_threads = 32;  ///< a power of two
+  int slots = 1;
+  int grid = 0;
+  std::int64_t smem = 0;  ///< bytes, of the weights as float32
+
+  /// Rows that a CTA takes at a time.
+  MORTAR_HOST_DEVICE int rows_per_step() const { return kThreads / row_threads; }
+};
+
 /// Tiles of kRows x kColumns of y that are quantised and transposed.
 struct TilesPlan {
   static constexpr int kRows = 128, kColumns = 128, kThreads = 256;
   /// CTAs of 256 threads whose registers an SM holds, by the bytes of an element of x.
-  static constexpr int per_sm(int x_bytes) { return x_bytes == 1 ? 3 : 2; }
+  static constexpr int per_sm(int x_bytes) { return x_bytes == 1 ? 4 : 2; }
 
   std::int64_t tiles = 0;
   int grid = 0;
+  bool any = false;  ///< by the kernels for any rows, aligned or not
 };
 
 /// The kernels of a call, in their order, and where their workspace lies.
@@ -71,7 +93,8 @@ struct ForwardPlan {
   bool tiles = false;    ///< q_t, and q with a scale per tensor
   bool amax = false;     ///< the CTAs' maxima are brought together by a kernel of their own
 
-  RowsPlan row_plan;
+  HeldRowsPlan held_plan;  ///< of the rows, where they are aligned and it is possible
+  RowsPlan row_plan;       ///< else
   TilesPlan tile_plan;
   std::int64_t maxima_at = 0, column_maxima_at = 0, rstd_at = 0, weights_at = 0;  ///< bytes
   std::int64_t workspace_bytes = 0;
@@ -123,6 +146,44 @@ inline RowsPlan choose_rows(const ForwardShape& s, const GpuShape& gpu) {
   return plan;
 }
 
+/// The fewest threads of a row that hold it whole, with those of a group side by side.
+inline int least_held_threads(const ForwardShape& s) {
+  const std::int64_t piece = 16 / s.x_bytes, pieces = ceil_div<std::int64_t>(s.hidden, piece);
+  const std::int64_t of_group = s.scaling == Fp8Scaling::kGroup ? s.group / piece : 1;
+  return static_cast<int>(
+      std::max({std::int64_t{HeldRowsPlan::kLeastThreads}, of_group,
+                power_of_two_above(ceil_div<std::int64_t>(pieces, kHeldPieces))}));
+}
+
+/// The plan with so many threads of a row: a power of two from the fewest to kThreads.
+inline HeldRowsPlan held_rows_plan(const ForwardShape& s, const GpuShape& gpu, int row_threads) {
+  HeldRowsPlan plan;
+  const std::int64_t piece = 16 / s.x_bytes, pieces = ceil_div<std::int64_t>(s.hidden, piece);
+  plan.row_threads = row_threads;
+  plan.slots = static_cast<int>(ceil_div<std::int64_t>(pieces, row_threads));
+  plan.smem =
+      std::int64_t{16} * held_weight_quads(static_cast<int>(piece)) * row_threads * plan.slots;
+  plan.possible = plan.slots <= kHeldPieces && row_threads <= HeldRowsPlan::kThreads &&
+                  plan.smem <= gpu.max_smem - HeldRowsPlan::kStaticSmem;
+  const std::int64_t per_sm =
+      std::max<std::int64_t>(1, gpu.max_smem / (plan.smem + HeldRowsPlan::kStaticSmem));
+  plan.grid = static_cast<int>(
+      std::min(ceil_div<std::int64_t>(s.rows, plan.rows_per_step()),
+               gpu.num_sms * std::min<std::int64_t>(per_sm, HeldRowsPlan::kPerSm)));
+  return plan;
+}
+
+inline HeldRowsPlan choose_held_rows(const ForwardShape& s, const GpuShape& gpu) {
+  constexpr int kThreads = HeldRowsPlan::kThreads;
+  int row_threads = std::min(least_held_threads(s), kThreads);
+  // Few rows: more threads for each, until every SM has work.
+  while (row_threads < kThreads && row_threads < ceil_div<std::int64_t>(s.hidden, 16 / s.x_bytes) &&
+         ceil_div<std::int64_t>(s.rows, kThreads / row_threads) < gpu.num_sms) {
+    row_threads *= 2;
+  }
+  return held_rows_plan(s, gpu, row_threads);
+}
+
 inline TilesPlan choose_tiles(const ForwardShape& s, const GpuShape& gpu) {
   TilesPlan plan;
   plan.tiles = ceil_div<std::int64_t>(s.rows, TilesPlan::kRows) *
@@ -133,6 +194,23 @@ inline TilesPlan choose_tiles(const ForwardShape& s, const GpuShape& gpu) {
   return plan;
 }
 
+/// Where the plan's workspace lies.
+inline void lay_out(ForwardPlan& plan, const ForwardShape& s) {
+  std::int64_t bytes = 0;
+  const auto reserve = [&](std::int64_t size) {
+    const std::int64_t at = bytes;
+    bytes += round_up<std::int64_t>(size, 16);
+    return at;
+  };
+  plan.maxima_at =
+      reserve(4 * std::max({plan.held_plan.grid, plan.row_plan.grid, plan.tile_plan.grid}));
+  plan.column_maxima_at = reserve(plan.columns ? 4 * s.hidden : 0);
+  plan.rstd_at = reserve(plan.tiles && s.norm ? 4 * s.rows : 0);
+  plan.weights_at =
+      reserve(plan.row_plan.shared_weights ? 0 : 4 * round_up<std::int64_t>(s.hidden, 16));
+  plan.workspace_bytes = bytes;
+}
+
 inline ForwardPlan choose(const ForwardShape& s, const GpuShape& gpu) {
   ForwardPlan plan;
   const bool tensor = s.scaling == Fp8Scaling::kTensor;
@@ -140,36 +218,30 @@ inline ForwardPlan choose(const ForwardShape& s, const GpuShape& gpu) {
   plan.tiles_make_q = plan.tiles && tensor;
   plan.columns = s.q_t && s.scaling == Fp8Scaling::kRow && !s.given_scale;
   plan.rows = s.norm || !plan.tiles_make_q || !s.given_scale;
-  plan.amax = tensor && s.given_scale;
+  plan.amax = tensor && s.given_scale && !(plan.rows && plan.tiles);
+  plan.held_plan = choose_held_rows(s, gpu);
   plan.row_plan = choose_rows(s, gpu);
   plan.tile_plan = choose_tiles(s, gpu);
-  std::int64_t bytes = 0;
-  const auto reserve = [&](std::int64_t size) {
-    const std::int64_t at = bytes;
-    bytes += round_up<std::int64_t>(size, 16);
-    return at;
-  };
-  plan.maxima_at = reserve(4 * std::max(plan.row_plan.grid, plan.tile_plan.grid));
-  plan.column_maxima_at = reserve(plan.columns ? 4 * s.hidden : 0);
-  plan.rstd_at = reserve(plan.tiles && s.norm ? 4 * s.rows : 0);
-  plan.weights_at =
-      reserve(plan.row_plan.shared_weights ? 0 : 4 * round_up<std::int64_t>(s.hidden, 16));
-  plan.workspace_bytes = bytes;
+  lay_out(plan, s);
   return plan;
 }
 
 inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& p) {
+  if (p.rows && p.held_plan.possible) {
+    out << "aligned rows " << p.held_plan.grid << " x " << HeldRowsPlan::kThreads << ", "
+        << p.held_plan.row_threads << " threads a row, " << p.held_plan.slots << " pieces each; ";
+  }
   if (p.rows) {
-    out << "rows " << p.row_plan.grid << " x " << p.row_plan.threads << ", "
-        << p.row_plan.row_threads << " threads a row, " << p.row_plan.slots << " pieces of "
-        << p.row_plan.held_rows << " rows each";
+    out << (p.held_plan.possible ? "else rows " : "rows ") << p.row_plan.grid << " x "
+        << p.row_plan.threads << ", " << p.row_plan.row_threads << " threads a row, "
+        << p.row_plan.slots << " pieces of " << p.row_plan.held_rows << " rows each";
     if (!p.row_plan.shared_weights) out << ", weights in the workspace";
     out << "; ";
   }
   if (p.columns) out << "column maxima; ";
   if (p.tiles) {
     out << "tiles " << p.tile_plan.grid << " x " << TilesPlan::kThreads << " of "
-        << p.tile_plan.tiles << "; ";
+        << p.tile_plan.tiles << (p.tile_plan.any ? ", of any rows; " : "; ");
   }
   if (p.amax) out << "amax; ";
   return out << p.workspace_bytes << " bytes of workspace";

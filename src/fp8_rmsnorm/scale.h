@@ -33,10 +33,12 @@ inline float compat_scale_of(float amax, float largest) {
   return to_float(from_float<BFloat16>((amax + kLeastAmax) / largest));
 }
 
-/// What y is multiplied with: finite for scales down to the least subnormal, so that 0 stays 0.
-MORTAR_HOST_DEVICE inline float inverse_of(float scale) {
-  const float inverse = 1.0f / scale;
-  return inverse > kLargestFloat ? kLargestFloat : inverse;
+/// A factor that zeros survive: finite, or NaN.
+MORTAR_HOST_DEVICE inline float finite_or_nan(float factor) {
+  return factor > kLargestFloat ? kLargestFloat : factor;
 }
+
+/// What y is multiplied with: finite for scales down to the least subnormal, so that 0 stays 0.
+MORTAR_HOST_DEVICE inline float inverse_of(float scale) { return finite_or_nan(1.0f / scale); }
 
 }  // namespace mortar::fp8_rmsnorm

@@ -50,6 +50,19 @@ TEST(Fp8RmsNormConfig, RowsAreHeldAndFit) {
     EXPECT_LE(rows.slots * rows.held_rows, kHeldPieces);
     EXPECT_GE(rows.grid, 1);
     EXPECT_LE(rows.smem, gpu.max_smem - 4352 - 1024);
+    if (const HeldRowsPlan& held = plan.held_plan; held.possible) {
+      EXPECT_EQ(held.row_threads & (held.row_threads - 1), 0);
+      EXPECT_LE(held.row_threads, HeldRowsPlan::kThreads);
+      EXPECT_GE(held.row_threads, least_held_threads(s));
+      EXPECT_LE(held.slots, kHeldPieces);
+      EXPECT_GE(std::int64_t{held.row_threads} * held.slots, pieces);
+      EXPECT_LT(std::int64_t{held.row_threads} * (held.slots - 1), pieces);
+      EXPECT_LE(held.smem, gpu.max_smem - HeldRowsPlan::kStaticSmem);
+      EXPECT_GE(held.grid, 1);
+      EXPECT_LE(plan.maxima_at + 4 * held.grid, plan.workspace_bytes);
+    } else {
+      EXPECT_TRUE(pieces > kHeldPieces * HeldRowsPlan::kThreads || 4 * s.hidden > gpu.max_smem / 2);
+    }
     // A group of one scale lies within the threads of a row, or is all of it.
     EXPECT_TRUE(rows.row_threads >= std::min<std::int64_t>(128 / piece, pieces));
     // A row is held whole unless the most threads cannot.

@@ -30,8 +30,21 @@ void run(ForwardParams p, Stream stream) {
                 rows_aligned(p.residual, 16) && rows_aligned(p.normed, 16);
   p.q_aligned = hidden % piece == 0 && rows_aligned(p.out.q, piece);
   p.q_t_aligned = rows_aligned(p.out.q_t, 16);
-  if (p.norm && plan.rows && !plan.row_plan.shared_weights) convert_weights(p, stream);
-  if (plan.rows) rows(p, stream);
+  const bool nearest = p.out.rng == nullptr, fast = p.out.numerics == Fp8Numerics::kFast;
+  // What the kernels for aligned rows do: see there.
+  const bool held = plan.held_plan.possible && p.x_aligned && p.q_aligned &&
+                    reinterpret_cast<std::uintptr_t>(p.weight.data) % 16 == 0 &&
+                    !p.residual.given() && !p.normed.given() &&
+                    (plan.tiles_make_q || !p.out.q.given() || (nearest && fast));
+  p.maxima_count = !plan.rows ? plan.tile_plan.grid
+                   : held     ? plan.held_plan.grid
+                              : plan.row_plan.grid;
+  if (plan.rows && held) {
+    rows(p, stream);
+  } else if (plan.rows) {
+    if (p.norm && !plan.row_plan.shared_weights) convert_weights(p, stream);
+    any_rows(p, stream);
+  }
   if (p.residual.given()) {  // from now on it is what is normalised
     p.input.x = p.residual;
     p.input.x_scale = {};
@@ -40,8 +53,10 @@ void run(ForwardParams p, Stream stream) {
     p.x_aligned = hidden % of_residual == 0 && rows_aligned(p.residual, 16);
     p.q_aligned = hidden % of_residual == 0 && rows_aligned(p.out.q, of_residual);
   }
-  if (plan.columns) column_maxima(p, stream);
-  if (plan.tiles) tiles(p, stream);
+  const bool whole = !plan.tile_plan.any && p.x_aligned && p.q_aligned && nearest &&
+                     !p.tiles_make_maxima() && (fast || (p.norm && !p.out.given_scale));
+  if (plan.columns) (whole ? column_maxima : any_column_maxima)(p, stream);
+  if (plan.tiles) (whole ? tiles : any_tiles)(p, stream);
   if (plan.amax && p.out.amax != nullptr) reduce_amax(p, stream);
 }
 

@@ -19,7 +19,8 @@ struct ForwardParams {
   float* rstd = nullptr;
   Quantize out;
   ForwardPlan plan;
-  std::uint32_t* maxima = nullptr;         ///< of |y|, one per CTA of the kernel that makes them
+  std::uint32_t* maxima = nullptr;  ///< of |y|, one per CTA of the kernel that makes them
+  int maxima_count = 0;
   std::uint32_t* column_maxima = nullptr;  ///< [N], of |y|
   float* weights = nullptr;  ///< [N] + offset in float32, as the rows kernel reads them
   bool x_aligned = false;    ///< 16-byte pieces of x, and what lies beside them, are whole accesses
@@ -29,12 +30,19 @@ struct ForwardParams {
   MORTAR_HOST_DEVICE bool makes_maxima() const {
     return out.scaling == Fp8Scaling::kTensor && (!out.given_scale || out.amax != nullptr);
   }
+  /// Whether the tiles make them, as there is no pass over rows.
+  MORTAR_HOST_DEVICE bool tiles_make_maxima() const { return makes_maxima() && !plan.rows; }
 };
 
 void convert_weights(const ForwardParams& p, Stream stream);
+/// For aligned rows that a CTA holds, rounding to nearest; and for any.
 void rows(const ForwardParams& p, Stream stream);
-void column_maxima(const ForwardParams& p, Stream stream);
+void any_rows(const ForwardParams& p, Stream stream);
+/// For aligned rows, rounding to nearest; and for any.
 void tiles(const ForwardParams& p, Stream stream);
+void any_tiles(const ForwardParams& p, Stream stream);
+void column_maxima(const ForwardParams& p, Stream stream);
+void any_column_maxima(const ForwardParams& p, Stream stream);
 void reduce_amax(const ForwardParams& p, Stream stream);
 
 /// `plan` null: choose()'s; tests inject others.

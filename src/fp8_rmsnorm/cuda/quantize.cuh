@@ -8,9 +8,32 @@
 #include "core/philox.h"
 #include "device/reduce.cuh"
 #include "fp8_rmsnorm/cuda/elements.cuh"
+#include "fp8_rmsnorm/cuda/kernels.cuh"
 #include "fp8_rmsnorm/scale.h"
 
 namespace mortar::fp8_rmsnorm::cuda {
+
+/// scale_of() in steps without branches: the division is correctly rounded, by one Newton step on
+/// the product with the rounded reciprocal (Markstein, 1990).
+__device__ __forceinline__ float fast_scale(const Quantize& out, float amax) {
+  const bool e4m3 = out.dtype == DType::kFloat8E4M3;
+  const float largest = e4m3 ? Float8E4M3::kLargest : Float8E5M2::kLargest;
+  const float inverse = e4m3 ? 1.0f / Float8E4M3::kLargest : 1.0f / Float8E5M2::kLargest;
+  const float above = amax <= kLeastAmax ? kLeastAmax : amax;  // keeps a NaN
+  const float quotient = __fmul_rn(above, inverse);
+  const float refined = __fmaf_rn(__fmaf_rn(-quotient, largest, above), inverse, quotient);
+  const float scale = above <= FLT_MAX ? refined : quotient;
+  const std::uint32_t bits = __float_as_uint(scale);
+  if (!out.pow2_scale || bits >= 0x7f800000u) return scale;
+  return __uint_as_float((bits + 0x7fffffu) & 0x7f800000u);
+}
+
+/// inverse_of() to a last place or two.
+__device__ __forceinline__ float approximate_inverse_of(float scale) {
+  float inverse;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
+  return finite_or_nan(inverse);
+}
 
 /// The scale for values up to `amax`; NaN for NaN.
 __device__ __forceinline__ float scale_for(const Quantize& out, float amax) {
@@ -59,23 +82,30 @@ __device__ __forceinline__ uint4 draw4(Draws draws, std::uint64_t index) {
   return make_uint4(a.word[3], b.word[0], b.word[1], b.word[2]);
 }
 
+/// The codes of four values, rounded stochastically. A function of its own: inlined for each of a
+/// thread's quads it is more code than the instruction caches hold.
+template <class Out>
+__device__ __noinline__ std::uint32_t encode4_drawn(Draws draws, std::uint64_t index, float a,
+                                                    float b, float c, float d) {
+  const uint4 words = draw4(draws, index);
+  return device::pack_fp8x4<Out>({a, b, c, d}, {words.x, words.y, words.z, words.w});
+}
+
 /// The codes of four values that are already divided by their scales. `index`: of the first of them
-/// in y, for its draws. Without kMayDraw the rounding is to nearest.
-template <bool kMayDraw>
+/// in y, for its draws.
 __device__ __forceinline__ std::uint32_t encode4(const Quantize& out, const Draws& draws,
                                                  std::uint64_t index, const float (&v)[4]) {
-  if (kMayDraw && out.rng != nullptr) {
-    const uint4 words = draw4(draws, index);
-    const std::uint32_t random[4] = {words.x, words.y, words.z, words.w};
-    if (out.dtype == DType::kFloat8E4M3) return device::pack_fp8x4<Float8E4M3>(v, random);
-    return device::pack_fp8x4<Float8E5M2>(v, random);
+  if (out.rng != nullptr) {
+    if (out.dtype == DType::kFloat8E4M3) {
+      return encode4_drawn<Float8E4M3>(draws, index, v[0], v[1], v[2], v[3]);
+    }
+    return encode4_drawn<Float8E5M2>(draws, index, v[0], v[1], v[2], v[3]);
   }
   if (out.dtype == DType::kFloat8E4M3) return device::pack_fp8x4<Float8E4M3>(v);
   return device::pack_fp8x4<Float8E5M2>(v);
 }
 
-/// y = z * scale * rstd * weight, every product rounded. In fast numerics the caller has multiplied
-/// the two factors of the row before, and passes 1 for `rstd`.
+/// y of COAT's chain: z * scale * rstd * weight, every product rounded.
 __device__ __forceinline__ float normalise(float z, float scale, float rstd, float weight) {
   return __fmul_rn(__fmul_rn(__fmul_rn(z, scale), rstd), weight);
 }
@@ -86,6 +116,21 @@ __device__ __forceinline__ float reduce_maxima(const std::uint32_t* maxima, int 
   std::uint32_t largest = 0;
   for (int i = threadIdx.x; i < count; i += blockDim.x) largest = max(largest, __ldcg(maxima + i));
   return __uint_as_float(device::max_block(largest, scratch));
+}
+
+/// The scale of the whole tensor, given or from the maxima of the rows; the first CTA writes what
+/// the caller wants of it. Every thread of a CTA calls this.
+__device__ __forceinline__ float tensor_scale(const ForwardParams& p, std::uint32_t* scratch) {
+  const bool first = blockIdx.x == 0 && threadIdx.x == 0;
+  float amax = 0.0f;
+  if (p.makes_maxima() && p.plan.rows) {
+    amax = reduce_maxima(p.maxima, p.maxima_count, scratch);
+    if (first && p.out.amax != nullptr) *p.out.amax = amax;
+  }
+  if (p.out.given_scale) return __ldcg(p.out.scale.data);
+  const float scale = scale_for(p.out, amax);
+  if (first) *p.out.scale.data = scale;
+  return scale;
 }
 
 }  // namespace mortar::fp8_rmsnorm::cuda

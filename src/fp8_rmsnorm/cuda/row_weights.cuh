@@ -2,6 +2,7 @@
 // The weights as the rows kernel reads them.
 #pragma once
 
+#include "device/async_copy.cuh"
 #include "fp8_rmsnorm/cuda/elements.cuh"
 #include "fp8_rmsnorm/cuda/kernels.cuh"
 
@@ -18,5 +19,60 @@ __device__ __forceinline__ void store_weights(const ForwardParams& p, float* to,
                 to[(quad * pieces + piece) * 4 + n % 4] = w;
               });
 }
+
+/// Float32 weights by piece in shared memory. A piece takes an odd number of quads, so that 8
+/// threads that read the same quad of theirs meet in no bank.
+template <int kElements>
+struct SharedWeights {
+  static constexpr int kQuads = kElements / 4, kPitch = held_weight_quads(kElements);
+
+  /// Asks for the weights in L2.
+  __device__ __forceinline__ static void prefetch(const ForwardParams& p, int pieces) {
+    if (!p.norm) return;
+    const int bytes = pieces * kElements * (p.weight.dtype == DType::kFloat32 ? 4 : 2);
+    for (int at = static_cast<int>(threadIdx.x) * 32; at < bytes; at += blockDim.x * 32) {
+      device::prefetch_l2(static_cast<const char*>(p.weight.data) + at);
+    }
+  }
+
+  /// All threads of a CTA bring weights + offset there for `pieces` pieces, eight loads in flight
+  /// each; ones where there is no norm; zeros behind the end of a row, up to `end` pieces. The
+  /// weights are aligned to 16 bytes.
+  __device__ __forceinline__ static void store(const ForwardParams& p, float4* to, int pieces,
+                                               int end) {
+    constexpr int kBatch = 8;
+    const int threads = static_cast<int>(blockDim.x), first = static_cast<int>(threadIdx.x);
+    const auto put = [&](int quad, float4 v) { to[quad / kQuads * kPitch + quad % kQuads] = v; };
+    const int quads = pieces * kQuads;
+    for (int quad = quads + first; quad < end * kQuads; quad += threads) put(quad, {});
+    if (!p.norm) {
+      for (int quad = first; quad < quads; quad += threads) put(quad, {1.0f, 1.0f, 1.0f, 1.0f});
+      return;
+    }
+    const float offset = p.weight_offset;
+    device::visit_checked_dtype(FloatDTypes(), p.weight.dtype, [&](auto tag) {
+      using W = typename decltype(tag)::type;
+      const W* weight = static_cast<const W*>(p.weight.data);
+#pragma unroll 1
+      for (int base = first; base < quads; base += kBatch * threads) {
+        device::Vector<W, 4> raw[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int quad = base + i * threads;
+          device::Word<4 * sizeof(W)> word{};
+          device::load_if(quad < quads, word, weight + 4 * quad);
+          raw[i].set_piece(0, word);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int quad = base + i * threads;
+          if (quad >= quads) break;
+          put(quad, {raw[i].get(0) + offset, raw[i].get(1) + offset, raw[i].get(2) + offset,
+                     raw[i].get(3) + offset});
+        }
+      }
+    });
+  }
+};
 
 }  // namespace mortar::fp8_rmsnorm::cuda

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// What only a GPU shows of FP8 RMSNorm's forward: every shape of its kernels, forced by plans;
+// graph replay; and two streams at once.
+#if MORTAR_HAS_CUDA
+#include <cuda_runtime_api.h>
+
+#include <functional>
+
+#include "fp8_rmsnorm/checks.h"
+#include "fp8_rmsnorm/cuda/kernels.cuh"
+#include "fp8_rmsnorm_case.h"
+
+namespace mortar::testing {
+namespace {
+
+using fp8_rmsnorm::ForwardPlan;
+using fp8_rmsnorm::ForwardShape;
+using fp8_rmsnorm::HeldRowsPlan;
+
+constexpr Fp8Scaling kScalings[] = {Fp8Scaling::kTensor, Fp8Scaling::kRow, Fp8Scaling::kGroup};
+
+std::vector<Device> gpus() {
+  return has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}} : std::vector<Device>{};
+}
+
+std::vector<Bytes> outputs_of(NormTrial& trial) {
+  std::vector<Bytes> all;
+  for (GuardedTensor* t : trial.outputs()) {
+    t->download();
+    all.push_back(bytes_of(*t));
+  }
+  return all;
+}
+
+class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
+ protected:
+  void SetUp() override { ASSERT_EQ(cudaStreamCreate(&stream_), cudaSuccess); }
+  void TearDown() override { ASSERT_EQ(cudaStreamDestroy(stream_), cudaSuccess); }
+
+  static ForwardShape shape_of(const NormCase& c) {
+    return {.rows = c.rows,
+            .hidden = c.columns,
+            .x_bytes = static_cast<int>(dtype_size(c.x)),
+            .norm = c.norm,
+            .scaling = c.scaling,
+            .group = static_cast<int>(c.group),
+            .given_scale = c.given,
+            .q = c.make_q,
+            .q_t = c.make_q_t};
+  }
+
+  /// The outputs under a plan, which are right.
+  std::vector<Bytes> run(const NormCase& c, const ForwardPlan& plan) {
+    std::ostringstream printed;
+    printed << plan;
+    SCOPED_TRACE(printed.str());
+    NormTrial trial(c, GetParam(), 21);
+    trial.make_inputs();
+    GuardedTensor workspace = byte_tensor(plan.workspace_bytes, GetParam());
+    const ArgCheck arg("test");
+    const Tensor none;
+    if (c.norm) {
+      auto problem = fp8_rmsnorm::check_forward(
+          arg, trial.x.view(), trial.is_float8() ? trial.x_scale.view() : none, trial.weight.view(),
+          trial.eps, c.weight_offset, c.residual ? trial.residual.view() : none, trial.format(),
+          trial.quantized(), c.make_rstd ? trial.rstd.view() : none,
+          c.make_normed ? trial.normed.view() : none);
+      problem.workspace = workspace.view().ptr<std::byte>();
+      fp8_rmsnorm::cuda::forward(problem, &plan, {stream_});
+    } else {
+      auto problem =
+          fp8_rmsnorm::check_quantize(arg, trial.x.view(), trial.format(), trial.quantized());
+      problem.workspace = workspace.view().ptr<std::byte>();
+      fp8_rmsnorm::cuda::quantize(problem, &plan, {stream_});
+    }
+    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+    const std::vector<Bytes> bytes = outputs_of(trial);
+    workspace.download();
+    EXPECT_TRUE(workspace.guards_intact());
+    trial.expect_right();
+    return bytes;
+  }
+
+  /// Every plan that fits the case, and what it is called.
+  void for_each_plan(const NormCase& c,
+                     const std::function<void(const ForwardPlan&, const char*)>& use) {
+    const ForwardShape s = shape_of(c);
+    const ForwardPlan chosen = choose(s, gpu_);
+    ForwardPlan plan = chosen;
+    plan.held_plan.possible = false;
+    use(plan, "rows of any kind");
+    plan.tile_plan.any = true;
+    use(plan, "all of any kind");
+    for (int threads = least_held_threads(s); threads <= HeldRowsPlan::kThreads; threads *= 2) {
+      plan = chosen;
+      plan.held_plan = held_rows_plan(s, gpu_, threads);
+      if (!plan.held_plan.possible) continue;
+      lay_out(plan, s);
+      use(plan, "threads of a row");
+      plan.held_plan.grid = 1;  // a CTA goes over all rows, and another over all tiles
+      plan.tile_plan.grid = 1;
+      use(plan, "one CTA");
+      plan.held_plan.grid = std::min(3, held_rows_plan(s, gpu_, threads).grid);
+      plan.tile_plan.grid = static_cast<int>(std::min<std::int64_t>(5, plan.tile_plan.tiles));
+      use(plan, "a few CTAs");
+    }
+  }
+
+  void expect_same_bits(const NormCase& c) {
+    SCOPED_TRACE(concat(c));
+    const std::vector<Bytes> expected = run(c, choose(shape_of(c), gpu_));
+    for_each_plan(c, [&](const ForwardPlan& plan, const char* name) {
+      EXPECT_TRUE(run(c, plan) == expected) << name;
+    });
+  }
+
+  const fp8_rmsnorm::GpuShape gpu_ = fp8_rmsnorm::cuda::this_gpu();
+  cudaStream_t stream_ = nullptr;
+};
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Fp8RmsNormCuda);  // on a machine without a GPU
+INSTANTIATE_TEST_SUITE_P(Devices, Fp8RmsNormCuda, ::testing::ValuesIn(gpus()), device_name);
+
+TEST_P(Fp8RmsNormCuda, LaunchChoicesChangeNoBit) {
+  for (Fp8Scaling scaling : kScalings) {
+    for (const auto& [x, columns] : {std::pair{kE4M3, 1040}, {kE5M2, 256}, {kBF16, 1000}}) {
+      expect_same_bits({.rows = 140, .columns = columns, .x = x, .scaling = scaling, .group = 64});
+    }
+  }
+}
+
+TEST_P(Fp8RmsNormCuda, LaunchChoicesOfOnePassChangeNoBit) {
+  for (Fp8Scaling scaling : kScalings) {
+    for (bool given : {false, true}) {
+      for (DType x : {kE4M3, kF16, kF32}) {
+        expect_same_bits({.rows = 37,
+                          .columns = 528,
+                          .x = x,
+                          .weight = kBF16,
+                          .scaling = scaling,
+                          .group = 128,
+                          .given = given,
+                          .make_q_t = false});
+      }
+    }
+  }
+}
+
+TEST_P(Fp8RmsNormCuda, LaunchChoicesOfOtherFormsChangeNoBit) {
+  for (DType x : {kE4M3, kBF16}) {
+    const NormCase c{.rows = 133, .columns = 1040, .x = x, .x_scale = kF32};
+    NormCase compat = c, residual = c, quantize = c, given = c;
+    compat.compat = true;
+    expect_same_bits(compat);
+    for (DType dtype : {kBF16, kF16, kF32}) {
+      residual.residual = true;
+      residual.residual_dtype = dtype;
+      expect_same_bits(residual);
+    }
+    given.given = true;
+    expect_same_bits(given);
+    if (x != kBF16) continue;
+    quantize.norm = false;
+    for (bool with_scale : {false, true}) {
+      quantize.given = with_scale;
+      expect_same_bits(quantize);
+    }
+  }
+}
+
+// One captured call, replayed after x has changed, does what a fresh call with the new x does.
+TEST_P(Fp8RmsNormCuda, GraphReplayWithOtherContent) {
+  for (Fp8Scaling scaling : kScalings) {
+    const NormCase c{.rows = 300, .columns = 1040, .scaling = scaling, .group = 64};
+    NormTrial captured(c, GetParam(), 31);
+    captured.make_inputs();
+    const ForwardPlan plan = choose(shape_of(c), gpu_);
+    GuardedTensor workspace = byte_tensor(plan.workspace_bytes, GetParam());
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    fp8_rmsnorm_forward(captured.x.view(), captured.x_scale.view(), captured.weight.view(),
+                        captured.eps, c.weight_offset, {}, captured.format(), captured.quantized(),
+                        captured.rstd.view(), {}, workspace.view(), {stream_});
+    ASSERT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
+    ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+    for (unsigned seed : {32u, 33u, 34u}) {
+      NormTrial fresh(c, GetParam(), seed);
+      fresh.run();
+      for (const auto& [to, from] : {std::pair{&captured.x, &fresh.x},
+                                     {&captured.x_scale, &fresh.x_scale},
+                                     {&captured.weight, &fresh.weight}}) {
+        to->for_each([&](std::int64_t i) { set_value(*to, i, get_value(*from, i)); });
+        to->upload();
+      }
+      ASSERT_EQ(cudaGraphLaunch(executable, stream_), cudaSuccess);
+      ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+      EXPECT_TRUE(outputs_of(captured) == outputs_of(fresh)) << concat(c);
+    }
+    EXPECT_EQ(cudaGraphExecDestroy(executable), cudaSuccess);
+    EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  }
+}
+
+// Calls on two streams, each with its own workspace, do not disturb each other.
+TEST_P(Fp8RmsNormCuda, TwoStreamsAtOnce) {
+  cudaStream_t other = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), cudaSuccess);
+  const NormCase cases[] = {{.rows = 700, .columns = 2048},
+                            {.rows = 513, .columns = 4096, .x = kBF16, .weight = kBF16}};
+  std::vector<std::vector<Bytes>> expected;
+  std::vector<std::unique_ptr<NormTrial>> trials;
+  std::vector<GuardedTensor> workspaces;
+  for (const NormCase& c : cases) {
+    NormTrial alone(c, GetParam(), 41);
+    alone.run();
+    alone.expect_right();
+    expected.push_back(outputs_of(alone));
+    trials.push_back(std::make_unique<NormTrial>(c, GetParam(), 41));
+    trials.back()->make_inputs();
+    workspaces.push_back(byte_tensor(choose(shape_of(c), gpu_).workspace_bytes, GetParam()));
+  }
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    for (std::size_t i = 0; i < trials.size(); ++i) {
+      NormTrial& t = *trials[i];
+      fp8_rmsnorm_forward(t.x.view(), t.is_float8() ? t.x_scale.view() : Tensor(), t.weight.view(),
+                          t.eps, 0.0f, {}, t.format(), t.quantized(), t.rstd.view(), {},
+                          workspaces[i].view(), {i == 0 ? stream_ : other});
+    }
+  }
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  for (std::size_t i = 0; i < trials.size(); ++i) {
+    EXPECT_TRUE(outputs_of(*trials[i]) == expected[i]) << concat(cases[i]);
+  }
+  EXPECT_EQ(cudaStreamDestroy(other), cudaSuccess);
+}
+
+}  // namespace
+}  // namespace mortar::testing
+#endif
