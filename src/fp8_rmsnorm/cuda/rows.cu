@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(kThreads, HeldRowsPlan::kPerSm)
     }
     largest_weight =
         __uint_as_float(device::max_block(device::magnitude_bits(largest_weight), scratch));
+    __syncthreads();  // the scratch is used once more, at the end
   }
 
   const HeldWeights<T> weights(p, shared_weights, lane);
