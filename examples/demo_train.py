@@ -183,7 +183,7 @@ def largest_difference(one: Run, other: Run) -> float:
 def base_model(args: argparse.Namespace, corpora: Sequence[Corpus], console: Console):
     """(model, recipe): the demo's model, trained briefly on all corpora or found in the cache."""
     whole = lora_training.QUICK if args.quick else lora_training.Recipe()
-    recipe = replace(whole, base_steps=whole.base_steps // 2, adapter_steps=0)
+    recipe = replace(whole, base_steps=whole.base_steps // 3, adapter_steps=0)
 
     def on_stage(title: str, steps: int) -> lora_training.OnStep:
         if steps:
