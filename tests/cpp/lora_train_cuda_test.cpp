@@ -148,14 +148,20 @@ TEST_P(LoraTrainCuda, EveryPlanIsWithinTheBound) {
   }
 }
 
+class LoraTrainGpu : public ::testing::TestWithParam<Device> {};
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainGpu);  // on a machine without a GPU
+INSTANTIATE_TEST_SUITE_P(Devices, LoraTrainGpu,
+                         ::testing::ValuesIn(has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}}
+                                                       : std::vector<Device>{}),
+                         [](const auto& one) { return device_label(one.param); });
+
 // Dense rows come by asynchronous copies, all others through registers.
-TEST(LoraTrainCudaBits, DoNotDependOnStrides) {
-  if (!has_gpu()) return;
+TEST_P(LoraTrainGpu, StridesChangeNoBitOfAnyPlan) {
   TrainCase turned = base_case(), misaligned = base_case();
   turned.transposed = true;
   misaligned.layout = {3, 1};
   for (const BackwardPlan& plan : plans(12, base_case().rows)) {
-    TrainStep first(base_case(), Device{DeviceType::kCUDA, 0});
+    TrainStep first(base_case(), GetParam());
     first.run_forward();
     run_backward(first, plan);
     for (const TrainCase& c : {turned, misaligned}) {
@@ -179,9 +185,8 @@ std::shared_ptr<void> zeros(std::int64_t bytes, Device device) {
 
 // Zeros but for two rows, one of them past 2^31 elements: an index that wraps reads or writes
 // another row. The oracle sees the two rows alone.
-TEST(LoraTrainCudaLarge, IndicesPast31Bits) {
-  if (!has_gpu()) return;
-  const Device device{DeviceType::kCUDA, 0};
+TEST_P(LoraTrainGpu, IndicesPast31Bits) {
+  const Device device = GetParam();
   TrainCase c = base_case();
   c.rows = 2;
   c.hidden = 4096;
