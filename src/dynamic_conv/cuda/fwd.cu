@@ -24,8 +24,8 @@ constexpr int kLoadRegisters = 40;  ///< 8 steps at W = 4, 16-bit: 2 % faster th
 /// Longer chunks are slower, although each of them reads W - 1 inputs again before it begins:
 /// src/dynamic_conv/README.md has the times.
 constexpr int kMostSteps = 8;
-/// 1 x 1000 x 1536, W = 4, H200: 6.3 us with 730 threads an SM in chunks of 8 steps, 7.4 us with 365
-/// in chunks of 16.
+/// 1 x 1000 x 1536, W = 4, H200: 6.3 us with 730 threads an SM in chunks of 8 steps, 7.4 us with
+/// 365 in chunks of 16.
 constexpr int kThreadsPerSm = 600;
 
 struct Params {

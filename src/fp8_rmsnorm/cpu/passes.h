@@ -37,8 +37,8 @@ inline bool wants_threads(const Input& in, std::int64_t pieces) {
 /// Elements of a float32 row of scratch in the workspace.
 inline std::int64_t padded(std::int64_t n) { return round_up<std::int64_t>(n, kPadding); }
 
-/// Where the float32 rows begin in the workspace: vectors are stored at multiples of their size, the
-/// caller's memory begins at multiples of kMemoryAlignment alone.
+/// Where the float32 rows begin in the workspace: vectors are stored at multiples of their size,
+/// the caller's memory begins at multiples of kMemoryAlignment alone.
 inline constexpr std::int64_t kScratchAlignment = 64;
 inline std::int64_t workspace_with_room(std::int64_t bytes) {
   return bytes + kScratchAlignment - kMemoryAlignment;
