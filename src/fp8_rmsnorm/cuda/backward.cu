@@ -39,11 +39,15 @@ inline constexpr int kRegisters = kIsFloat8<X> && sizeof(D) == 4 ? 255 : 224;
 /// Rows of a row group between the request of a row's scales in L2 and their load.
 constexpr int kScaleAhead = 4;
 
-template <class X, class D, bool kAligned>
+/// What is known of the addresses: kFast, operands are aligned and whole warps share a row.
+enum class Access { kFast, kAligned, kAny };
+
+template <class X, class D, Access kAccess>
 __global__ void __maxnreg__((kRegisters<X, D>))
     backward_kernel(const __grid_constant__ BackwardParams params) {
   constexpr int kMost = BackwardPlan::kMostElements;
   constexpr int kCount = kRun<X, D>, kRuns = kMost / kCount;
+  constexpr bool kAligned = kAccess != Access::kAny;
   extern __shared__ uint4 ring[];
   __shared__ __align__(16) float warp_sums[DotReduction::kScratch];
   // The dots of a row, from all CTAs of a cluster.
@@ -55,7 +59,8 @@ __global__ void __maxnreg__((kRegisters<X, D>))
   // Coordinates.
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   const int row_threads = plan.row_threads, group = thread / row_threads;
-  const int lanes = min(row_threads, 32), lane = thread % lanes;  // those that share a row
+  const int lanes = kAccess == Access::kFast ? 32 : min(row_threads, 32);  // that share a row
+  const int lane = thread % lanes;
   const int lanes_first = thread % 32 - lane;
   const int hidden = static_cast<int>(p.input.hidden);
   const int elements = plan.elements, runs = elements / kCount;
@@ -212,7 +217,7 @@ __global__ void __maxnreg__((kRegisters<X, D>))
                                                         run * lanes * kCount * int{sizeof(D)}),
                     added);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) u[i] += added[i];
+      for (int i = 0; i < kCount; ++i) u[i] = __fadd_rn(u[i], added[i]);  // in no kernel an fma
     };
     // u = rstd g.
     float z[kRuns][kCount], u[kRuns][kCount], sum[4] = {};
@@ -304,9 +309,9 @@ __global__ void __maxnreg__((kRegisters<X, D>))
 
 // ------------------------------------------------------------------------------------------- host
 
-template <class X, class D, bool kAligned>
+template <class X, class D, Access kAccess>
 void launch_passes(BackwardParams& params, const device::Launch& launch) {
-  constexpr auto kKernel = backward_kernel<X, D, kAligned>;
+  constexpr auto kKernel = backward_kernel<X, D, kAccess>;
   if (params.plan.strips > 1 && !params.plan.cluster && params.makes_dx) {
     params.work = Work::kDots;
     device::launch<kKernel>(kBackwardOp, launch, params);
@@ -357,8 +362,9 @@ void backward(const BackwardProblem& problem, const BackwardPlan* plan, Stream s
     device::visit_dtype<FloatDTypes>(problem.dy.dtype, kBackwardOp, [&](auto dy_tag) {
       using X = typename decltype(x_tag)::type;
       using D = typename decltype(dy_tag)::type;
-      if (aligned) return launch_passes<X, D, true>(params, launch);
-      launch_passes<X, D, false>(params, launch);
+      if (!aligned) return launch_passes<X, D, Access::kAny>(params, launch);
+      if (chosen.row_threads < 32) return launch_passes<X, D, Access::kAligned>(params, launch);
+      launch_passes<X, D, Access::kFast>(params, launch);
     });
   });
   if (problem.dw.given()) reduce_dw(params, stream);
