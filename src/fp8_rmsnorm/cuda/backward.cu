@@ -10,7 +10,7 @@
 // limit  : DRAM, and 8 us of latencies for the first rows, the last, and the sum of dw. A CTA takes
 //          a chunk of adjacent rows, up to 4 of a thread in flight into shared memory; a thread
 //          keeps up to 32 columns of a row in registers while the row's sum is made, beside their
-//          weights and sums of dw. 17 instructions an element, of 35 that the floor allows. Rows
+//          weights and sums of dw. 19 instructions an element, of 35 that the floor allows. Rows
 //          over 8,192 columns are strips of CTAs in a cluster, which send each other their sums
 // wrong  : rows over 8,192 columns before sm_90, without clusters: the strips' sums are made by a
 //          pass of their own, so that dy and x are read twice
