@@ -131,8 +131,9 @@ class GradTrial {
   }
 
  private:
-  static void run_planned(fp8_rmsnorm::BackwardProblem problem,
-                          const fp8_rmsnorm::BackwardPlan& plan, const Tensor& workspace) {
+  static void run_planned([[maybe_unused]] fp8_rmsnorm::BackwardProblem problem,
+                          [[maybe_unused]] const fp8_rmsnorm::BackwardPlan& plan,
+                          [[maybe_unused]] const Tensor& workspace) {
 #if MORTAR_HAS_CUDA
     problem.workspace = workspace.ptr<std::byte>();
     problem.workspace_bytes = plan.workspace_bytes;
