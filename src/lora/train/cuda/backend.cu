@@ -21,18 +21,11 @@
 namespace mortar::lora::train::cuda {
 namespace {
 
-ShrinkPlan plan_h(const Problem& p) {
-  return choose_shrink(p.num_rows, p.hidden, p.hidden_width, policy_of(p.x.dtype, p.weight));
-}
-ShrinkPlan plan_ds(const Problem& p, int s) {
-  return choose_shrink(p.num_rows, p.slices[s].width, width_of(p, s),
-                       policy_of(p.slices[s].dy.dtype, p.weight));
-}
 /// The workspace of a call.
 struct Work {
   PairEntry* entries = nullptr;
   char *h = nullptr, *ds = nullptr;
-  float* splits = nullptr;
+  float* partials = nullptr;
   std::optional<RowSums> row_sums;
   std::int64_t bytes = 0;
 
@@ -42,20 +35,20 @@ struct Work {
     if (p.num_adapters > 1) entries = arena.take<PairEntry>(p.num_adapters * p.num_slices);
     const std::int64_t hidden = p.num_rows * p.hidden_width;
     const std::int64_t size = dtype_size(p.weight);
-    std::int64_t most_splits = 0;
+    std::int64_t most_parts = 0;
     if (plan == nullptr || (p.wants_db && p.h == nullptr)) {
       if (p.h == nullptr) h = arena.take<char>(hidden * size);
-      most_splits = plan_h(p).splits;
+      most_parts = unfused_parts(p.num_rows, p.hidden_width);
     }
     if (plan != nullptr) {
       ds = arena.take<char>(hidden * size);
       for (int s = 0; s < p.num_slices; ++s) {
         if (makes_ds(p, *plan, s)) continue;
-        most_splits = std::max<std::int64_t>(most_splits, plan_ds(p, s).splits);
+        most_parts = std::max<std::int64_t>(most_parts, unfused_parts(p.num_rows, width_of(p, s)));
       }
       row_sums.emplace(p, *plan, &arena);
     }
-    splits = arena.take<float>(most_splits * hidden);
+    partials = arena.take<float>(most_parts * hidden);
     bytes = arena.used();
   }
 };
@@ -66,8 +59,8 @@ Matrix transposed(const Matrix& m) { return {m.data, m.col_stride, m.row_stride,
 class Call {
  public:
   /// `plan` null: a forward.
-  Call(const Problem& p, const BackwardPlan* plan, Stream stream)
-      : p_(p), plan_(plan), work_(p, plan), stream_(stream) {
+  Call(const Problem& p, const BackwardPlan* plan, Stream stream, const ForcedPlans& forced = {})
+      : p_(p), plan_(plan), forced_(forced), work_(p, plan), stream_(stream) {
     h_ = p.h != nullptr ? static_cast<char*>(p.h) : work_.h;
     make_table();
     rows_.num_rows = p.num_rows;
@@ -104,7 +97,7 @@ class Call {
     for (int s = 0; s < p_.num_slices; ++s) {
       const SliceView& slice = p_.slices[s];
       if (!needs_ds || makes_ds(p_, *plan_, s)) continue;
-      run_shrink(Side::kB, s, 1, slice.dy, slice.width, plan_ds(p_, s), work_.ds, p_.drops_delta(),
+      run_shrink(Side::kB, s, 1, slice.dy, slice.width, work_.ds, p_.drops_delta(),
                  {p_.rng, p_.total_width, slice.first_column});
     }
     sums.sum_dy(h_, work_.ds);
@@ -175,12 +168,12 @@ class Call {
   }
 
   void make_h() {
-    run_shrink(Side::kA, 0, p_.num_slices, p_.x, p_.hidden, plan_h(p_), h_, p_.drops_input(),
+    run_shrink(Side::kA, 0, p_.num_slices, p_.x, p_.hidden, h_, p_.drops_input(),
                {p_.rng, p_.hidden, 0});
   }
 
   void run_shrink(Side side, int slice, int num_slices, const Matrix& wide, std::int64_t columns,
-                  const ShrinkPlan& plan, char* to, bool masked, const MaskParams& mask) {
+                  char* to, bool masked, const MaskParams& mask) {
     const Policy policy = policy_of(wide.dtype, p_.weight);
     ShrinkParams s{};
     s.pairs = table_;
@@ -196,12 +189,17 @@ class Call {
     s.width = num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
     s.weights = layout(side, policy);
     s.columns = columns;
-    s.chunk = plan.chunk;
-    s.splits = plan.splits;
-    s.ranks = plan.ranks;
-    s.max_tiles = most_tiles(p_, kTileRows);
-    s.partials = work_.splits;
-    if (s.width > 0) shrink(s, policy, stream_);
+    s.plan = choose_shrink(p_.num_rows, columns, s.width, groups(), masked,
+                           policy != Policy::kSplit && s.wide.async && s.weights.async &&
+                               (!masked || (mask.columns | mask.first) % kMaskGroup == 0),
+                           machine_);
+    if (forced_.shrink != nullptr) s.plan = *forced_.shrink;
+    s.max_tiles = most_tiles(p_, s.plan.rows);
+    s.h = to;
+    s.partials = work_.partials;
+    if (s.width == 0) return;
+    s.plan.stream ? shrink_stream(s, policy, stream_) : shrink(s, policy, stream_);
+    if (s.plan.fused) return;
     HiddenParams h{};
     h.pairs = table_;
     h.rows = rows_;
@@ -210,8 +208,8 @@ class Call {
     h.num_slices = num_slices;
     h.first_hidden = s.first_hidden;
     h.width = s.width;
-    h.splits = plan.splits;
-    h.partials = work_.splits;
+    h.parts = s.plan.parts;
+    h.partials = work_.partials;
     h.h = to;
     h.dtype = p_.weight;
     h.max_tiles = most_tiles(p_, kReduceRows);
@@ -229,16 +227,34 @@ class Call {
     e.side = side;
     e.first_slice = slice;
     e.num_slices = num_slices;
+    e.first_hidden = p_.slices[slice].first_hidden;
+    e.width = num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
     e.weights = layout(side, policy);
     e.columns = columns;
+    e.plan = choose_expand(p_.num_rows, columns, e.width, groups(), base.data == nullptr ? 1 : 2,
+                           policy, machine_);
     e.base = base;
     e.out = out;
+    e.vectors = (!masked || (mask.columns | mask.first) % kMaskGroup == 0) &&
+                out.dtype == p_.weight && loads_vectors(out) &&
+                (base.data == nullptr || (base.dtype == p_.weight && loads_vectors(base)));
     e.pairs_of_columns = moves_in_pairs(out) && (base.data == nullptr || moves_in_pairs(base));
     e.mask = mask;
     e.masked = masked;
-    e.max_tiles = most_tiles(p_, kTileRows);
-    expand(e, policy, stream_);
+    if (forced_.expand != nullptr) e.plan = *forced_.expand;
+    e.max_tiles = most_tiles(p_, e.plan.tile_rows);
+    switch (e.plan.kernel) {
+      case ExpandPlan::Kernel::kStream:
+        return expand_stream(e, policy, stream_);
+      case ExpandPlan::Kernel::kWide:
+        return expand_wide(e, policy, stream_);
+      case ExpandPlan::Kernel::kSplit:
+        return expand(e, stream_);
+    }
   }
+
+  /// Adapters whose last tiles may not be full.
+  std::int64_t groups() const { return grouped(p_) ? p_.num_adapters : 0; }
 
   static bool moves_in_pairs(const Matrix& m) {
     return m.col_stride == 1 && m.row_stride % 2 == 0 &&
@@ -247,6 +263,8 @@ class Call {
 
   const Problem& p_;
   const BackwardPlan* const plan_;
+  const ForcedPlans forced_;
+  const Machine machine_{device::current_device().num_sms, device::current_device().arch >= 90};
   Work work_;
   const Stream stream_;
   char* h_ = nullptr;
@@ -256,7 +274,7 @@ class Call {
   Common ranks_a_, wide_a_, ranks_b_, wide_b_;
 };
 
-void forward(const Problem& p, Stream stream) { Call(p, nullptr, stream).forward(); }
+void chosen_forward(const Problem& p, Stream stream) { Call(p, nullptr, stream).forward(); }
 void chosen_backward(const Problem& p, Stream stream) { backward(p, plan_backward(p), stream); }
 std::int64_t forward_workspace(const Problem& p) { return Work(p, nullptr).bytes; }
 std::int64_t chosen_backward_workspace(const Problem& p) {
@@ -282,7 +300,11 @@ void backward(const Problem& p, const BackwardPlan& plan, Stream stream) {
   Call(p, &plan, stream).backward();
 }
 
-const Backend kBackend = {forward, chosen_backward, forward_workspace, chosen_backward_workspace,
-                          read_offsets};
+void forward(const Problem& p, const ForcedPlans& forced, Stream stream) {
+  Call(p, nullptr, stream, forced).forward();
+}
+
+const Backend kBackend = {chosen_forward, chosen_backward, forward_workspace,
+                          chosen_backward_workspace, read_offsets};
 
 }  // namespace mortar::lora::train::cuda

@@ -1,11 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward by a plan that the caller has chosen: tests try others than the library's own.
+// Forward and backward by plans that the caller has chosen: tests try others than the library's own.
 #pragma once
 
+#include "lora/train/cuda/config.h"
 #include "lora/train/cuda/panel.h"
 #include "lora/train/problem.h"
 
 namespace mortar::lora::train::cuda {
+
+/// Plans of the forward in place of those that the sizes give. Null: as chosen.
+struct ForcedPlans {
+  const ShrinkPlan* shrink = nullptr;
+  const ExpandPlan* expand = nullptr;
+};
+void forward(const Problem& p, const ForcedPlans& forced, Stream stream);
 
 /// The plan of a problem's backward.
 BackwardPlan plan_backward(const Problem& p);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "core/int_math.h"
 #include "mortar/tensor.h"
@@ -14,6 +15,7 @@ namespace mortar::lora::train::cuda {
 inline constexpr int kThreads = 256;      ///< of every product kernel: eight warps
 inline constexpr int kTileRows = 128;     ///< of shrink and expand: weights are read once per tile
 inline constexpr int kTileColumns = 128;  ///< of expand and outer
+inline constexpr int kWideColumns = 256;  ///< of expand for more than 128 ranks
 inline constexpr int kBlockColumns = 64;  ///< 16-bit elements of a row of 128 bytes, swizzled
 inline constexpr int kStepRows = 64;      ///< rows of outer's pipeline steps
 inline constexpr int kReduceRows = 16;    ///< of the reduction of h: one value a thread at rank 16
@@ -39,11 +41,61 @@ constexpr int parts_of(DType dtype) {
   return dtype == DType::kFloat32 ? 3 : (dtype == DType::kFloat16 ? 2 : 1);
 }
 
-/// One product of M rows with a reduction over `columns`: h or ds.
+/// What launch choices depend on beside sizes. No bit of a result does.
+struct Machine {
+  int sms = 132;
+  bool clusters = true;  ///< of thread blocks: sm_90 and newer
+};
+
+/// Sums over columns are cut into so many leaves (leaf_sums.cuh), a fixed number, so that bits of h
+/// follow from the number of columns alone: at 4096 columns a leaf is 512.
+inline constexpr int kLeaves = 8;
+constexpr std::int64_t leaf_columns(std::int64_t columns) {
+  return round_up<std::int64_t>(std::max<std::int64_t>(ceil_div<std::int64_t>(columns, kLeaves), 1),
+                                kBlockColumns);
+}
+
+/// Ranks of the widest kernel whose weights stay in registers.
+inline constexpr int kMostStreamRanks = 128;
+constexpr int stream_ranks(int width) {
+  return width <= 16 ? 16 : width <= 32 ? 32 : width <= 64 ? 64 : kMostStreamRanks;
+}
+/// Levels of the tree of leaves that a thread of the streaming shrink holds, in tiles of so many
+/// rows: what 128 registers allow for sums (64 where two thread blocks share an SM).
+constexpr int stream_levels(int ranks, int rows) {
+  if (rows == 128) return ranks == 128 ? 1 : ranks == 32 ? 2 : 3;
+  return ranks == 128 || (ranks == 64 && rows == 64) ? 2 : 3;
+}
+/// Its stages, of 64 columns of the rows and of the weights: as many as let two thread blocks share
+/// an SM, or one where the sums leave no registers for two.
+constexpr int stream_stage(int ranks, int rows) { return (rows + ranks) * kBlockColumns * 2; }
+constexpr int stream_blocks(int ranks, int rows) {
+  if (rows == 32) return ranks <= 32 ? 4 : 2;
+  return ranks == 128 || (ranks == 64 && rows == 128) ? 1 : 2;
+}
+constexpr int stream_stages(int ranks, int rows) {
+  return std::min(8, 200 * 1024 / stream_blocks(ranks, rows) / stream_stage(ranks, rows));
+}
+
+/// One product of M rows with a reduction over columns: h or ds.
 struct ShrinkPlan {
-  int ranks = 16;  ///< rank columns of a thread block: 16, 32 or 64
-  int splits = 1;  ///< of the columns; more than 1 leave split-K partials
-  int chunk = 64;  ///< columns of a split, whole blocks of 64
+  bool stream = false;  ///< shrink_stream.cu, else shrink.cu
+  bool fused = false;   ///< a cluster adds its sums, else partials are left for reduce.cu
+  int rows = kTileRows;
+  int ranks = 16;  ///< rank columns of a thread block
+  int parts = 1;   ///< thread blocks that share the columns of a tile: 1, 2, 4 or 8
+  int per_sm = 0;  ///< thread blocks that may share an SM; 0: as many as fit
+  std::int64_t leaf = kBlockColumns;
+};
+
+/// One product with a reduction over ranks: y or dx.
+struct ExpandPlan {
+  enum class Kernel { kStream, kWide, kSplit };
+  Kernel kernel = Kernel::kSplit;  ///< expand_stream.cu, expand_wide.cu or expand.cu
+  int ranks = 16;                  ///< that its kernel has room for
+  int row_warps = 1;               ///< warps of a thread block that share columns
+  int panels = 1;                  ///< thread blocks side by side
+  int tile_rows = kTileRows;
 };
 
 /// One sum over rows under split-bf16: dA or dB.
@@ -57,20 +109,141 @@ constexpr int ranks_of(int width, Policy policy) {
   return std::min(most, width <= 16 ? 16 : (width <= 32 ? 32 : 64));
 }
 
-/// Columns are split until there are enough thread blocks, each with 256 columns or more.
-constexpr ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int width,
-                                   Policy policy) {
-  ShrinkPlan plan;
-  plan.ranks = ranks_of(width, policy);
+/// Rank columns of a thread block whose partials go through memory.
+inline constexpr int kMostUnfusedRanks = 32;
+/// Thread blocks that share a tile where partials go through memory: enough blocks for the device,
+/// and few enough that partials stay small beside x.
+constexpr int unfused_parts(std::int64_t rows, int width) {
   const std::int64_t tiles = std::max<std::int64_t>(ceil_div<std::int64_t>(rows, kTileRows), 1) *
-                             std::max(ceil_div(width, plan.ranks), 1);
-  const std::int64_t most = std::max<std::int64_t>(columns / 256, 1);
-  const std::int64_t wanted = std::clamp<std::int64_t>(kWantedBlocks / tiles, 1, most);
-  plan.chunk = static_cast<int>(round_up<std::int64_t>(
-      ceil_div<std::int64_t>(std::max<std::int64_t>(columns, 1), wanted), kBlockColumns));
-  plan.splits =
-      static_cast<int>(std::max<std::int64_t>(ceil_div<std::int64_t>(columns, plan.chunk), 1));
+                             std::max(ceil_div(width, kMostUnfusedRanks), 1);
+  int parts = 2;
+  while (parts < kLeaves && parts * tiles < kWantedBlocks) parts *= 2;
+  return parts;
+}
+
+/// The time of a launch is taken for that of the busiest SM: its thread blocks' bytes at its share
+/// of the DRAM's rate, of which a lone block may reach less than all, and what each block costs to
+/// start and to end. Bytes from L2 count for 0.6 of those from DRAM.
+inline constexpr double kSmBytesPerUs = 32400, kL2Weight = 0.6, kBlockUs = 0.8;
+/// What each further thread block of a cluster adds.
+inline constexpr double kPartUs = 0.6;
+constexpr double time_of(std::int64_t blocks_of_sm, double block_bytes, double rate) {
+  return static_cast<double>(blocks_of_sm) * (block_bytes / (kSmBytesPerUs * rate) + kBlockUs);
+}
+/// Clusters of so many thread blocks that fit a device at once. Those of 4 and more leave SMs idle:
+/// on an H200 30 of 4 and 15 of 8 fit at one block an SM.
+constexpr std::int64_t clusters_at_once(int parts, int per_sm, int sms) {
+  return std::int64_t{per_sm} * ((parts <= 2 ? sms : sms - sms / 11) / parts);
+}
+/// Clocks that a thread block of the streaming shrink takes for a step of 64 columns, whatever the
+/// memory does: most of it latency, as a few warps wait at a barrier. Dropout adds its draws.
+constexpr double step_clocks(int ranks, bool masked) {
+  return 300 + 6.0 * ranks + (masked ? 900 : 0);
+}
+inline constexpr double kSmBytesPerClock = 16.4;
+
+/// `dense`: operands of one 16-bit type in rows that cp.async takes.
+constexpr ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int width,
+                                   std::int64_t adapters, bool masked, bool dense,
+                                   const Machine& machine) {
+  ShrinkPlan plan;
+  plan.leaf = leaf_columns(columns);
+  plan.stream = dense && columns <= std::int64_t{1} << 30;
+  plan.fused = plan.stream && machine.clusters;
+  plan.ranks = std::min(stream_ranks(width), kMostUnfusedRanks);
+  plan.parts = unfused_parts(rows, width);
+  if (!plan.fused) return plan;
+  // Of several adapters few have the largest rank: blocks of 64 ranks that one lacks cost little.
+  plan.ranks = std::min(stream_ranks(width), adapters > 1 ? 64 : kMostStreamRanks);
+  const std::int64_t blocks_of_ranks = ceil_div(std::max(width, 1), plan.ranks);
+  double least = 0;
+  for (const int tile : {128, 64, 32}) {
+    for (int parts = kLeaves >> stream_levels(plan.ranks, tile); parts <= kLeaves; parts *= 2) {
+      const std::int64_t clusters =
+          (ceil_div<std::int64_t>(rows, tile) + adapters / 2) * blocks_of_ranks;
+      // As few blocks an SM as take all clusters at once: the scheduler would otherwise leave SMs
+      // idle while others hold two blocks of a cluster.
+      const int most = stream_blocks(plan.ranks, tile);
+      int per_sm = 1;
+      while (per_sm < most && clusters > clusters_at_once(parts, per_sm, machine.sms)) ++per_sm;
+      const std::int64_t waves = std::max<std::int64_t>(
+          ceil_div(clusters, clusters_at_once(parts, per_sm, machine.sms)), 1);
+      const double bytes =
+          2.0 * static_cast<double>(kLeaves / parts * plan.leaf) * (tile + kL2Weight * plan.ranks);
+      const double rate =
+          std::min(1.0, per_sm * tile * 128.0 / step_clocks(plan.ranks, masked) / kSmBytesPerClock);
+      const double us = time_of(waves * per_sm, bytes, rate) + kPartUs * parts;
+      if (least > 0 && us >= least) continue;
+      least = us;
+      plan.rows = tile;
+      plan.parts = parts;
+      plan.per_sm = per_sm;
+    }
+  }
   return plan;
+}
+
+/// Columns of a warp of the streaming expand.
+constexpr int expand_warp_columns(int ranks) { return ranks <= 64 ? 64 : 32; }
+
+/// The streaming expand with tiles of so many rows (any number), 1 or 2 of its warps sharing columns.
+constexpr ExpandPlan stream_expand(std::int64_t columns, int width, int row_warps, int tile_rows) {
+  const int ranks = stream_ranks(width);
+  const int panel = expand_warp_columns(ranks) * (kThreads / 32) / row_warps;
+  return {ExpandPlan::Kernel::kStream, ranks, row_warps,
+          static_cast<int>(ceil_div<std::int64_t>(columns, panel)), tile_rows};
+}
+
+/// `arrays`: those of the size of the output that pass, 1 or (with a base) 2.
+constexpr ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int width,
+                                   std::int64_t adapters, int arrays, Policy policy,
+                                   const Machine& machine) {
+  ExpandPlan plan;
+  using Kernel = ExpandPlan::Kernel;
+  plan.kernel = policy == Policy::kSplit
+                    ? Kernel::kSplit
+                    : (width <= kMostStreamRanks ? Kernel::kStream : Kernel::kWide);
+  plan.ranks = stream_ranks(width);
+  plan.panels = static_cast<int>(
+      ceil_div<std::int64_t>(columns, plan.kernel == Kernel::kWide ? kWideColumns : kTileColumns));
+  if (plan.kernel != Kernel::kStream) return plan;
+  double least = 0;
+  for (int row_warps = 1; row_warps <= 2; row_warps *= 2) {
+    const int panel = expand_warp_columns(plan.ranks) * (kThreads / 32) / row_warps;
+    const std::int64_t panels = ceil_div<std::int64_t>(columns, panel);
+    for (int waves = 1; waves <= 4; ++waves) {
+      const std::int64_t tiles = std::max<std::int64_t>(2 * waves * machine.sms / panels, 1);
+      const std::int64_t tile_rows = std::min<std::int64_t>(
+          round_up<std::int64_t>(ceil_div<std::int64_t>(std::max<std::int64_t>(rows, 1), tiles),
+                                 16 * row_warps),
+          1 << 20);
+      const std::int64_t blocks = panels * (ceil_div<std::int64_t>(rows, tile_rows) + adapters / 2);
+      const double bytes =
+          2.0 * (static_cast<double>(tile_rows) * (arrays * panel + plan.ranks * kL2Weight) +
+                 kL2Weight * panel * plan.ranks);
+      const std::int64_t blocks_of_sm = ceil_div<std::int64_t>(blocks, machine.sms);
+      const double us = time_of(blocks_of_sm, bytes, blocks_of_sm > 1 ? 1.0 : 0.7);
+      if (least > 0 && us >= least) continue;
+      least = us;
+      plan = stream_expand(columns, width, row_warps, static_cast<int>(tile_rows));
+    }
+  }
+  return plan;
+}
+
+/// Plans as one line, for messages and benchmarks.
+inline std::string describe(const ShrinkPlan& plan) {
+  return std::string(plan.stream ? "stream" : "any strides") + ", " + std::to_string(plan.rows) +
+         " rows, " + std::to_string(plan.ranks) + " ranks, " + std::to_string(plan.parts) +
+         (plan.fused ? " blocks in a cluster" : " split-K partials") + ", leaves of " +
+         std::to_string(plan.leaf);
+}
+inline std::string describe(const ExpandPlan& plan) {
+  constexpr const char* kNames[] = {"stream", "wide", "split-bf16"};
+  return std::string(kNames[static_cast<int>(plan.kernel)]) + ", " +
+         std::to_string(plan.tile_rows) + " rows, " + std::to_string(plan.ranks) + " ranks, " +
+         std::to_string(plan.row_warps) + " warps a column, " + std::to_string(plan.panels) +
+         " panels";
 }
 
 /// Rows are cut until there are enough thread blocks; a chunk of fewer than 256 rows would leave

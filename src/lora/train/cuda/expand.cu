@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = base + h B^T and dx = ds A: [M, R] by [R, C] for small R.
+// y = base + h B^T and dx = ds A for float32 weights, by split-bf16: [M, R] by [R, C] for small R.
 //
 // Bytes: M C (twice with a base) + R C (per 128 rows, from L2) + M R. With M = 8192, C = 4096,
-// R = 16 that is 67 MB, 15.7 us at 4.28 TB/s. Bound by memory up to R = 64.
+// R = 16 that is 67 MB of bfloat16 outputs, 15.7 us at 4.28 TB/s; measured eight times that. Bound
+// by instructions: nothing is in flight while a tile is computed.
 //
 // A thread block makes 128 rows by 128 columns: eight warps of 32 rows by 64 columns, whose sums
 // are one chain over the ranks of all slices in order. Ranks pass in blocks of 64.
@@ -13,31 +14,26 @@
 namespace mortar::lora::train::cuda {
 namespace {
 
-template <bool kSplit>
-struct ExpandTile {
-  static constexpr int kPlanes = kSplit ? 3 : 1;
-  static constexpr int kHiddenBytes = block_bytes(kTileRows);
-  static constexpr int kWeightBytes = block_bytes(kTileColumns);  // also two blocks of 64 rows
-  static constexpr int kSmem = kPlanes * (kHiddenBytes + kWeightBytes);
-  static constexpr int kWarpRows = 32, kWarpColumns = kSplit ? 32 : 64;
-  static constexpr int kPasses = kTileColumns / (2 * kWarpColumns);
-};
+constexpr int kPlanes = 3;  ///< of bfloat16 parts
+constexpr int kHiddenBytes = block_bytes(kTileRows);
+constexpr int kWeightBytes = block_bytes(kTileColumns);  // also two blocks of 64 rows
+constexpr int kSmem = kPlanes * (kHiddenBytes + kWeightBytes);
+constexpr int kWarpRows = 32, kWarpColumns = 32;
+constexpr int kPasses = kTileColumns / (2 * kWarpColumns);
 
 /// Fetches the rank columns [first, first + 64) of one pair: h, and the weights for `columns`.
-template <bool kSplit>
 __device__ inline void fetch_ranks(const ExpandParams& p, const RowTile& rows, int slice,
                                    const PairEntry& pair, int first, std::int64_t column,
                                    char* smem) {
-  using Tile = ExpandTile<kSplit>;
   const int ranks = min(pair.rank - first, kBlockColumns), pieces = (ranks + 15) / 16 * 2;
   for (int i = threadIdx.x; i < kTileRows * pieces; i += kThreads) {
     const int at = i / pieces, piece = i % pieces;
     const std::int64_t row = at < rows.count ? row_at(p.rows, rows.start + at) : -1;
     const int j = p.hidden.first[slice] + first + piece * kPiece;
-    fetch_piece<kSplit>(p.h, row, j, p.hidden.first[slice] + pair.rank, 0xffu,
-                        smem + piece_at(at, piece), Tile::kHiddenBytes);
+    fetch_piece<true>(p.h, row, j, p.hidden.first[slice] + pair.rank, 0xffu,
+                      smem + piece_at(at, piece), kHiddenBytes);
   }
-  char* weights = smem + Tile::kPlanes * Tile::kHiddenBytes;
+  char* weights = smem + kPlanes * kHiddenBytes;
   // As [r, wide] it is A, or B transposed.
   Fetch f;
   f.async = p.weights.async;
@@ -53,15 +49,14 @@ __device__ inline void fetch_ranks(const ExpandParams& p, const RowTile& rows, i
     for (int i = threadIdx.x; i < pieces * kPiece * 2 * kRowPieces; i += kThreads) {
       const int r = i / (2 * kRowPieces), piece = i % (2 * kRowPieces);
       char* block = weights + piece / kRowPieces * block_bytes(kBlockColumns);
-      fetch_piece<kSplit>(f, first + r < pair.rank ? first + r : -1, column + piece * kPiece,
-                          p.columns, 0xffu, block + piece_at(r, piece % kRowPieces),
-                          Tile::kWeightBytes);
+      fetch_piece<true>(f, first + r < pair.rank ? first + r : -1, column + piece * kPiece,
+                        p.columns, 0xffu, block + piece_at(r, piece % kRowPieces), kWeightBytes);
     }
   } else {
     for (int i = threadIdx.x; i < kTileColumns * pieces; i += kThreads) {
       const int at = i / pieces, piece = i % pieces;
-      fetch_piece<kSplit>(f, column + at < p.columns ? column + at : -1, first + piece * kPiece,
-                          pair.rank, 0xffu, weights + piece_at(at, piece), Tile::kWeightBytes);
+      fetch_piece<true>(f, column + at < p.columns ? column + at : -1, first + piece * kPiece,
+                        pair.rank, 0xffu, weights + piece_at(at, piece), kWeightBytes);
     }
   }
 }
@@ -105,10 +100,8 @@ __device__ inline void store_two(const ExpandParams& p, std::int64_t row, std::i
   }
 }
 
-template <class T, bool kSplit>
 __global__ void __launch_bounds__(kThreads, 2)
     expand_kernel(const __grid_constant__ ExpandParams p) {
-  using Tile = ExpandTile<kSplit>;
   extern __shared__ __align__(128) char smem[];
   const int column_tiles = static_cast<int>((p.columns + kTileColumns - 1) / kTileColumns);
   const int tile = static_cast<int>(blockIdx.x) / column_tiles;
@@ -117,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const std::int64_t column =
       std::int64_t{static_cast<int>(blockIdx.x) % column_tiles} * kTileColumns;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp_row = warp / 2 * Tile::kWarpRows;
+  const int warp_row = warp / 2 * kWarpRows;
   std::uint32_t threshold = 0;
   for (int s = p.first_slice; p.masked && rows.adapter >= 0 && s < p.first_slice + p.num_slices;
        ++s) {
@@ -125,37 +118,37 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (pair.rank > 0) threshold = pair.threshold;
   }
 #pragma unroll 1
-  for (int pass = 0; pass < Tile::kPasses; ++pass) {
-    const int warp_column = (pass * 2 + warp % 2) * Tile::kWarpColumns;
-    Sums<T, kSplit> sums[2][Tile::kWarpColumns / 8];
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int warp_column = (pass * 2 + warp % 2) * kWarpColumns;
+    Sums<__nv_bfloat16, true> sums[2][kWarpColumns / 8];
     for (int s = p.first_slice; rows.adapter >= 0 && s < p.first_slice + p.num_slices; ++s) {
       const PairEntry& pair = p.pairs.get(rows.adapter, s);
       for (int first = 0; first < pair.rank; first += kBlockColumns) {
         __syncthreads();
-        fetch_ranks<kSplit>(p, rows, s, pair, first, column, smem);
+        fetch_ranks(p, rows, s, pair, first, column, smem);
         device::cp_async_commit();
         device::cp_async_wait<0>();
         __syncthreads();
         const std::uint32_t hidden = device::smem_address(smem);
-        const std::uint32_t weights = hidden + Tile::kPlanes * Tile::kHiddenBytes;
+        const std::uint32_t weights = hidden + kPlanes * kHiddenBytes;
         const int steps = (min(pair.rank - first, kBlockColumns) + 15) / 16;
         for (int k = 0; k < steps; ++k) {
-          std::uint32_t a[2][Tile::kPlanes][4];
+          std::uint32_t a[2][kPlanes][4];
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
 #pragma unroll
-            for (int plane = 0; plane < Tile::kPlanes; ++plane) {
-              load_a(a[m][plane], hidden + plane * Tile::kHiddenBytes, warp_row + 16 * m, k);
+            for (int plane = 0; plane < kPlanes; ++plane) {
+              load_a(a[m][plane], hidden + plane * kHiddenBytes, warp_row + 16 * m, k);
             }
           }
 #pragma unroll
-          for (int n = 0; n < Tile::kWarpColumns; n += 16) {
-            std::uint32_t low[Tile::kPlanes][2], high[Tile::kPlanes][2];
+          for (int n = 0; n < kWarpColumns; n += 16) {
+            std::uint32_t low[kPlanes][2], high[kPlanes][2];
 #pragma unroll
-            for (int plane = 0; plane < Tile::kPlanes; ++plane) {
+            for (int plane = 0; plane < kPlanes; ++plane) {
               std::uint32_t b[4];
               const int c = warp_column + n;
-              std::uint32_t block = weights + plane * Tile::kWeightBytes;
+              std::uint32_t block = weights + plane * kWeightBytes;
               if (p.weights.rows_are_ranks) {
                 block += c / kBlockColumns * block_bytes(kBlockColumns);
                 load_b(b, block, c % kBlockColumns, k, false);
@@ -184,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         const std::int64_t row = at < rows.count ? row_at(p.rows, rows.start + at) : -1;
         if (row < 0) continue;
 #pragma unroll
-        for (int n = 0; n < Tile::kWarpColumns / 8; ++n) {
+        for (int n = 0; n < kWarpColumns / 8; ++n) {
           const std::int64_t c = column + warp_column + 8 * n;
           if (c + lane % 4 * 2 >= p.columns) continue;
           unsigned keep = 3u;
@@ -197,28 +190,16 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-template <class T, bool kSplit>
-void launch_expand(const ExpandParams& p, Stream stream) {
+}  // namespace
+
+void expand(const ExpandParams& p, Stream stream) {
   device::Launch l;
   l.grid =
       dim3(static_cast<unsigned>(ceil_div<std::int64_t>(p.columns, kTileColumns) * p.max_tiles));
   l.threads = kThreads;
-  l.smem = ExpandTile<kSplit>::kSmem;
+  l.smem = kSmem;
   l.stream = stream;
-  device::launch<expand_kernel<T, kSplit>>("lora_train", l, p);
-}
-
-}  // namespace
-
-void expand(const ExpandParams& p, Policy policy, Stream stream) {
-  switch (policy) {
-    case Policy::kBFloat16:
-      return launch_expand<__nv_bfloat16, false>(p, stream);
-    case Policy::kFloat16:
-      return launch_expand<__half, false>(p, stream);
-    case Policy::kSplit:
-      return launch_expand<__nv_bfloat16, true>(p, stream);
-  }
+  device::launch<expand_kernel>("lora_train", l, p);
 }
 
 }  // namespace mortar::lora::train::cuda

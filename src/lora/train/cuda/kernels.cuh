@@ -19,8 +19,9 @@ struct WeightLayout {
   int parts;
 };
 
-/// partials[split][position][j] = sum over the columns of a split of wide[row, c] W[j, c], for the
-/// columns of h from `first_slice` on (one slice, or all of them).
+/// h[row, j] = factor * sum over c of wide[row, c] W[j, c], for the columns of h from `first_slice`
+/// on (one slice, or all of them), rounded; zeros past a rank and for base rows. Unless the plan is
+/// fused: partials[part][position][j], the sums over the leaves of a part, instead.
 struct ShrinkParams {
   PairTable pairs;
   RowGroups rows;
@@ -33,19 +34,21 @@ struct ShrinkParams {
   int first_hidden, width;  ///< columns of h that this launch makes
   WeightLayout weights;
   std::int64_t columns;
-  int chunk, splits, ranks;
+  ShrinkPlan plan;
   std::int64_t max_tiles;
-  float* partials;  ///< [splits][M][hidden.width]
+  void* h;          ///< [M, hidden.width]
+  float* partials;  ///< [parts][M][hidden.width]
 };
 void shrink(const ShrinkParams& p, Policy policy, Stream stream);
+void shrink_stream(const ShrinkParams& p, Policy policy, Stream stream);
 
-/// h[row, j] = factor * (sum of the splits in order), rounded; zeros past a rank and for base rows.
+/// h[row, j] = factor * (sum of the parts), rounded; zeros past a rank and for base rows.
 struct HiddenParams {
   PairTable pairs;
   RowGroups rows;
   HiddenColumns hidden;
   int first_slice, num_slices, first_hidden, width;
-  int splits;
+  int parts;
   const float* partials;
   void* h;
   DType dtype;
@@ -60,16 +63,22 @@ struct ExpandParams {
   Fetch h;
   HiddenColumns hidden;
   Side side;
-  int first_slice, num_slices;
+  int first_slice, num_slices, first_hidden, width;
   WeightLayout weights;
   std::int64_t columns;
+  ExpandPlan plan;
   Matrix base, out;       ///< base null: nothing is added
   bool pairs_of_columns;  ///< two neighbouring columns of out and base move as one
+  /// Out and base have the weights' type and rows of whole 16-byte vectors; 8 elements of a vector
+  /// are one group of dropout.
+  bool vectors;
   MaskParams mask;
   bool masked;
   std::int64_t max_tiles;
 };
-void expand(const ExpandParams& p, Policy policy, Stream stream);
+void expand(const ExpandParams& p, Stream stream);
+void expand_stream(const ExpandParams& p, Policy policy, Stream stream);
+void expand_wide(const ExpandParams& p, Policy policy, Stream stream);
 
 /// The partial of (tile, j, c) is the sum over the rows of a chunk of s[row, first_hidden + j]
 /// wide[row, c], for operands as sums of bfloat16 parts; partials lie as GradSums says.

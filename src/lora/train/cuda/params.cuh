@@ -30,7 +30,8 @@ struct PairTable {
   }
 };
 
-/// Rows of the batch by adapter: groups of positions, and the row at each.
+/// Rows of the batch by adapter: groups of positions, and the row at each. Read past L1, as kernels
+/// that begin before their predecessors end must.
 struct RowGroups {
   const std::int32_t* offsets;  ///< segments
   const std::int32_t* groups;   ///< of the plan: {adapter, start, count, 0}
@@ -60,7 +61,7 @@ struct HiddenColumns {
 __device__ inline int group_count(const RowGroups& g) {
   if (g.groups == nullptr) return g.num_adapters;
   const int most = static_cast<int>(g.num_rows < g.num_adapters ? g.num_rows : g.num_adapters);
-  return min(max(g.header[kPlanNumGroups], 0), most);
+  return min(max(__ldcg(g.header + kPlanNumGroups), 0), most);
 }
 
 /// Group i, cut to the rows that there are.
@@ -68,13 +69,13 @@ __device__ inline RowTile group_at(const RowGroups& g, int i) {
   RowTile t;
   std::int64_t start, count;
   if (g.groups != nullptr) {
-    t.adapter = g.groups[kPlanEntryWords * i];
-    start = g.groups[kPlanEntryWords * i + 1];
-    count = g.groups[kPlanEntryWords * i + 2];
+    t.adapter = __ldcg(g.groups + kPlanEntryWords * i);
+    start = __ldcg(g.groups + kPlanEntryWords * i + 1);
+    count = __ldcg(g.groups + kPlanEntryWords * i + 2);
   } else if (g.offsets != nullptr) {
     t.adapter = i;
-    start = g.offsets[i];
-    count = std::int64_t{g.offsets[i + 1]} - start;
+    start = __ldcg(g.offsets + i);
+    count = std::int64_t{__ldcg(g.offsets + i + 1)} - start;
   } else {
     t.adapter = 0;
     start = 0;
@@ -123,6 +124,11 @@ __device__ inline RowTile find_group(const RowGroups& g, int rows, int* first_ti
 /// Tile `index` of `rows` rows; with count 0 if there are fewer. With `base_rows`, those without an
 /// adapter follow the others, in tiles of their own.
 __device__ inline RowTile row_tile(const RowGroups& g, int index, int rows, bool base_rows) {
+  if (g.groups == nullptr && g.offsets == nullptr) {
+    const std::int64_t start = std::int64_t{index} * rows;
+    const std::int64_t left = g.num_rows - start;
+    return RowTile{0, start, static_cast<int>(max(min(std::int64_t{rows}, left), std::int64_t{0}))};
+  }
   int first = 0;
   RowTile t = find_group(g, rows, &first, [&](const RowTile&, int begin, int tiles) {
     return index >= begin && index < begin + tiles;
@@ -135,7 +141,7 @@ __device__ inline RowTile row_tile(const RowGroups& g, int index, int rows, bool
   }
   if (!base_rows || g.groups == nullptr) return t;
   const std::int64_t active =
-      min(max(std::int64_t{g.header[kPlanNumActive]}, std::int64_t{0}), g.num_rows);
+      min(max(std::int64_t{__ldcg(g.header + kPlanNumActive)}, std::int64_t{0}), g.num_rows);
   t.start = active + std::int64_t{index - first} * rows;
   t.count = static_cast<int>(max(min(std::int64_t{rows}, g.num_rows - t.start), std::int64_t{0}));
   return t;
@@ -144,7 +150,7 @@ __device__ inline RowTile row_tile(const RowGroups& g, int index, int rows, bool
 /// The row at a position; positions come from row_tile(). Entries that name no row give -1.
 __device__ inline std::int64_t row_at(const RowGroups& g, std::int64_t position) {
   if (g.sorted == nullptr) return position;
-  const std::int64_t row = g.sorted[position];
+  const std::int64_t row = __ldcg(g.sorted + position);
   return row >= 0 && row < g.num_rows ? row : -1;
 }
 

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ends of split sums: h and ds from the splits of their columns, added in order. And the table
+// The ends of split sums: h and ds from the parts of their columns, added as a tree. And the table
 // of pairs, which comes with the launch.
 //
-// Bytes: 4 splits M R, mostly from L2, where the kernel before left them.
+// Bytes: 4 parts M R, mostly from L2, where the kernel before left them.
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "lora/train/cuda/kernels.cuh"
+#include "lora/train/cuda/leaf_sums.cuh"
+#include "lora/train/cuda/stream.cuh"
 
 namespace mortar::lora::train::cuda {
 namespace {
@@ -24,8 +26,10 @@ __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant_
       const PairEntry& pair = p.pairs.get(rows.adapter, s);
       if (j - p.hidden.first[s] < pair.rank) {
         const float* from = p.partials + position * p.hidden.width + j;
-        for (int split = 0; split < p.splits; ++split) v += from[split * plane];
-        v *= pair.factor;
+        float part[kLeaves];
+#pragma unroll
+        for (int i = 0; i < kLeaves; ++i) part[i] = i < p.parts ? from[i * plane] : 0.0f;
+        v = pair.factor * sum_of_parts(part, p.parts, [](float a, float b) { return a + b; });
       }
     }
     device::store_from_float(p.h, p.dtype, row * p.hidden.width + j, v);

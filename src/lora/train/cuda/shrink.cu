@@ -1,22 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // h = drop(x) A^T and ds = dy B, as split-K partials: [M, C] by [C, R] for small R.
 //
-// Bytes: M C + R C (per 128 rows, from L2) + 4 splits M R, in elements of x. With M = 8192,
-// C = 4096, R = 16 that is 67 MB, 15.7 us at 4.28 TB/s. Bound by memory up to R = 64; above that x
-// is read again for every 64 rank columns, mostly from L2.
+// Operands of any strides and dtypes; shrink_stream.cu is faster where it can be used, and has the
+// same bits.
 //
-// A thread block has 128 rows, up to 64 rank columns and one split of the columns, which pass in
-// blocks of 64 through a ring of four stages. A warp has 16 rows; its sums are one chain over the
-// split in order.
+// Bytes: M C + R C (per 128 rows, from L2) + 4 parts M R, in elements of x. With M = 8192,
+// C = 4096, R = 16 that is 67 MB, 15.7 us at 4.28 TB/s. Above 32 rank columns x is read again for
+// every 32, mostly from L2.
+//
+// A thread block has 128 rows, up to 32 rank columns and some leaves of the columns, which pass in
+// blocks of 64 through a ring of four stages. A warp has 16 rows; its sums are one chain over a
+// leaf, and leaves are added by the tree of LeafSums.
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "lora/train/cuda/kernels.cuh"
+#include "lora/train/cuda/leaf_sums.cuh"
+#include "lora/train/cuda/tiles.cuh"
 
 namespace mortar::lora::train::cuda {
 namespace {
 
 using device::cp_async_commit;
 using device::cp_async_wait;
+
+constexpr int kLevels = 2;  ///< of the tree of leaves: a thread block has half of them at most
 
 template <bool kSplit, int kRanks>
 struct ShrinkTile {
@@ -36,10 +43,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(128) char smem[];
   const RowTile rows = row_tile(p.rows, static_cast<int>(blockIdx.x), kTileRows, false);
   if (rows.count == 0) return;
-  const int split = blockIdx.y, first_rank = static_cast<int>(blockIdx.z) * kRanks;
-  const std::int64_t begin = std::int64_t{split} * p.chunk;
-  const std::int64_t end = min(begin + p.chunk, p.columns);
-  const int steps = static_cast<int>((end - begin + kBlockColumns - 1) / kBlockColumns);
+  const int part = blockIdx.y, first_rank = static_cast<int>(blockIdx.z) * kRanks;
+  const int leaves = kLeaves / p.plan.parts;
+  const std::int64_t begin = part * leaves * p.plan.leaf;
+  const std::int64_t end = max(begin, min(begin + leaves * p.plan.leaf, p.columns));
+  const std::int64_t steps = (end - begin + kBlockColumns - 1) / kBlockColumns;
   const int piece = threadIdx.x % kRowPieces;
 
   // Dropout has one threshold for an adapter; it lies with each of its pairs.
@@ -48,20 +56,20 @@ __global__ void __launch_bounds__(kThreads, 2)
     const PairEntry& pair = p.pairs.get(rows.adapter, s);
     if (pair.rank > 0) threshold = pair.threshold;
   }
-  std::int64_t row[Tile::kPiecesPerThread];
+  int row[Tile::kPiecesPerThread];
 #pragma unroll
   for (int i = 0; i < Tile::kPiecesPerThread; ++i) {
     const int at = static_cast<int>(threadIdx.x) / kRowPieces + i * (kThreads / kRowPieces);
-    row[i] = at < rows.count ? row_at(p.rows, rows.start + at) : -1;
+    row[i] = at < rows.count ? static_cast<int>(row_at(p.rows, rows.start + at)) : -1;
   }
   const auto wide_at = [&](int i) {
     return piece_at(static_cast<int>(threadIdx.x) / kRowPieces + i * (kThreads / kRowPieces),
                     piece);
   };
 
-  const auto fetch = [&](int step) {
+  const auto fetch = [&](std::int64_t step) {
     char* stage = smem + step % Tile::kDepth * Tile::kStageBytes;
-    const std::int64_t c = begin + std::int64_t{step} * kBlockColumns;
+    const std::int64_t c = begin + step * kBlockColumns;
 #pragma unroll
     for (int i = 0; i < Tile::kPiecesPerThread; ++i) {
       unsigned keep = 0xffu;
@@ -115,7 +123,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();
 
   const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
-  Sums<T, kSplit> sums[kRanks / 8];
+  LeafSums<kRanks / 2, kLevels> tree;
+  float sum[kRanks / 2];
 #pragma unroll
   for (int step = 0; step < Tile::kDepth - 1; ++step) {
     if (step < steps) {
@@ -124,59 +133,69 @@ __global__ void __launch_bounds__(kThreads, 2)
       cp_async_commit();
     }
   }
-  for (int step = 0; step < steps; ++step) {
-    if constexpr (Tile::kDepth == 1) {
-      __syncthreads();
-      fetch(step);
-    }
-    cp_async_wait<Tile::kDepth == 1 ? 0 : Tile::kDepth - 2>();
-    char* stage = smem + step % Tile::kDepth * Tile::kStageBytes;
-    if (!kSplit && threshold != 0 && p.wide.async) {
-      const std::int64_t c = begin + std::int64_t{step} * kBlockColumns + piece * kPiece;
+  const std::int64_t leaf_steps = p.plan.leaf / kBlockColumns;
+  std::int64_t step = 0;
+#pragma unroll 1
+  for (int leaf = 0; leaf < leaves; ++leaf) {
+    Sums<T, kSplit> sums[kRanks / 8];
+    const std::int64_t leaf_end = min(steps, (leaf + 1) * leaf_steps);
+    for (; step < leaf_end; ++step) {
+      if constexpr (Tile::kDepth == 1) {
+        __syncthreads();
+        fetch(step);
+      }
+      cp_async_wait<Tile::kDepth == 1 ? 0 : Tile::kDepth - 2>();
+      char* stage = smem + step % Tile::kDepth * Tile::kStageBytes;
+      if (!kSplit && threshold != 0 && p.wide.async) {
+        const std::int64_t c = begin + step * kBlockColumns + piece * kPiece;
 #pragma unroll
-      for (int i = 0; i < Tile::kPiecesPerThread; ++i) {
-        if (row[i] >= 0 && c < end) {
-          drop_in_place(stage + wide_at(i), keep_piece(p.mask, threshold, row[i], c));
+        for (int i = 0; i < Tile::kPiecesPerThread; ++i) {
+          if (row[i] >= 0 && c < end) {
+            drop_in_place(stage + wide_at(i), keep_piece(p.mask, threshold, row[i], c));
+          }
         }
       }
-    }
-    __syncthreads();
-    if constexpr (Tile::kDepth > 1) {
-      if (step + Tile::kDepth - 1 < steps) {
-        fetch(step + Tile::kDepth - 1);
-      } else {
-        cp_async_commit();
+      __syncthreads();
+      if constexpr (Tile::kDepth > 1) {
+        if (step + Tile::kDepth - 1 < steps) {
+          fetch(step + Tile::kDepth - 1);
+        } else {
+          cp_async_commit();
+        }
       }
-    }
-    const std::uint32_t wide = device::smem_address(stage);
-    const std::uint32_t weights = wide + Tile::kPlanes * Tile::kWideBytes;
+      const std::uint32_t wide = device::smem_address(stage);
+      const std::uint32_t weights = wide + Tile::kPlanes * Tile::kWideBytes;
 #pragma unroll
-    for (int k = 0; k < kBlockColumns / 16; ++k) {
-      std::uint32_t a[Tile::kPlanes][4];
-#pragma unroll
-      for (int plane = 0; plane < Tile::kPlanes; ++plane) {
-        load_a(a[plane], wide + plane * Tile::kWideBytes, warp_row, k);
-      }
-#pragma unroll
-      for (int n = 0; n < kRanks; n += 16) {
-        std::uint32_t low[Tile::kPlanes][2], high[Tile::kPlanes][2];
+      for (int k = 0; k < kBlockColumns / 16; ++k) {
+        std::uint32_t a[Tile::kPlanes][4];
 #pragma unroll
         for (int plane = 0; plane < Tile::kPlanes; ++plane) {
-          std::uint32_t b[4];
-          load_b(b, weights + plane * Tile::kWeightBytes, n, k, p.weights.rows_are_ranks);
-          low[plane][0] = b[0];
-          low[plane][1] = b[1];
-          high[plane][0] = b[2];
-          high[plane][1] = b[3];
+          load_a(a[plane], wide + plane * Tile::kWideBytes, warp_row, k);
         }
-        sums[n / 8].add(a, low, p.wide.parts, p.weights.parts);
-        sums[n / 8 + 1].add(a, high, p.wide.parts, p.weights.parts);
+#pragma unroll
+        for (int n = 0; n < kRanks; n += 16) {
+          std::uint32_t low[Tile::kPlanes][2], high[Tile::kPlanes][2];
+#pragma unroll
+          for (int plane = 0; plane < Tile::kPlanes; ++plane) {
+            std::uint32_t b[4];
+            load_b(b, weights + plane * Tile::kWeightBytes, n, k, p.weights.rows_are_ranks);
+            low[plane][0] = b[0];
+            low[plane][1] = b[1];
+            high[plane][0] = b[2];
+            high[plane][1] = b[3];
+          }
+          sums[n / 8].add(a, low, p.wide.parts, p.weights.parts);
+          sums[n / 8 + 1].add(a, high, p.wide.parts, p.weights.parts);
+        }
       }
     }
+#pragma unroll
+    for (int i = 0; i < kRanks / 2; ++i) sum[i] = sums[i / 4].total(i % 4);
+    tree.add(leaf, sum);
   }
 
   const int lane = threadIdx.x % 32;
-  float* to = p.partials + std::int64_t{split} * p.rows.num_rows * p.hidden.width;
+  float* to = p.partials + part * p.rows.num_rows * p.hidden.width;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at = warp_row + lane / 4 + 8 * half;
@@ -187,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const int j = first_rank + 8 * n + lane % 4 * 2;
       if (j >= p.width) continue;
       *reinterpret_cast<float2*>(out + j) =
-          make_float2(sums[n].total(2 * half), sums[n].total(2 * half + 1));
+          make_float2(sum[4 * n + 2 * half], sum[4 * n + 2 * half + 1]);
     }
   }
 }
@@ -195,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <class T, bool kSplit, int kRanks>
 void launch_shrink(const ShrinkParams& p, Stream stream) {
   device::Launch l;
-  l.grid = dim3(static_cast<unsigned>(p.max_tiles), p.splits, ceil_div(p.width, kRanks));
+  l.grid = dim3(static_cast<unsigned>(p.max_tiles), p.plan.parts, ceil_div(p.width, kRanks));
   l.threads = kThreads;
   l.smem = ShrinkTile<kSplit, kRanks>::kSmem;
   l.stream = stream;
@@ -204,9 +223,8 @@ void launch_shrink(const ShrinkParams& p, Stream stream) {
 
 template <class T, bool kSplit>
 void launch_ranks(const ShrinkParams& p, Stream stream) {
-  if (p.ranks == 16) return launch_shrink<T, kSplit, 16>(p, stream);
-  if (p.ranks == 32) return launch_shrink<T, kSplit, 32>(p, stream);
-  if constexpr (!kSplit) return launch_shrink<T, kSplit, 64>(p, stream);
+  if (p.plan.ranks == 16) return launch_shrink<T, kSplit, 16>(p, stream);
+  launch_shrink<T, kSplit, 32>(p, stream);
 }
 
 }  // namespace

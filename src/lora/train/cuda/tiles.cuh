@@ -56,8 +56,8 @@ __device__ inline unsigned keep_piece(const MaskParams& m, std::uint32_t thresho
                                       std::int64_t row, std::int64_t c) {
   if (threshold == 0) return 0xffu;
   if (threshold >= kDropAll) return 0;
-  const auto seed = static_cast<std::uint64_t>(m.rng[0]);
-  const auto offset = static_cast<std::uint64_t>(m.rng[1]);
+  const auto seed = static_cast<std::uint64_t>(__ldcg(m.rng));
+  const auto offset = static_cast<std::uint64_t>(__ldcg(m.rng + 1));
   const std::uint64_t index = static_cast<std::uint64_t>(row * m.columns + m.first + c);
   const int shift = static_cast<int>(index % kMaskGroup);
   unsigned bits = keep_bits(seed, offset, index / kMaskGroup, threshold);

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch plans of LoRA training on CUDA: what the host chooses, and that no choice changes a bit.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "lora/train/cuda/config.h"
+#include "lora_train_case.h"
+#if MORTAR_HAS_CUDA
+#include "lora/train/checks.h"
+#include "lora/train/cuda/backend.cuh"
+#endif
+
+namespace mortar::testing {
+namespace {
+
+using namespace lora::train::cuda;
+
+constexpr Machine kH200{132, true}, kA100{108, false};
+
+TEST(LoraTrainPlan, LeavesFollowFromColumnsAlone) {
+  std::mt19937_64 rng(7);
+  for (int i = 0; i < 2000; ++i) {
+    const std::int64_t columns = static_cast<std::int64_t>(rng() >> (rng() % 50 + 14));
+    std::vector<std::int64_t> leaves;
+    for (const std::int64_t rows : {1, 100, 4096, 70000}) {
+      for (const Machine& machine : {kH200, kA100}) {
+        for (const bool dense : {false, true}) {
+          leaves.push_back(choose_shrink(rows, columns, 16, 0, false, dense, machine).leaf);
+        }
+      }
+    }
+    EXPECT_EQ(*std::min_element(leaves.begin(), leaves.end()),
+              *std::max_element(leaves.begin(), leaves.end()));
+    EXPECT_GE(leaves[0] * kLeaves, columns);
+    EXPECT_EQ(leaves[0] % kBlockColumns, 0);
+  }
+}
+
+TEST(LoraTrainPlan, EveryChoiceHasAKernel) {
+  std::mt19937_64 rng(8);
+  for (int i = 0; i < 5000; ++i) {
+    const std::int64_t rows = rng() % 70000, columns = 1 + rng() % 40000;
+    const int width = 8 * static_cast<int>(1 + rng() % 512);
+    const std::int64_t adapters = rng() % 3 == 0 ? rng() % 40 : 0;
+    for (const Machine& machine : {kH200, kA100}) {
+      const ShrinkPlan s = choose_shrink(rows, columns, width, adapters, i % 2 == 0, true, machine);
+      EXPECT_EQ(s.fused, machine.clusters);
+      EXPECT_TRUE(s.rows == 128 || (s.fused && (s.rows == 64 || s.rows == 32))) << describe(s);
+      EXPECT_TRUE(s.parts > 0 && kLeaves % s.parts == 0) << describe(s);
+      EXPECT_LE(kLeaves / s.parts, 1 << stream_levels(s.ranks, s.rows)) << describe(s);
+      EXPECT_TRUE(s.fused || s.ranks <= kMostUnfusedRanks) << describe(s);
+      const ExpandPlan e =
+          choose_expand(rows, columns, width, adapters, 1 + i % 2, Policy::kBFloat16, machine);
+      const bool wide = e.kernel == ExpandPlan::Kernel::kWide;
+      EXPECT_EQ(wide, width > kMostStreamRanks) << describe(e);
+      EXPECT_GE(wide ? std::int64_t{e.panels} * kWideColumns
+                     : e.panels * expand_warp_columns(e.ranks) * 8 / e.row_warps,
+                columns)
+          << describe(e);
+      EXPECT_GT(e.tile_rows, 0);
+      if (!wide) {
+        EXPECT_LE(width, e.ranks);
+      }
+    }
+  }
+}
+
+TEST(LoraTrainPlan, OneLargeProductFillsTheDeviceOnce) {
+  const ShrinkPlan s = choose_shrink(4096, 4096, 16, 0, false, true, kH200);
+  EXPECT_EQ(describe(s), "stream, 64 rows, 16 ranks, 2 blocks in a cluster, leaves of 512");
+  const ExpandPlan e = choose_expand(4096, 4096, 16, 0, 1, Policy::kBFloat16, kH200);
+  const std::int64_t blocks = e.panels * ceil_div(4096, e.tile_rows);
+  EXPECT_GT(blocks, kH200.sms * 3 / 2) << describe(e);
+  EXPECT_LE(blocks, 2 * kH200.sms) << describe(e);
+}
+
+#if MORTAR_HAS_CUDA
+
+class LoraTrainShapes : public ::testing::TestWithParam<Device> {};
+
+/// The forward with plans of one's own.
+void run_planned(TrainStep* step, const ForcedPlans& forced) {
+  const LoraTrainProblem problem = step->problem(false);
+  const LoraTrainForward arguments = step->forward_arguments(false);
+  const ArgCheck arg("lora_train_forward");
+  auto [p, device] = lora::train::check_forward(arg, problem, arguments);
+  GuardedTensor workspace =
+      byte_tensor(lora_train_forward_workspace(problem, arguments), step->device);
+  p.workspace = workspace.view().data;
+  forward(p, forced, Stream{});
+  workspace.download();
+  EXPECT_TRUE(workspace.guards_intact());
+  for (GuardedTensor* t : step->outputs()) {
+    t->download();
+    EXPECT_TRUE(t->guards_intact());
+  }
+}
+
+void expect_same_forward(TrainStep& a, TrainStep& b, const std::string& what) {
+  for (std::size_t s = 0; s < a.y.size(); ++s) {
+    EXPECT_TRUE(same_bytes(a.y[s].host(), b.y[s].host())) << what << ": y";
+  }
+  EXPECT_TRUE(same_bytes(a.h.host(), b.h.host())) << what << ": h";
+}
+
+TEST_P(LoraTrainShapes, NoPlanChangesABit) {
+  for (const int rank : {8, 24, 64, 100}) {
+    TrainCase c;
+    c.rows = 333;
+    c.hidden = 1096;
+    c.widths = {520};
+    c.ranks = {rank};
+    c.x = c.w = c.y = DType::kBFloat16;
+    c.p = {0.1f};
+    c.base = BaseIs::kApart;
+    TrainStep chosen(c, GetParam());
+    chosen.run_forward();
+    ShrinkPlan shrink = choose_shrink(c.rows, c.hidden, rank, 0, true, true, kH200);
+    for (shrink.rows = 32; shrink.rows <= 128; shrink.rows *= 2) {
+      for (shrink.parts = kLeaves >> stream_levels(shrink.ranks, shrink.rows);
+           shrink.parts <= kLeaves; shrink.parts *= 2) {
+        TrainStep other(c, GetParam());
+        run_planned(&other, {&shrink, nullptr});
+        expect_same_forward(chosen, other, describe(shrink));
+      }
+    }
+    for (int row_warps = 1; row_warps <= 2; ++row_warps) {
+      for (const int tile_rows : {16, 100, 1024}) {
+        const ExpandPlan expand = stream_expand(520, (rank + 7) / 8 * 8, row_warps, tile_rows);
+        TrainStep other(c, GetParam());
+        run_planned(&other, {nullptr, &expand});
+        expect_same_forward(chosen, other, describe(expand));
+      }
+    }
+  }
+}
+
+std::vector<Device> gpus() {
+  std::vector<Device> all = devices();
+  std::erase(all, Device{});
+  return all;
+}
+INSTANTIATE_TEST_SUITE_P(Gpus, LoraTrainShapes, ::testing::ValuesIn(gpus()),
+                         [](const auto& one) { return device_label(one.param); });
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainShapes);
+
+#endif
+
+}  // namespace
+}  // namespace mortar::testing
