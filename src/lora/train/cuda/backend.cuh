@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward and backward by plans that the caller has chosen: tests try others than the library's own.
+// Forward and backward by plans that the caller has chosen: tests try others than the library's.
 #pragma once
 
 #include "lora/train/cuda/config.h"

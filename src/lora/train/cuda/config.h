@@ -186,7 +186,7 @@ constexpr ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int 
 /// Columns of a warp of the streaming expand.
 constexpr int expand_warp_columns(int ranks) { return ranks <= 64 ? 64 : 32; }
 
-/// The streaming expand with tiles of so many rows (any number), 1 or 2 of its warps sharing columns.
+/// The streaming expand with tiles of so many rows (any number) and 1 or 2 warps for a column.
 constexpr ExpandPlan stream_expand(std::int64_t columns, int width, int row_warps, int tile_rows) {
   const int ranks = stream_ranks(width);
   const int panel = expand_warp_columns(ranks) * (kThreads / 32) / row_warps;
