@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, HeldRowsPlan::kPerSm)
   extern __shared__ float4 shared_weights[];
   __shared__ float sums[2 * kThreads];
   __shared__ std::uint32_t maxima[2 * kThreads / 32];
-  __shared__ std::uint32_t scratch[32];
+  __shared__ std::uint32_t scratch[32], weight_scratch[32];
 
   // Coordinates. All lanes of a warp go on until its first row is past the end.
   const HeldRowsPlan& plan = p.plan.held_plan;
@@ -97,8 +97,7 @@ __global__ void __launch_bounds__(kThreads, HeldRowsPlan::kPerSm)
       largest_weight = device::max_magnitude(device::max_magnitude(largest_weight, w.z), w.w);
     }
     largest_weight =
-        __uint_as_float(device::max_block(device::magnitude_bits(largest_weight), scratch));
-    __syncthreads();  // the scratch is used once more, at the end
+        __uint_as_float(device::max_block(device::magnitude_bits(largest_weight), weight_scratch));
   }
 
   const HeldWeights<T> weights(p, shared_weights, lane);
