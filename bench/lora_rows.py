@@ -268,15 +268,21 @@ class HostCase(Case):
         self.targets = {"mortar": "host_apply" if op == "apply" else "host"}
         self.tolerance = TOLERANCE[torch.bfloat16]
 
+        self._batches: dict[str, Batch] = {}  # by the type of device
+
+    def batch(self, device: torch.device) -> Batch:
+        """What all sets of buffers share, with h as the first of them gives it."""
+        if device.type not in self._batches:
+            first = self.problem.make_buffers(device, 0)
+            batch = self._batches[device.type] = self.problem.make_batch(first)
+            batch.h.copy_(self.problem.reference(first)[0])
+        return self._batches[device.type]
+
     def make_buffers(self, device: torch.device, seed: int) -> LoraBuffers:
-        buffers = self.problem.make_buffers(device, seed)
-        if not hasattr(self, "batch"):
-            self.batch = self.problem.make_batch(buffers)
-            self.batch.h.copy_(self.problem.reference(buffers)[0])
-        return buffers
+        return self.problem.make_buffers(device, seed)
 
     def outputs(self, buffers: LoraBuffers) -> list[torch.Tensor]:
-        return [self.batch.h, buffers.y]
+        return [self.batch(buffers.y.device).h, buffers.y]
 
     def reference(self, buffers: LoraBuffers) -> list[torch.Tensor]:
         h, y = self.problem.reference(buffers)
@@ -286,7 +292,7 @@ class HostCase(Case):
     def providers(self, options: Options) -> Iterable[Provider]:
         from mortar.compat import vllm
 
-        p, batch = self.problem, self.batch
+        p, batch = self.problem, self.batch(options.device)
 
         def plan(s: LoraBuffers):
             return lambda: mortar.lora.plan(batch.token_adapter, p.adapters, out=batch.plan)

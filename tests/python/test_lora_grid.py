@@ -26,6 +26,7 @@ from lora_grid import (
     grid_cases,
 )
 from lora_problem import Layer, LoraProblem
+from lora_rows import HostCase
 from test_bench import result
 
 CEILING = Ceiling(4.28e12, 650e12)
@@ -86,6 +87,13 @@ def test_a_random_problem_is_right_and_timed(device):
                           token_adapter=ids)  # fmt: skip
     row = run_case(GridCase(problem, {"number": 0}), options, CEILING)
     assert set(row["providers"]) == {"mortar"} and not row["failed"]
+
+
+@pytest.mark.parametrize("op", ["apply", "shrink", "expand", "plan", "compat.vllm.lora_shrink"])
+def test_rows_of_host_cost_are_right(op, device):
+    case = HostCase(op, Layer("toy", 64, (48, 16)))
+    row = run_case(case, Options(device, quick=True), CEILING)
+    assert {"mortar", "torch.mul"} <= set(row["providers"]) and not row["failed"]
 
 
 def test_a_step_of_a_model_is_right_and_its_limit_starts_at_the_base(device):
