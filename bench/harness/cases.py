@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .machine import Ceiling, cache_bytes
+from .targets import PEER_GROUPS
 from .timing import Call, Timing, synchronize, time_cpu, time_graphs, time_host, time_synchronised
 
 if TYPE_CHECKING:
@@ -188,7 +189,9 @@ def _check(
     before = [out.clone() for out in case.outputs(first)]
     result = _Checked()
     for provider in providers:
-        if provider.name not in case.targets and options.peers_spent() > options.peer_budget_s:
+        peer = provider.foreign or provider.group in PEER_GROUPS
+        peer = peer and provider.name not in case.targets
+        if peer and options.peers_spent() > options.peer_budget_s:
             result.skipped[provider.name] = f"{options.peer_budget_s:.0f} s of warm-up are spent"
             continue
         try:
@@ -196,7 +199,7 @@ def _check(
             call = provider.bind(first)
             call()
             synchronize()
-            if provider.name not in case.targets:
+            if peer:
                 options.spend(provider.name, time.perf_counter() - begin)
             error = case.error(first, reference, provider) if provider.compared else 0.0
             if not error <= case.tolerance:

@@ -83,7 +83,7 @@ def _command(command: str, args: argparse.Namespace) -> str:
     words = ["./run", "bench", *command.split(), "--device", args.device]
     words += ["--peers", args.peers or "none"]
     words += ["--rows", args.rows] if args.rows else []
-    words += ["--replays", str(args.replays)]
+    words += ["--replays", str(args.replays), "--peer-budget", f"{args.peer_budget:g}"]
     words += [f"--{name}" for name in ("warm", "quick") if getattr(args, name)]
     return shlex.join(words)
 
