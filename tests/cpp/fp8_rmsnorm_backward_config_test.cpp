@@ -5,25 +5,12 @@
 
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <random>
-#include <sstream>
-#include <string>
+
+#include "fp8_rmsnorm_config_case.h"
 
 namespace mortar::fp8_rmsnorm {
 namespace {
-
-std::string printed(const auto& plan) {
-  std::ostringstream out;
-  out << plan;
-  return out.str();
-}
-
-/// Sizes from one to far beyond what a row of threads holds, most of them odd.
-std::int64_t random_size(std::mt19937& rng, double most) {
-  return static_cast<std::int64_t>(
-      std::exp(std::uniform_real_distribution<>(0.0, std::log(most))(rng)));
-}
 
 constexpr GpuShape kGpus[] = {
     {132, 227 << 10, true}, {108, 163 << 10, false}, {84, 99 << 10, false}, {1, 99 << 10, false}};
