@@ -6,8 +6,10 @@
 #include <cstdint>
 
 #include "device/byte_transpose.cuh"
+#include "device/launch.cuh"
 #include "fp8_rmsnorm/config.h"
 #include "fp8_rmsnorm/cuda/elements.cuh"
+#include "fp8_rmsnorm/cuda/kernels.cuh"
 
 namespace mortar::fp8_rmsnorm::cuda {
 
@@ -99,6 +101,16 @@ __device__ __forceinline__ void store_columns(const unsigned char* transposed, c
       }
     }
   }
+}
+
+/// The grid of the plan, chained to the kernel before it.
+inline device::Launch launch_of_tiles(const ForwardParams& p, Stream stream) {
+  device::Launch launch;
+  launch.threads = kTileThreads;
+  launch.grid = dim3(static_cast<unsigned>(p.plan.tile_plan.grid));
+  launch.stream = stream;
+  launch.pdl = true;
+  return launch;
 }
 
 }  // namespace mortar::fp8_rmsnorm::cuda

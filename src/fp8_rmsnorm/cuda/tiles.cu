@@ -352,11 +352,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass>)
 
 template <TilePass kPass>
 void launch_tiles(const ForwardParams& p, Stream stream) {
-  device::Launch launch;
-  launch.threads = kTileThreads;
-  launch.grid = dim3(static_cast<unsigned>(p.plan.tile_plan.grid));
-  launch.stream = stream;
-  launch.pdl = true;
+  const device::Launch launch = launch_of_tiles(p, stream);
   device::visit_dtype<InputDTypes>(p.input.x.dtype, p.op, [&](auto tag) {
     device::launch<tiles_kernel<typename decltype(tag)::type, kPass>>(p.op, launch, p);
   });

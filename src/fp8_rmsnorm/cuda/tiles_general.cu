@@ -260,11 +260,7 @@ __global__ void __launch_bounds__(256) amax_kernel(const __grid_constant__ Forwa
 
 template <TilePass kPass>
 void launch_tiles(const ForwardParams& p, Stream stream) {
-  device::Launch launch;
-  launch.threads = kTileThreads;
-  launch.grid = dim3(static_cast<unsigned>(p.plan.tile_plan.grid));
-  launch.stream = stream;
-  launch.pdl = true;
+  const device::Launch launch = launch_of_tiles(p, stream);
   device::visit_dtype<InputDTypes>(p.input.x.dtype, p.op, [&](auto tag) {
     device::launch<any_tiles_kernel<typename decltype(tag)::type, kPass>>(p.op, launch, p);
   });
