@@ -70,7 +70,7 @@ def _gpu_cases() -> Iterator[Case]:
         yield ForwardCase(_problem(*shape, base=True), "train_forward")
     for p in (0.0, 0.05):
         yield LayerCase(8192, 4096, 32, p, "bf16", "train_step")
-    yield LayerCase(512, 4096, 1, 0.0, "bf16", "train_host", host=True)
+        yield LayerCase(512, 4096, 1, p, "bf16", "train_host", host=True)
 
 
 def _cpu_cases() -> Iterator[Case]:

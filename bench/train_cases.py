@@ -344,6 +344,10 @@ class LayerCase(Case):
             self._models["peft", device] = model
             accelerated = mortar.compat.peft.accelerate(copy.deepcopy(model))
             self._models["mortar", device] = accelerated
+            compiled = copy.deepcopy(model)
+            for layer in compiled.get_base_model():
+                layer.compile()  # one by one: equal layers compile once, in seconds
+            self._models["peft compiled", device] = compiled
         return self._models[name, device]
 
     def make_buffers(self, device: torch.device, seed: int) -> LayerBuffers:
@@ -365,16 +369,15 @@ class LayerCase(Case):
         with torch.no_grad():
             return [model(s.x.double())]
 
-    def _bind(self, name: str, s: LayerBuffers, wrap=lambda model: model) -> Callable[[], None]:
-        own = self._model(name, s.x.device)
-        model, x = wrap(own), s.x.detach().requires_grad_()
+    def _bind(self, name: str, s: LayerBuffers) -> Callable[[], None]:
+        model, x = self._model(name, s.x.device), s.x.detach().requires_grad_()
 
         def call() -> None:
             y = model(x)
             y.backward(s.dy)
             s.y = y.detach()
             x.grad = None
-            own.zero_grad()
+            model.zero_grad()
 
         return call
 
@@ -384,6 +387,5 @@ class LayerCase(Case):
                        compared=fixed)  # fmt: skip
         yield Provider("peft", lambda s: self._bind("peft", s), synchronises=True, compared=fixed)
         if options.wants("torch") and not self.host:
-            compiled = torch.compile
-            yield Provider("peft compiled", lambda s: self._bind("peft", s, compiled),
+            yield Provider("peft compiled", lambda s: self._bind("peft compiled", s),
                            synchronises=True, compared=fixed)  # fmt: skip

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 #: Buffers of one row together exceed the last-level cache by this factor.
 CACHE_FACTOR = 3
 MAX_SETS = 512
+#: A peer that is neither compiled nor tuned for a row, such as a product of cuBLAS.
+CHEAP_WARM_UP_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,19 @@ class Options:
     warm: bool = False
     replays: int = 9
     peer_budget_s: float = 60.0
-    seconds_spent: dict[str, float] = field(default_factory=dict)
+    #: What peers took to compile and warm up: by table and name, a number for every row.
+    warm_ups: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
-    def peers_spent(self) -> float:
-        """What all peers took to compile and warm up so far."""
-        return sum(self.seconds_spent.values())
+    def affords(self, table: str, peer: str) -> bool:
+        """Whether a peer takes part in one more row of a table: its first one always, others if
+        what its last row took is next to nothing or left of the budget."""
+        took = self.warm_ups.get((table, peer))
+        if not took or took[-1] <= CHEAP_WARM_UP_S:
+            return True
+        return sum(map(sum, self.warm_ups.values())) + took[-1] <= self.peer_budget_s
 
-    def spend(self, peer: str, seconds: float) -> None:
-        self.seconds_spent[peer] = self.seconds_spent.get(peer, 0.0) + seconds
+    def spend(self, table: str, peer: str, seconds: float) -> None:
+        self.warm_ups.setdefault((table, peer), []).append(seconds)
 
     def wants(self, peer: str) -> bool:
         return peer in self.peers or "all" in self.peers
@@ -191,7 +198,7 @@ def _check(
     for provider in providers:
         peer = provider.foreign or provider.group in PEER_GROUPS
         peer = peer and provider.name not in case.targets
-        if peer and options.peers_spent() > options.peer_budget_s:
+        if peer and not options.affords(case.table, provider.name):
             result.skipped[provider.name] = f"{options.peer_budget_s:.0f} s of warm-up are spent"
             continue
         try:
@@ -200,7 +207,7 @@ def _check(
             call()
             synchronize()
             if peer:
-                options.spend(provider.name, time.perf_counter() - begin)
+                options.spend(case.table, provider.name, time.perf_counter() - begin)
             error = case.error(first, reference, provider) if provider.compared else 0.0
             if not error <= case.tolerance:
                 raise ArithmeticError(

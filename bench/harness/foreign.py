@@ -32,11 +32,11 @@ class ForeignProcess:
         if self._process is None:
             self._start()
         try:
-            seconds = self._arguments[1].seconds_spent
-            self._connection.send((label, provider, seconds))
+            warm_ups = self._arguments[1].warm_ups
+            self._connection.send((label, provider, warm_ups))
             if self._connection.poll(PATIENCE_S):
-                found, spent = self._connection.recv()
-                seconds |= spent
+                found, theirs = self._connection.recv()
+                warm_ups |= theirs
                 return found
             reason = f"no result after {PATIENCE_S:.0f} s"
         except (EOFError, ConnectionError):
@@ -65,11 +65,11 @@ def _serve(
 ) -> None:
     rows = {case.label: case for case in cases(options)}
     while True:
-        label, name, options.seconds_spent = connection.recv()
+        label, name, options.warm_ups = connection.recv()
         case = rows[label]
         provider = next(p for p in case.providers(options) if p.name == name)
         found = provider_results(case, [provider], options)
         if options.device.type == "cuda":
             torch.cuda.synchronize()  # after an illegal access this raises: the process must go
             torch.cuda.empty_cache()
-        connection.send((found, options.seconds_spent))
+        connection.send((found, options.warm_ups))

@@ -83,9 +83,23 @@ def test_a_wrong_provider_is_not_timed(device):
 
 def test_a_peer_over_its_warm_up_budget_is_skipped_and_the_subject_never():
     case = Axpy(1000, {"right": 2, "peer": 2, "yardstick": 2})
-    row = run(case, peer_budget_s=0.5, seconds_spent={"right": 1.0, "peer": 1.0})
+    spent = {("axpy", name): [9.0] for name in case.factors}
+    row = run(case, peer_budget_s=9.5, warm_ups=spent)
     assert set(row["providers"]) == {"right", "yardstick"}  # no peer: a limit is a multiple of it
-    assert "0 s" in row["skipped"]["peer"]
+    assert "10 s" in row["skipped"]["peer"]
+
+
+@pytest.mark.parametrize(
+    "spent",
+    [
+        {("another table", "peer"): [9.0]},  # its first row of a table
+        {("axpy", "peer"): [9.0, 0.01]},  # nothing to compile any more
+        {("axpy", "peer"): [4.0]},  # as much again is left
+    ],
+)
+def test_a_peer_that_is_cheap_or_new_to_a_table_takes_part_whatever_others_spent(spent):
+    row = run(Axpy(1000, {"right": 2, "peer": 2}), peer_budget_s=8.5, warm_ups=spent)
+    assert set(row["providers"]) == {"right", "peer"}
 
 
 def test_buffers_exceed_the_cache(device):
