@@ -7,7 +7,7 @@
 // its own rank, scale and dropout. M rows, K columns of x, N_s columns of slice s, R_s the largest
 // rank that any adapter has on slice s, L adapters.
 //
-// The method is Hu et al. (arXiv:2106.09685); masks are Philox 4x32-10 (Salmon et al., 2011).
+// The method is Hu et al. (arXiv:2106.09685); masks are Philox 4x32-7 (Salmon et al., 2011).
 //
 // Dtypes: x and dx, base and y, dy, the weights, and each gradient of a weight are float32, float16
 // or bfloat16, in any mixture; all weights of a call have one dtype, base_s that of y_s.

@@ -19,11 +19,13 @@ struct PhiloxWords {
   std::uint32_t word[4];
 };
 
-/// The block of a 128-bit counter and a 64-bit key, least significant words first.
+/// The block of a 128-bit counter and a 64-bit key, least significant words first. From seven rounds
+/// on it passes all statistical tests that its authors ran; ten are their margin.
+template <int kRounds = kPhiloxRounds>
 MORTAR_HOST_DEVICE inline PhiloxWords philox4x32(PhiloxWords counter, std::uint32_t key0,
                                                  std::uint32_t key1) {
   PhiloxWords c = counter;
-  for (int round = 0; round < kPhiloxRounds; ++round) {
+  for (int round = 0; round < kRounds; ++round) {
     const std::uint64_t p0 = std::uint64_t{kPhiloxMultiplier0} * c.word[0];
     const std::uint64_t p2 = std::uint64_t{kPhiloxMultiplier2} * c.word[2];
     c = {{static_cast<std::uint32_t>(p2 >> 32) ^ c.word[1] ^ key0, static_cast<std::uint32_t>(p2),
@@ -36,9 +38,10 @@ MORTAR_HOST_DEVICE inline PhiloxWords philox4x32(PhiloxWords counter, std::uint3
 
 /// Draws of elements 4 * quad to 4 * quad + 3 of a tensor. The counter is (quad, offset), two words
 /// each, and the key is the seed.
+template <int kRounds = kPhiloxRounds>
 MORTAR_HOST_DEVICE inline PhiloxWords philox_quad(std::uint64_t seed, std::uint64_t offset,
                                                   std::uint64_t quad) {
-  return philox4x32(
+  return philox4x32<kRounds>(
       {{static_cast<std::uint32_t>(quad), static_cast<std::uint32_t>(quad >> 32),
         static_cast<std::uint32_t>(offset), static_cast<std::uint32_t>(offset >> 32)}},
       static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32));

@@ -24,15 +24,30 @@ __device__ __forceinline__ int place_of_column(int n) {
   return n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2;
 }
 
+/// Zeros in place of the dropped ones of eight sums.
+__device__ __forceinline__ void drop_sums(const OctetDraw& draw, std::uint32_t threshold,
+                                          float (&v)[8]) {
+  const uint4 keep = keep_words(draw, threshold);
+  const std::uint32_t word[4] = {keep.x, keep.y, keep.z, keep.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = (word[i / 2] >> (i % 2 * 16) & 1u) != 0 ? v[i] : 0.0f;
+}
+
+/// Index of columns [c, c + 8) of a row among all octets.
+__device__ __forceinline__ std::uint64_t octet_of(const MaskParams& m, int row, std::int64_t c) {
+  return static_cast<std::uint64_t>(row * m.columns + m.first + c) / 8;
+}
+
 /// Zeros in place of the dropped ones of columns [c, c + 8).
 __device__ __forceinline__ void drop_eight(const MaskParams& m, const Draws& draws,
                                            std::uint32_t threshold, int row, std::int64_t c,
                                            float (&v)[8]) {
-  const std::int64_t index = row * m.columns + m.first + c;
-  const unsigned keep = keep_bits(draws.seed, draws.offset,
-                                  static_cast<std::uint64_t>(index) / kMaskGroup, threshold);
+  if (threshold >= kDropAll) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = (keep >> i & 1u) != 0 ? v[i] : 0.0f;
+    for (int i = 0; i < 8; ++i) v[i] = 0;
+    return;
+  }
+  drop_sums(draw_octet(draws, octet_of(m, row, c)), threshold, v);
 }
 
 template <class T>

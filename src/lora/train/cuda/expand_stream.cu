@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     weights.load(p, pairs, column, own);
   }
   device::pdl_wait();
-  if (threshold != 0 && threadIdx.x == 0) draws.read(p.mask.rng);
+  if (threshold != 0 && threshold < kDropAll && threadIdx.x == 0) draws.read(p.mask.rng);
 
   // Load
   const int stage_rows = S::stage_rows(row_warps);
@@ -277,6 +277,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 
   // Compute and store
+  const bool keeps_any = threshold < kDropAll, draws_bits = threshold != 0 && keeps_any;
   const int units = steps * kUnits;
   for (int unit = 0; unit < units; ++unit) {
     if (unit % kUnits == 0) {
@@ -317,12 +318,17 @@ __global__ void __launch_bounds__(kThreads, 2)
         put_sums(reinterpret_cast<float*>(own) + 32 * g, S::kColumns, sum);
         continue;
       }
+      OctetDraw draw[2];
+      if (draws_bits) {
+        draw_shared(draws, octet_of(p.mask, row[lane % 2], own_column + 32 * g) / 2, lane % 2 != 0,
+                    draw);
+      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float v[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = sum[i / 2][2 * half + i % 2];
-        if (threshold != 0) drop_eight(p.mask, draws, threshold, row[half], own_column + 32 * g, v);
+        for (int i = 0; i < 8; ++i) v[i] = keeps_any ? sum[i / 2][2 * half + i % 2] : 0.0f;
+        if (draws_bits) drop_sums(draw[half], threshold, v);
         if (reads_base) add_eight<T>(*reinterpret_cast<const uint4*>(base_at(unit, g, half)), v);
         const uint4 words = pack_eight<T>(v);
         if (row[half] >= 0) __stcs(reinterpret_cast<uint4*>(to[half] + 32 * g), words);

@@ -55,6 +55,11 @@ __global__ void __launch_bounds__(kThreads* Panel<kShape>::kGroups, 1)
 
   const PanelPart part(p, P::kColumns, P::kRanks);
   if (part.rows.count == 0) return;
+  __shared__ Draws draws;
+  if (part.threshold != 0) {
+    if (threadIdx.x == 0 && p.mask.rng != nullptr) draws.read(p.mask.rng);
+    __syncthreads();
+  }
   const PanelOperand& own = *part.own;
   const int steps = (part.rows.count + kStepRows - 1) / kStepRows;
 
@@ -132,10 +137,8 @@ __global__ void __launch_bounds__(kThreads* Panel<kShape>::kGroups, 1)
   for (int step = 0; step < steps; ++step) {
     device::cp_async_wait<P::kStages - 2>();
     if (part.threshold != 0) {
-#pragma unroll 1
-      for (int i = 0; i < kPieces; ++i) {
-        part.drop(wide_at(step, i), place_of(step) + first_row + i * kRowStep, c);
-      }
+      part.drop<kPieces, kRowStep, P::kRanks <= 32>([&](int i) { return wide_at(step, i); }, draws,
+                                                    place_of(step) + first_row, c);
     }
     group_barrier();
     if (step + P::kStages - 1 < steps) fetch(step + P::kStages - 1);

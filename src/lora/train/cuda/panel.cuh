@@ -7,6 +7,7 @@
 
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/panel.h"
+#include "lora/train/cuda/stream.cuh"
 
 namespace mortar::lora::train::cuda {
 
@@ -114,12 +115,36 @@ struct PanelPart {
     }
   }
 
-  /// Dropout of the piece that fetch_wide() left.
-  __device__ __forceinline__ void drop(char* piece, int at, std::int64_t c) const {
-    const std::int64_t row = row_of(at);
-    if (row < 0 || c >= own->columns) return;
+  /// Dropout of the kPieces pieces that fetch_wide() left at to(i), of rows kRowStep apart. The
+  /// next thread has the next piece of each row, and with kPairs two rows share their draws.
+  template <int kPieces, int kRowStep, bool kPairs, class To>
+  __device__ __forceinline__ void drop(const To& to, const Draws& draws, int first,
+                                       std::int64_t c) const {
     const MaskParams mask{p.mask.rng, p.mask.columns, own->mask_first};
-    drop_in_place(piece, keep_piece(mask, threshold, row, c));
+    static_assert(kPieces % 2 == 0, "two rows share their draws");
+    const bool whole = (mask.columns | mask.first) % kMaskGroup == 0 && threshold < kDropAll;
+    if (!kPairs || !whole) {
+#pragma unroll 1
+      for (int i = 0; i < kPieces; ++i) {
+        const std::int64_t row = row_of(first + i * kRowStep);
+        if (row < 0 || c >= own->columns) continue;
+        drop_in_place(to(i), keep_piece(mask, threshold, row, c));
+      }
+      return;
+    }
+    const int odd = static_cast<int>(threadIdx.x) % 2;
+#pragma unroll 1
+    for (int i = 0; i < kPieces; i += 2) {
+      const std::int64_t index =
+          row_of(first + (i + odd) * kRowStep) * mask.columns + mask.first + c;
+      OctetDraw draw[2];
+      draw_shared(draws, static_cast<std::uint64_t>(index) / kMaskGroup, odd != 0, draw);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        auto* at = reinterpret_cast<uint4*>(to(i + k));
+        *at = masked(*at, keep_words(draw[k], threshold));
+      }
+    }
   }
 
   /// Adds kParts parts of kRows rows of ds, from place `first` on, and leaves the sums in the

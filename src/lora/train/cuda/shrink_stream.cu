@@ -80,12 +80,26 @@ __device__ __forceinline__ void add_leaves(const ShrinkParams& p, const Table<S>
     constexpr int kCopies = S::kWideCopies, kRowStep = S::kThreads / kRowPieces;
     char* own = smem + (stage - ring) + copies.wide_at;
     const std::int64_t c = begin + step * kStepColumns + thread % kRowPieces * kPiece;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int row = table.row[thread / kRowPieces + i * kRowStep];
-      const std::int64_t index = row * p.mask.columns + p.mask.first + c;
+    const auto index = [&](int i) {
+      const std::int64_t row = table.row[thread / kRowPieces + i * kRowStep];
+      return static_cast<std::uint64_t>(row * p.mask.columns + p.mask.first + c);
+    };
+    const auto apply = [&](int i, const OctetDraw& draw) {
       auto* at = reinterpret_cast<uint4*>(own + i * kRowStep * kBlockRowBytes);
-      *at = dropped(*at, table.draws, static_cast<std::uint64_t>(index) / kMaskGroup, threshold);
+      *at = masked(*at, keep_words(draw, threshold));
+    };
+    // This shape has no registers for two rows at once.
+    if constexpr (kCopies == 1 || (S::kRows == 128 && S::kRanks == 64)) {
+#pragma unroll 1
+      for (int i = 0; i < kCopies; ++i) apply(i, draw_octet(table.draws, index(i) / kPiece));
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kCopies; i += 2) {
+        OctetDraw draw[2];
+        draw_shared(table.draws, index(i + thread % 2) / kMaskGroup, thread % 2 != 0, draw);
+        apply(i, draw[0]);
+        apply(i + 1, draw[1]);
+      }
     }
   };
 

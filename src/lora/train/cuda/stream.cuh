@@ -68,17 +68,40 @@ struct Draws {
   }
 };
 
-/// 16-bit words of eight elements with zeros in place of the dropped ones; `group` is their index
-/// divided by 8: all eight share one Philox call. The threshold is below kDropAll.
-__device__ __forceinline__ uint4 dropped(uint4 v, const Draws& draws, std::uint64_t group,
-                                         std::uint32_t threshold) {
-  const PhiloxWords random = philox_quad(draws.seed, draws.offset, group);
-  const std::uint32_t least = threshold << 16;  // of a draw in the high half
-  const auto keep = [&](std::uint32_t word, std::uint32_t two) {
-    return word & ((two << 16 >= least ? 0xffffu : 0u) | (two >= least ? 0xffff0000u : 0u));
+/// The draw of an octet, which is an element's index divided by 8.
+__device__ __forceinline__ OctetDraw draw_octet(const Draws& draws, std::uint64_t octet) {
+  const PhiloxWords all = philox_quad<kMaskRounds>(draws.seed, draws.offset, octet / 2);
+  const bool odd = octet % 2 != 0;
+  return {{odd ? all.word[2] : all.word[0], odd ? all.word[3] : all.word[1]}};
+}
+
+/// The draws of a lane's octets in two rows, of whose blocks a neighbouring lane has the other
+/// halves: `odd` lanes have the upper ones. Even lanes give the block of the first row, odd ones that
+/// of the second, and each passes on what is not its own. By whole warps.
+__device__ __forceinline__ void draw_shared(const Draws& draws, std::uint64_t block, bool odd,
+                                            OctetDraw (&own)[2]) {
+  const PhiloxWords all = philox_quad<kMaskRounds>(draws.seed, draws.offset, block);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const std::uint32_t low = all.word[i], high = all.word[2 + i];
+    const std::uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+    own[0].word[i] = odd ? got : low;
+    own[1].word[i] = odd ? high : got;
+  }
+}
+
+/// Eight 16-bit masks, zeros for dropped elements. The threshold is below kDropAll.
+__device__ __forceinline__ uint4 keep_words(const OctetDraw& draw, std::uint32_t threshold) {
+  const std::uint32_t limit = draw.limit(threshold);
+  const auto word = [&](int pair) {
+    std::uint32_t mask;  // the sign of each half, in all of its bits
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(mask) : "r"(draw.kept(pair, limit)));
+    return mask;
   };
-  return make_uint4(keep(v.x, random.word[0]), keep(v.y, random.word[1]), keep(v.z, random.word[2]),
-                    keep(v.w, random.word[3]));
+  return make_uint4(word(0), word(1), word(2), word(3));
+}
+__device__ __forceinline__ uint4 masked(const uint4& v, const uint4& keep) {
+  return make_uint4(v.x & keep.x, v.y & keep.y, v.z & keep.z, v.w & keep.w);
 }
 
 }  // namespace mortar::lora::train::cuda

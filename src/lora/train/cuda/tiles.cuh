@@ -61,7 +61,9 @@ __device__ inline unsigned keep_piece(const MaskParams& m, std::uint32_t thresho
   const std::uint64_t index = static_cast<std::uint64_t>(row * m.columns + m.first + c);
   const int shift = static_cast<int>(index % kMaskGroup);
   unsigned bits = keep_bits(seed, offset, index / kMaskGroup, threshold);
-  if (shift != 0) bits |= keep_bits(seed, offset, index / kMaskGroup + 1, threshold) << kMaskGroup;
+  if (shift > kMaskGroup - kPiece) {
+    bits |= keep_bits(seed, offset, index / kMaskGroup + 1, threshold) << kMaskGroup;
+  }
   return bits >> shift & 0xffu;
 }
 
