@@ -239,6 +239,8 @@ class Call {
                 out.dtype == p_.weight && loads_vectors(out) &&
                 (base.data == nullptr || (base.dtype == p_.weight && loads_vectors(base)));
     e.pairs_of_columns = moves_in_pairs(out) && (base.data == nullptr || moves_in_pairs(base));
+    e.plain = e.vectors && base.data == nullptr && !masked && rows_.sorted == nullptr &&
+              columns % kPiece == 0;
     e.mask = mask;
     e.masked = masked;
     if (forced_.expand != nullptr) e.plan = *forced_.expand;

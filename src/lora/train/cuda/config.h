@@ -138,7 +138,7 @@ constexpr std::int64_t clusters_at_once(int parts, int per_sm, int sms) {
 /// Clocks that a thread block of the streaming shrink takes for a step of 64 columns, whatever the
 /// memory does: most of it latency, as a few warps wait at a barrier. Dropout adds its draws.
 constexpr double step_clocks(int ranks, bool masked) {
-  return 300 + 6.0 * ranks + (masked ? 350 : 0);
+  return 300 + 6.0 * ranks + (masked ? 750 : 0);
 }
 inline constexpr double kSmBytesPerClock = 16.4;
 

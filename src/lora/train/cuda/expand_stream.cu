@@ -14,14 +14,13 @@
 // bytes. h passes through two stages of shared memory, the base through a ring of four pieces for
 // each warp, whose threads read back what they copied themselves. Weights of any strides are
 // fetched before the predecessor's end is awaited.
-#include <algorithm>
-
 #include "core/check.h"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/pdl.cuh"
 #include "lora/train/cuda/expand_store.cuh"
+#include "lora/train/cuda/expand_stream_weights.cuh"
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/stream.cuh"
 #include "lora/train/cuda/tiles.cuh"
@@ -29,152 +28,7 @@
 namespace mortar::lora::train::cuda {
 namespace {
 
-constexpr int kWarps = kThreads / 32;
-constexpr int kUnits = 4;       ///< units of a warp in a step, which is a stage of h
-constexpr int kBaseStages = 4;  ///< units of base in the ring
-
-template <int kRanks>
-struct Shape {
-  static constexpr int kSteps = kRanks / 16;
-  static constexpr int kGroups = expand_warp_columns(kRanks) / 32;
-  static constexpr int kColumns = 32 * kGroups;
-  static constexpr int kWeightBytes = kColumns * kRanks * 2;
-  static constexpr int kUnitBytes = kUnitRows * kColumns * 2;
-  /// A warp's memory: its weights on their way to registers, then its ring of base.
-  static constexpr int kWarpBytes = std::max(kWeightBytes, kBaseStages* kUnitBytes);
-  static_assert(kWarpBytes >= 2 * kUnitBytes, "float32 sums of a unit fit, where they are stored");
-  static constexpr int stage_rows(int row_warps) { return kUnits * kUnitRows * row_warps; }
-  static constexpr int smem(int row_warps) {
-    return kWarps * kWarpBytes + 2 * stage_rows(row_warps) * (kRanks * 2 + 4);
-  }
-};
-
-/// Weights of the warp's columns as fragments of the MMA: [group][step][tile].
-template <class T, int kRanks>
-struct Weights {
-  using S = Shape<kRanks>;
-  std::uint32_t b[S::kGroups][S::kSteps][4][2];
-
-  __device__ __forceinline__ void load(const ExpandParams& p, const Pairs& pairs,
-                                       std::int64_t column, char* smem) {
-    const bool by_ranks = p.weights.async && p.weights.rows_are_ranks;
-    by_ranks ? fetch_ranks(p, pairs, column, smem) : fetch_columns(p, pairs, column, smem);
-    device::cp_async_commit();
-    device::cp_async_wait<0>();
-    __syncwarp();
-    by_ranks ? take_ranks(smem) : take_columns(smem);
-    __syncwarp();
-  }
-
- private:
-  static constexpr int kLogColumns = S::kColumns == 64 ? 3 : 2;  ///< pieces of a row of ranks
-
-  /// Column `j` of h: the pair, whose weights are turned to [column, rank] and begin there, and how
-  /// many ranks of the next 8 it has.
-  __device__ __forceinline__ static int find(const ExpandParams& p, const Pairs& pairs, int j,
-                                             Matrix* m) {
-    if (j >= p.width) return 0;
-    const int s = slice_of(p.hidden, p.first_slice, p.num_slices, p.first_hidden + j);
-    const PairEntry& pair = pairs.slice(s);
-    const int first = p.first_hidden + j - p.hidden.first[s];
-    *m = p.side == Side::kB
-             ? pair.b
-             : Matrix{pair.a.data, pair.a.col_stride, pair.a.row_stride, pair.a.dtype};
-    m->data = static_cast<unsigned short*>(m->data) + first * m->col_stride;
-    return min(pair.rank - first, 8);
-  }
-
-  /// smem[place_of_column()][j] from weights of any strides.
-  __device__ __forceinline__ static void fetch_columns(const ExpandParams& p, const Pairs& pairs,
-                                                       std::int64_t column, char* smem) {
-    constexpr int kPieces = kRanks / 8;
-    const int piece = threadIdx.x % kPieces;
-    Matrix m{};
-    const int ranks = find(p, pairs, 8 * piece, &m);
-    for (int n = threadIdx.x % 32 / kPieces; n < S::kColumns; n += 32 / kPieces) {
-      char* to = smem + rank_piece_at<kRanks>(place_of_column(n), piece);
-      const bool there = column + n < p.columns && ranks > 0;
-      const auto* from = static_cast<const unsigned short*>(there ? m.data : p.h.m.data);
-      if (there) from += (column + n) * m.row_stride;
-      if (p.weights.async || !there) {
-        device::cp_async_16(device::smem_address(to), from, there ? 2 * ranks : 0);
-        continue;
-      }
-      std::uint32_t word[4];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const std::uint32_t v = i < ranks ? __ldcg(from + i * m.col_stride) : 0;
-        word[i / 2] = i % 2 == 0 ? v : word[i / 2] | v << 16;
-      }
-      *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
-    }
-  }
-  __device__ __forceinline__ void take_columns(const char* smem) {
-    const int lane = threadIdx.x % 32, matrix = lane / 8;
-#pragma unroll
-    for (int g = 0; g < S::kGroups; ++g) {
-#pragma unroll
-      for (int k = 0; k < S::kSteps; ++k) {
-#pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-          const int n = 32 * g + 8 * (j + matrix / 2) + lane % 8;
-          std::uint32_t r[4];
-          device::ldmatrix_x4(
-              r, device::smem_address(smem) + rank_piece_at<kRanks>(n, 2 * k + matrix % 2));
-          b[g][k][j][0] = r[0];
-          b[g][k][j][1] = r[1];
-          b[g][k][j + 1][0] = r[2];
-          b[g][k][j + 1][1] = r[3];
-        }
-      }
-    }
-  }
-
-  /// smem[j][column] from weights whose columns are dense.
-  __device__ __forceinline__ static int rank_row_at(int j, int piece) {
-    return j * S::kColumns * 2 + ((piece ^ device::swizzle<kLogColumns>(j)) << 4);
-  }
-  __device__ __forceinline__ static void fetch_ranks(const ExpandParams& p, const Pairs& pairs,
-                                                     std::int64_t column, char* smem) {
-    constexpr int kPieces = S::kColumns / 8, kRows = 32 / kPieces;
-    const int piece = threadIdx.x % kPieces;
-    const std::int64_t c = column + 8 * piece;
-    for (int first = 0; first < kRanks; first += 8) {
-      Matrix m{};
-      const int ranks = find(p, pairs, first, &m);
-#pragma unroll
-      for (int j = threadIdx.x % 32 / kPieces; j < 8; j += kRows) {
-        const bool there = j < ranks && c < p.columns;
-        const auto* from = static_cast<const unsigned short*>(there ? m.data : p.h.m.data);
-        if (there) from += j * m.col_stride + c;
-        device::cp_async_16(device::smem_address(smem) + rank_row_at(first + j, piece), from,
-                            there ? static_cast<int>(2 * min(p.columns - c, std::int64_t{8})) : 0);
-      }
-    }
-  }
-  __device__ __forceinline__ void take_ranks(const char* smem) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int g = 0; g < S::kGroups; ++g) {
-#pragma unroll
-      for (int k = 0; k < S::kSteps; ++k) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int n = 32 * g + real_column(j, lane / 4);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int rank = 16 * k + 8 * i + lane % 4 * 2;
-            const auto value = [&](int r) -> std::uint32_t {
-              return *reinterpret_cast<const unsigned short*>(smem + rank_row_at(r, n / 8) +
-                                                              n % 8 * 2);
-            };
-            b[g][k][j][i] = value(rank) | value(rank + 1) << 16;
-          }
-        }
-      }
-    }
-  }
-};
+using namespace expand_operands;
 
 template <class T, int kRanks>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -202,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 
   // Weights
-  char* own = smem + warp * S::kWarpBytes;
+  char* own = smem + warp * S::warp_bytes(p.plain);
   Weights<T, kRanks> weights;
   std::uint32_t threshold = 0;
   int live_steps = 0;  // of 16 ranks
@@ -222,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   // Load
   const int stage_rows = S::stage_rows(row_warps);
   const int steps = (rows.count + stage_rows - 1) / stage_rows;
-  char* hidden = smem + kWarps * S::kWarpBytes;
+  char* hidden = smem + kWarps * S::warp_bytes(p.plain);
   auto* row_of = reinterpret_cast<int*>(hidden + 2 * stage_rows * kRanks * 2);
   constexpr int kPieces = kRanks / 8;
   // Where a lane's rows of the fragments lie; steps of 16 ranks change only bits of the piece's
@@ -279,12 +133,65 @@ __global__ void __launch_bounds__(kThreads, 2)
   // Compute and store
   const bool keeps_any = threshold < kDropAll, draws_bits = threshold != 0 && keeps_any;
   const int units = steps * kUnits;
-  for (int unit = 0; unit < units; ++unit) {
-    if (unit % kUnits == 0) {
-      device::cp_async_wait<kUnits - 1>();
-      __syncthreads();
-      load_hidden(unit / kUnits + 1);
+  const auto begin_step = [&](int step) {
+    device::cp_async_wait<kUnits - 1>();
+    __syncthreads();
+    load_hidden(step + 1);
+  };
+  // Sums of a group of columns: fragments of 16 rows and 32 columns.
+  const auto multiply = [&](std::uint32_t rows_at, int g, float(&sum)[4][4]) {
+#pragma unroll
+    for (int k = 0; k < S::kSteps; ++k) {
+      if (k >= live_steps) break;
+      std::uint32_t a[4];
+      device::ldmatrix_x4(a, rows_at ^ (k * 32));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        device::mma_16816<T>(sum[j], a, weights.b[g][k][j][0], weights.b[g][k][j][1]);
+      }
     }
+  };
+  if (p.plain) {
+    // Neighbouring rows, nothing added and nothing dropped: addresses grow by a constant.
+    const int unit_rows = kUnitRows * row_warps;
+    const std::int64_t half_bytes = 16 * p.out.row_stride,
+                       unit_bytes = 2 * unit_rows * p.out.row_stride;
+    int left = rows.count - warp_row - lane / 4;  // rows from the lane's first one on
+    char* to = static_cast<char*>(p.out.data) +
+               2 * ((rows.start + warp_row + lane / 4) * p.out.row_stride + own_column);
+    for (int step = 0; step < steps; ++step) {
+      begin_step(step);
+      // As many groups as the loop below has units: h is waited for by their number.
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) device::cp_async_commit();
+      std::uint32_t rows_at = hidden_lane + (step % 2 * stage_rows + warp_row) * kRanks * 2;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        if (step * stage_rows + u * unit_rows + warp_row >= rows.count) break;
+#pragma unroll
+        for (int g = 0; g < S::kGroups; ++g) {
+          float sum[4][4] = {};
+          multiply(rows_at, g, sum);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float v[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] = sum[i / 2][2 * half + i % 2];
+            if (left > 8 * half && own_column + 32 * g < p.columns) {
+              __stcs(reinterpret_cast<uint4*>(to + half * half_bytes + 64 * g), pack_eight<T>(v));
+            }
+          }
+        }
+        to += unit_bytes;
+        left -= unit_rows;
+        rows_at += unit_rows * kRanks * 2;
+      }
+    }
+    device::cp_async_wait<0>();
+    return;
+  }
+  for (int unit = 0; unit < units; ++unit) {
+    if (unit % kUnits == 0) begin_step(unit / kUnits);
     load_base(unit + kBaseStages - 1);
     device::cp_async_commit();
     const int first = unit * kUnitRows * row_warps + warp_row;
@@ -304,16 +211,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
       float sum[4][4] = {};
-#pragma unroll
-      for (int k = 0; k < S::kSteps; ++k) {
-        if (k >= live_steps) break;
-        std::uint32_t a[4];
-        device::ldmatrix_x4(a, rows_at ^ (k * 32));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          device::mma_16816<T>(sum[j], a, weights.b[g][k][j][0], weights.b[g][k][j][1]);
-        }
-      }
+      multiply(rows_at, g, sum);
       if (!vectors) {
         put_sums(reinterpret_cast<float*>(own) + 32 * g, S::kColumns, sum);
         continue;
@@ -349,7 +247,7 @@ void launch_stream(const ExpandParams& p, Stream stream) {
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(p.plan.panels * p.max_tiles));
   l.threads = kThreads;
-  l.smem = Shape<kRanks>::smem(p.plan.row_warps);
+  l.smem = Shape<kRanks>::smem(p.plan.row_warps, p.plain);
   l.stream = stream;
   l.pdl = true;
   device::launch<expand_stream_kernel<T, kRanks>>("lora_train", l, p);

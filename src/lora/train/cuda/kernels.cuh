@@ -72,6 +72,8 @@ struct ExpandParams {
   /// Out and base have the weights' type and rows of whole 16-byte vectors; 8 elements of a vector
   /// are one group of dropout.
   bool vectors;
+  /// Whole vectors of neighbouring rows, without a base and without dropout.
+  bool plain;
   MaskParams mask;
   bool masked;
   std::int64_t max_tiles;
