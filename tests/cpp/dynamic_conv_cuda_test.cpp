@@ -136,6 +136,56 @@ TEST_P(DynamicConvCuda, SmallLaunchChoicesChangeNoBit) {
   }
 }
 
+// The same without sequences and states, where short backwards read a chunk at once: all widths,
+// also with the odd number of channels that has a thread for each, and sequences that end in the
+// middle of what is read.
+TEST_P(DynamicConvCuda, SmallDenseLaunchChoicesChangeNoBit) {
+  const Device device = GetParam();
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const std::int64_t width : {1, 2, 3, 4, 5, 6, 7, 8}) {
+      for (const std::int64_t time : {1, 5, 9, 12, 33}) {
+        const std::int64_t channels = time == 33 ? 71 : 72;
+        SCOPED_TRACE(concat(dtype_name(dtype), " W", width, " T", time));
+        std::mt19937 rng(67);
+        const auto input = [&](std::vector<std::int64_t> shape) {
+          auto o = std::make_unique<Operand>(device, dtype, shape);
+          o->fill(random_values(rng, static_cast<std::size_t>(o->view().numel()), dtype));
+          return o;
+        };
+        const auto x = input({3, time, channels}), dy = input({3, time, channels});
+        const auto k = input({3, time, channels, width});
+        const auto shape = dynamic_conv::check_shape(ArgCheck("test"), *x, *k, {}, time % 2 == 1);
+        std::vector<std::vector<std::uint64_t>> expected;
+        for (const int steps : {64, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16}) {
+          const dynamic_conv::CudaConfig config{.threads = steps % 2 == 0 ? 96 : 128,
+                                                .steps = steps};
+          Operand y(device, dtype, {3, time, channels}), dx(device, dtype, {3, time, channels});
+          Operand dk(device, dtype, {3, time, channels, width});
+          dynamic_conv::ForwardProblem forward;
+          forward.shape = shape;
+          forward.x = dynamic_conv::signal(*x);
+          forward.k = dynamic_conv::signal(*k);
+          forward.y = dynamic_conv::signal(y);
+          dynamic_conv::BackwardProblem backward;
+          backward.shape = shape;
+          backward.x = forward.x;
+          backward.k = forward.k;
+          backward.dy = dynamic_conv::signal(*dy);
+          backward.dx = dynamic_conv::signal(dx);
+          backward.dk = dynamic_conv::signal(dk);
+          dynamic_conv::cuda::forward(forward, &config, stream());
+          dynamic_conv::cuda::backward(backward, &config, stream());
+          ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+          const std::vector<std::vector<std::uint64_t>> bits = {y.bits(), dx.bits(), dk.bits()};
+          if (expected.empty()) expected = bits;
+          EXPECT_EQ(bits, expected) << "chunks of " << steps << " steps";
+          for (const Operand* o : {&y, &dx, &dk}) o->expect_guards_intact("output");
+        }
+      }
+    }
+  }
+}
+
 // Short backwards let their successors start early: each must still see all of what the one before
 // it wrote, which is its dy, and forwards between them as well.
 TEST_P(DynamicConvCuda, SmallChainsGiveTheBitsOfSeparateCalls) {

@@ -8,7 +8,8 @@
 // B=8 T=4096 D=3072 W=4, bf16: 2.215 GB -> 517 us at 4.28 TB/s (copy roof of an H200)
 // limit  : DRAM bandwidth, half of it writes. Step t adds to dx of steps t - W + 1 .. t, which wait
 //          in registers; the oldest is complete and stored. A chunk of C steps walks W - 1 more to
-//          complete its own dx: (W - 1) / C more reads, mostly from L2
+//          complete its own dx: (W - 1) / C more reads, mostly from L2. With few tokens the trips
+//          to memory count: a chunk of up to 12 steps, those included, is then read at once
 // wrong when: rows are not aligned to the vectors, or dtypes differ -> the scalar traits
 #include "device/async_copy.cuh"
 #include "device/launch.cuh"
@@ -22,12 +23,16 @@ namespace mortar::dynamic_conv::cuda {
 namespace {
 
 constexpr int kLoadRegisters = 24;  ///< of the steps in flight: 4 steps at W = 4, 16-bit
+/// Of chunks that are read at once: 12 steps at W = 4 (16-bit), 9 at W = 8 (float32).
+constexpr int kShortLoadRegisters = 90;
 /// W = 3 (8 x 4096 x 3072, bf16, H200): 517 us in chunks of 96 steps, 530 in chunks of 64 or 128;
 /// all other widths gain up to 4 % from 128.
 constexpr int most_steps(int width) { return width == 3 ? 96 : 128; }
 /// Fewer, longer chunks beat more threads: 1 x 4096 x 3072, W = 4, H200: 76.5 us with 372 an SM in
 /// chunks of 128 steps, 79 us with 1,490 in chunks of 32.
 constexpr int kThreadsPerSm = 400;
+/// CTAs of a short kernel that an SM must hold: 168 registers a thread.
+constexpr int kShortCtas = 3;
 
 struct Params {
   BackwardProblem problem;
@@ -43,9 +48,17 @@ struct Params {
         dk_step(step_bytes(p.dk, p.shape.k_dtype)) {}
 };
 
-/// Steps whose loads are in flight together.
+/// Steps whose loads are in flight together. A `kShort` kernel takes chunks whose steps, with the
+/// W - 1 more that complete dx, are all of them.
+template <class Traits, bool kShort>
+constexpr int kGroup = kShort ? std::min(kShortLoadRegisters / step_registers<Traits>(2), 12)
+                              : steps_ahead<Traits>(2, kLoadRegisters);
+
+/// Whether there is a short kernel: not for W = 1, whose chunks need no more steps than their own,
+/// nor for rows of few bytes, which only odd sizes have.
 template <class Traits>
-constexpr int kGroup = steps_ahead<Traits>(2, kLoadRegisters);
+constexpr bool kHasShort = Traits::kVector&& Traits::kWidth > 1 &&
+                           Traits::kChannels == vector_channels<typename Traits::X>(Traits::kWidth);
 
 /// The gradients of the last W - 1 inputs, which later steps still add to: [j] belongs to the input
 /// j + 1 steps before the next step.
@@ -112,14 +125,17 @@ __device__ __forceinline__ void scatter(const typename Traits::Taps& taps,
   }
 }
 
-template <class Traits>
-__global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(46, 2, kGroup<Traits>, 2, 2))
+template <class Traits, bool kShort>
+constexpr int kMinCtas = kShort ? kShortCtas : min_ctas<Traits>(46, 2, kGroup<Traits, false>, 2, 2);
+
+template <class Traits, bool kShort>
+__global__ void __launch_bounds__(kMaxThreads, kMinCtas<Traits, kShort>)
     backward_kernel(const __grid_constant__ Params params) {
   using X = typename Traits::X;
   using K = typename Traits::K;
   constexpr int kChannels = Traits::kChannels;
   constexpr int kWidth = Traits::kWidth;
-  constexpr int kAhead = kGroup<Traits>;
+  constexpr int kAhead = kGroup<Traits, kShort>;
   const BackwardProblem& p = params.problem;
   const Shape& shape = p.shape;
   const int width = Traits::kVector ? kWidth : shape.width;
@@ -135,7 +151,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(46, 2, kGroup<Tr
 
   // The successor of a long grid would take SMs from blocks that are still to come (81 to 86 us at
   // 1 x 4096 x 3072).
-  if (params.grid.steps < CudaConfig::kShortSteps) {
+  if (kShort || params.grid.steps < CudaConfig::kShortSteps) {
     device::pdl_trigger();
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
@@ -155,6 +171,9 @@ __global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(46, 2, kGroup<Tr
       inputs[u] = device::load_once<X, kChannels>(x);
       gradients[u] = device::load_once<X, kChannels>(dy);
       taps[u].load(k, width);
+    } else if constexpr (kShort) {
+      inputs[u] = gradients[u] = {};
+      taps[u] = {};
     }
     x = advance(x, params.x_step);
     dy = advance(dy, params.dy_step);
@@ -220,13 +239,32 @@ __global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(46, 2, kGroup<Tr
     Traits::store_gradient(dk, g, window, width);
   };
   int base = tile.begin;
+  if constexpr (kShort) {
+    // One sequence without states: steps past its end, which were not loaded, add zeros.
+    if (walk.end >= stop && !p.dinitial.given() && !p.dfinal.given()) {
+      const int first = max(walk.start, tile.begin);  // step whose dx is this chunk's
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        const int t = base + u, done = t - width + 1;
+        if (done >= tile.end) break;
+        float g[kChannels];
+        consume(u, g);
+        if (t < tile.end) store_dk(g);
+        dk = advance(dk, params.dk_step);
+        if (done >= first) device::store_once<X, kChannels>(dx, pending[kWidth - 1]);
+        dx = advance(dx, params.dx_step);
+      }
+      return;
+    }
+  }
   while (base < stop) {
     // Whole groups of steps: no boundary in them, and gradients that go to dk and dx as they are.
     // Predicates and no branches, or all loads would share a scoreboard and each step wait for the
     // newest of them.
     const int first = max(walk.start, tile.begin);  // step whose dx is this chunk's
     const int dfinal_steps = p.dfinal.given() ? shape.state_length : 0;
-    const bool plain = Traits::kVector && (!p.dinitial.given() || base >= first + width - 1);
+    const bool plain =
+        Traits::kVector && !kShort && (!p.dinitial.given() || base >= first + width - 1);
     const int last =
         plain ? min(walk.end - max(kAhead, dfinal_steps - width + kAhead + 1), stop - 1) : -1;
     for (; base <= last; base += kAhead) {
@@ -276,8 +314,10 @@ __global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(46, 2, kGroup<Tr
       cross_boundaries(base + to);
     } while (from < kAhead && base + from < stop);
     base += kAhead;
+    if constexpr (!kShort) {
 #pragma unroll
-    for (int u = 0; u < kAhead; ++u) load(u, base + u < stop);
+      for (int u = 0; u < kAhead; ++u) load(u, base + u < stop);
+    }
   }
 }
 
@@ -289,9 +329,19 @@ void backward(const BackwardProblem& p, const CudaConfig* config, Stream stream)
   with_traits("dynamic_conv_backward", p.shape, [&](auto traits) {
     using Traits = decltype(traits);
     if (!fits<Traits>(p.shape, {p.x, p.dy, p.dx}, {p.k, p.dk})) return false;
-    launch_tiles<backward_kernel<Traits>, Traits, Params>("dynamic_conv_backward", p, config,
-                                                          kThreadsPerSm, kGroup<Traits>,
-                                                          most_steps(p.shape.width), stream);
+    constexpr int kAtOnce = kHasShort<Traits> ? kGroup<Traits, true> : 0;
+    const Loads loads{kGroup<Traits, false>, kAtOnce, most_steps(p.shape.width), kThreadsPerSm,
+                      p.shape.width - 1};
+    const CudaConfig c = config != nullptr ? *config : config_for<Traits>(p.shape, loads);
+    if constexpr (kHasShort<Traits>) {
+      if (c.steps + p.shape.width - 1 <= kAtOnce) {
+        launch_tiles<backward_kernel<Traits, true>, Traits, Params>("dynamic_conv_backward", p, c,
+                                                                    stream);
+        return true;
+      }
+    }
+    launch_tiles<backward_kernel<Traits, false>, Traits, Params>("dynamic_conv_backward", p, c,
+                                                                 stream);
     return true;
   });
 }

@@ -13,13 +13,19 @@
 
 namespace mortar::dynamic_conv::cuda {
 
-/// body(VectorTraits<T, W>()) for the W that equals `width`; returns what it returns.
+/// body(VectorTraits<T, W>()) for the W that equals `width`, then with one channel a thread, which
+/// odd numbers of channels need; returns whether it took one.
 template <class T, int W = kMaxWidth, class Body>
 bool with_width(int width, const Body& body) {
   if constexpr (W == 0) {
     return false;
   } else {
-    if (width == W) return body(VectorTraits<T, W>());
+    if (width == W) {
+      if constexpr (vector_channels<T>(W) > 1) {
+        if (body(VectorTraits<T, W>())) return true;
+      }
+      return body(VectorTraits<T, W, 1>());
+    }
     return with_width<T, W - 1>(width, body);
   }
 }
@@ -58,17 +64,18 @@ inline std::int64_t step_bytes(const Signal& s, DType dtype) {
   return s.time_stride * dtype_size(dtype);
 }
 
+template <class Traits>
+CudaConfig config_for(const Shape& shape, const Loads& loads) {
+  return CudaConfig::make(shape.batch, shape.time,
+                          ceil_div<std::int64_t>(shape.channels, Traits::kChannels),
+                          device::current_device().num_sms, loads);
+}
+
 /// One CTA per (batch row, chunk of time, block of channels); T = 0 has one empty chunk, in which
 /// states are passed on.
 template <auto kKernel, class Traits, class Params, class Problem>
-void launch_tiles(const char* op, const Problem& p, const CudaConfig* config, int threads_per_sm,
-                  int group_steps, int most_steps, Stream stream) {
+void launch_tiles(const char* op, const Problem& p, const CudaConfig& c, Stream stream) {
   const std::int64_t groups = ceil_div<std::int64_t>(p.shape.channels, Traits::kChannels);
-  const CudaConfig c =
-      config != nullptr
-          ? *config
-          : CudaConfig::make(p.shape.batch, p.shape.time, groups, device::current_device().num_sms,
-                             threads_per_sm, group_steps, most_steps);
   const std::int64_t chunks = p.shape.time == 0 ? 1 : ceil_div<std::int64_t>(p.shape.time, c.steps);
   const std::int64_t columns = ceil_div<std::int64_t>(groups, c.threads);
   const std::int64_t ctas = p.shape.batch * chunks * columns;

@@ -61,8 +61,13 @@ __device__ __forceinline__ void write_final_state(const ForwardProblem& p, const
   }
 }
 
+/// One channel a thread takes a few registers more for addresses than what it loads.
 template <class Traits>
-__global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(42, 1, kGroup<Traits>, 1, 7))
+constexpr int kFixedRegisters = Traits::kChannels == 1 ? 46 : 42;
+
+template <class Traits>
+__global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(kFixedRegisters<Traits>, 1,
+                                                                kGroup<Traits>, 1, 7))
     forward_kernel(const __grid_constant__ Params params) {
   using X = typename Traits::X;
   using K = typename Traits::K;
@@ -185,9 +190,9 @@ void forward(const ForwardProblem& p, const CudaConfig* config, Stream stream) {
   with_traits("dynamic_conv_forward", p.shape, [&](auto traits) {
     using Traits = decltype(traits);
     if (!fits<Traits>(p.shape, {p.x, p.y}, {p.k})) return false;
-    launch_tiles<forward_kernel<Traits>, Traits, Params>(
-        "dynamic_conv_forward", p, config, kThreadsPerSm, kGroup<Traits>,
-        round_up(kMostSteps, kGroup<Traits>), stream);
+    const Loads loads{kGroup<Traits>, 0, round_up(kMostSteps, kGroup<Traits>), kThreadsPerSm, 0};
+    const CudaConfig c = config != nullptr ? *config : config_for<Traits>(p.shape, loads);
+    launch_tiles<forward_kernel<Traits>, Traits, Params>("dynamic_conv_forward", p, c, stream);
     return true;
   });
 }

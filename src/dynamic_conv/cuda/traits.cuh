@@ -23,13 +23,13 @@ constexpr int vector_channels(int width) {
 }
 
 /// W known and all rows aligned to the vectors below.
-template <class T, int W>
+template <class T, int W, int kChannels_ = vector_channels<T>(W)>
 struct VectorTraits {
   using X = T;
   using K = T;
   static constexpr bool kVector = true;
   static constexpr int kWidth = W;
-  static constexpr int kChannels = vector_channels<T>(W);
+  static constexpr int kChannels = kChannels_;
   static constexpr int kSignalAlignment = kChannels * int{sizeof(T)};
   using TapVector = device::Vector<T, kChannels * W>;
   static constexpr int kTapAlignment = TapVector::kAlignment;
