@@ -70,7 +70,7 @@ struct CudaConfig {
   /// its operands in L2 before it waits, and lets its successor start at once.
   static constexpr int kShortSteps = 8;
   /// A trip to memory takes as long as an SM needs to read so many steps of 128 groups.
-  static constexpr int kStepsOfATrip = 5;
+  static constexpr int kStepsOfATrip = 8;
 
   /// `groups`: channel groups of one step.
   static CudaConfig make(std::int64_t batch, std::int64_t time, std::int64_t groups, int num_sms,
