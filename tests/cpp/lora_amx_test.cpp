@@ -96,7 +96,7 @@ class LoraAmxModel : public ::testing::TestWithParam<LoraCase> {
   LoraAmxModel() : table_(*lora::cpu::supported_kernels().back()) {
     AmxShrink<TileModel>::pack = table_.pack;
     table_.shrink[1][1] = AmxShrink<TileModel>::run;
-    table_.expand_pairs = AmxExpand<TileModel>::run;
+    table_.expand_pairs[1] = AmxExpand<TileModel>::run;
     lora::cpu::use_kernels(&table_);
   }
   ~LoraAmxModel() override { lora::cpu::use_kernels(nullptr); }

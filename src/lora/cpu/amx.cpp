@@ -104,12 +104,12 @@ struct AmxTiles {
 namespace mortar::lora::cpu {
 
 std::unique_ptr<Kernels> amx_kernels(const Kernels& base) {
-  if (base.expand_pairs == nullptr || !has_amx_bf16()) return nullptr;
+  if (base.expand_pairs[1] == nullptr || !has_amx_bf16()) return nullptr;
   AmxShrink<AmxTiles>::pack = base.pack;
   auto table = std::make_unique<Kernels>(base);
   table->level = "AMX";
   table->shrink[1][1] = AmxShrink<AmxTiles>::run;
-  table->expand_pairs = AmxExpand<AmxTiles>::run;
+  table->expand_pairs[1] = AmxExpand<AmxTiles>::run;
   return table;
 }
 

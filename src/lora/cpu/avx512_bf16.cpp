@@ -71,8 +71,9 @@ struct PairShrink {
   }
 };
 
+template <class YType>
 struct PairExpand {
-  using Y = BFloat16;
+  using Y = YType;
   using Entry = std::uint32_t;
   using Vec = __m512;
   using Packed = __m512bh;
@@ -96,20 +97,25 @@ struct PairExpand {
     return _mm512_dpbf16_ps(sum, h, b);
   }
 
+  static MORTAR_INLINE Vec widen(const float* p) { return _mm512_loadu_ps(p); }
   static MORTAR_INLINE Vec widen(const BFloat16* p) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   }
-  static MORTAR_INLINE void update(const Vec (&sum)[kTileVecs], float scale, bool add,
-                                   BFloat16* y) {
+  static MORTAR_INLINE void update(const Vec (&sum)[kTileVecs], float scale, bool add, Y* y) {
     const Vec factor = _mm512_set1_ps(scale);
-    const auto scaled = [&](Vec v, const BFloat16* at) __attribute__((always_inline)) {
+    const auto scaled = [&](Vec v, const Y* at) __attribute__((always_inline)) {
       return add ? _mm512_fmadd_ps(v, factor, widen(at)) : _mm512_mul_ps(v, factor);
     };
     MORTAR_UNROLL
     for (int v = 0; v < kTileVecs; v += 2, y += 2 * kLanes) {
       const Vec low = scaled(sum[v], y), high = scaled(sum[v + 1], y + kLanes);
-      _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+      if constexpr (std::is_same_v<Y, float>) {
+        _mm512_storeu_ps(y, low);
+        _mm512_storeu_ps(y + kLanes, high);
+      } else {
+        _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+      }
     }
   }
 };
@@ -130,7 +136,8 @@ std::unique_ptr<Kernels> avx512_bf16_kernels(const Kernels& base) {
   auto table = std::make_unique<Kernels>(base);
   table->level = "AVX512-BF16";
   table->shrink[1][1] = avx512_bf16::shrink<avx512_bf16::PairShrink>;
-  table->expand_pairs = avx512_bf16::expand<avx512_bf16::PairExpand>;
+  table->expand_pairs[0] = avx512_bf16::expand<avx512_bf16::PairExpand<float>>;
+  table->expand_pairs[1] = avx512_bf16::expand<avx512_bf16::PairExpand<BFloat16>>;
   return table;
 }
 

@@ -128,6 +128,7 @@ class Expand {
     for (std::int64_t n = 0; n < block.num_columns; n += kPackColumns) {
       std::int64_t t = 0;
       for (; t + kTokens <= block.num_tokens; t += kTokens) panel<kTokens>(block, t, n, distance);
+      for (; t + 4 <= block.num_tokens; t += 4) panel<4>(block, t, n, distance);
       for (; t + 2 <= block.num_tokens; t += 2) panel<2>(block, t, n, distance);
       for (; t < block.num_tokens; ++t) panel<1>(block, t, n, distance);
     }

@@ -33,7 +33,7 @@ ExpandPass::ExpandPass(const HiddenRows& h, const WeightsView& weights, const Gr
       add_(add),
       rows_(rows),
       rounds_(weights.dtype != DType::kFloat32 && y.dtype == weights.dtype),
-      pairs_(rounds_ && y.dtype == DType::kBFloat16 && kernels_.expand_pairs != nullptr),
+      pairs_(rounds_ && y.dtype == DType::kBFloat16 && kernels_.expand_pairs[1] != nullptr),
       column_cap_(kMaxColumns) {
   // About four items per thread, as long as a block is one column tile or more.
   std::int64_t width = 0, blocks = 0;
@@ -137,7 +137,7 @@ void ExpandPass::run_block(const Part& part, const SliceWeights& w, int slice,
   block.scale = scale_.has_value() ? *scale_ * w.scale : 1.0f;
   block.add = add_;
   const ExpandKernel kernel =
-      pairs_ ? kernels_.expand_pairs
+      pairs_ ? kernels_.expand_pairs[1]
              : kernels_.expand[float_index(weights_.dtype)][float_index(y_.dtype)];
   std::int64_t tokens[kExpandTokens], rows[kExpandTokens], count = 0;
   for (std::int64_t i = 0; i < part.count; ++i) {

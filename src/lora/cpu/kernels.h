@@ -91,9 +91,9 @@ inline int float_index(DType dtype) {
 
 struct Kernels {
   const char* level = "";
-  ShrinkKernel shrink[3][3] = {};       ///< [x][a]
-  ExpandKernel expand[3][3] = {};       ///< [b][y], h in float32
-  ExpandKernel expand_pairs = nullptr;  ///< b, y and h bfloat16; null: expand[1][1] serves
+  ShrinkKernel shrink[3][3] = {};     ///< [x][a]
+  ExpandKernel expand[3][3] = {};     ///< [b][y], h in float32
+  ExpandKernel expand_pairs[2] = {};  ///< [y float32 or bfloat16], b and h bfloat16; or null
   PackKernel pack = nullptr;
   ConvertKernel convert = nullptr;
 };

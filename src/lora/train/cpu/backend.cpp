@@ -173,9 +173,11 @@ class Call {
   void load_entries(const NarrowRows& from, const StepRows& rows, int slice, std::int64_t rank,
                     std::int64_t stride, std::int64_t first, Scratch* scratch) const {
     const std::int64_t column = p_.slices[slice].first_hidden * dtype_size(p_.weight);
+    const DType dtype = entry_dtype(p_.weight);
     for (std::int64_t i = 0; i < rows.count; ++i) {
       lora::cpu::kernels().convert(from.at(rows, i) + column, p_.weight, 1.0f, rank,
-                                   scratch->entries + i * stride + first, DType::kFloat32);
+                                   scratch->entries + (i * stride + first) * dtype_size(dtype),
+                                   dtype);
     }
   }
 
@@ -192,10 +194,14 @@ class Call {
         continue;
       }
       const std::int64_t stride = entry_stride(pair.rank);
-      std::fill_n(scratch->entries, rows.count * stride, 0.0f);
+      clear_entries(rows.count * stride, scratch);
       load_entries(h_rows(*scratch), rows, s, pair.rank, stride, 0, scratch);
       expand_rows(out, rows, Packed(w.b[s], pair.rank, p_.weight), stride, p_.weight, scratch);
     }
+  }
+
+  void clear_entries(std::int64_t count, Scratch* scratch) const {
+    std::memset(scratch->entries, 0, count * dtype_size(entry_dtype(p_.weight)));
   }
 
   /// The kernel reads whole units: two entries for 16-bit weights.
@@ -203,16 +209,27 @@ class Call {
     return round_up<std::int64_t>(rank, 4 / dtype_size(p_.weight));
   }
 
-  /// entries[first + r][i] = column r of slice `slice` of row i.
-  void load_transposed(const NarrowRows& from, const StepRows& rows, int slice, std::int64_t rank,
-                       std::int64_t first, Scratch* scratch) const {
+  /// entries[first + r][i] = column r of slice `slice` of row i, as outer_rows takes it for `wide`.
+  void load_transposed(const NarrowRows& from, const StepRows& rows, const WideRows& wide,
+                       int slice, std::int64_t rank, std::int64_t first, Scratch* scratch) const {
     const std::int64_t column = p_.slices[slice].first_hidden;
-    for (std::int64_t i = 0; i < rows.count; ++i) {
-      const char* row = from.at(rows, i);
-      for (std::int64_t r = 0; r < rank; ++r) {
-        scratch->entries[(first + r) * kStepRows + i] = load_float(row, p_.weight, column + r);
+    if (outer_entry_dtype(wide, p_.weight) == DType::kFloat32) {
+      auto* to = reinterpret_cast<float*>(scratch->entries) + first * kStepRows;
+      for (std::int64_t i = 0; i < rows.count; ++i) {
+        const char* row = from.at(rows, i);
+        for (std::int64_t r = 0; r < rank; ++r) {
+          to[r * kStepRows + i] = load_float(row, p_.weight, column + r);
+        }
       }
+      return;
     }
+    auto* to = reinterpret_cast<std::uint16_t*>(scratch->entries) + first * kStepRows;
+    for (std::int64_t i = 0; i < rows.count; ++i) {
+      const auto* row = reinterpret_cast<const std::uint16_t*>(from.at(rows, i)) + column;
+      for (std::int64_t r = 0; r < rank; ++r) to[r * kStepRows + i] = row[r];
+    }
+    for (std::int64_t r = 0; rows.count % 2 != 0 && r < rank; ++r)
+      to[r * kStepRows + rows.count] = 0;
   }
 
   void backward_step(const Chunk& chunk, std::int64_t index, const StepRows& rows, bool first,
@@ -229,8 +246,8 @@ class Call {
                     p_.slices[s].first_hidden, p_.weight, scratch);
       }
       if (pair.db.data != nullptr) {
-        load_transposed(h_rows(*scratch), rows, s, pair.rank, 0, scratch);
-        outer_rows(dy, rows, pair.rank, !first, layout_.db_sums(index, s), scratch);
+        load_transposed(h_rows(*scratch), rows, dy, s, pair.rank, 0, scratch);
+        outer_rows(dy, rows, pair.rank, !first, p_.weight, layout_.db_sums(index, s), scratch);
       }
     }
     if (p_.wants_da) {
@@ -239,12 +256,13 @@ class Call {
       for (int s = 0; s < p_.num_slices; ++s) {
         const Pair pair = p_.pair(chunk.adapter, s);
         if (pair.rank == 0 || pair.da.data == nullptr) continue;
-        load_transposed(ds, rows, s, pair.rank, rank, scratch);
+        load_transposed(ds, rows, x_rows(0), s, pair.rank, rank, scratch);
         rank += pair.rank;
         threshold = pair.threshold;
       }
       if (rank > 0) {
-        outer_rows(x_rows(threshold), rows, rank, !first, layout_.da_sums(index), scratch);
+        outer_rows(x_rows(threshold), rows, rank, !first, p_.weight, layout_.da_sums(index),
+                   scratch);
       }
     }
     if (p_.dx.data != nullptr) dx_step(chunk, rows, w, ds, scratch);
@@ -255,7 +273,7 @@ class Call {
     const std::int64_t rank = total_rank(chunk.adapter), stride = entry_stride(rank);
     OutRows out{p_.dx, p_.add_dx ? p_.dx : Matrix{}, p_.hidden, {}};
     if (rank == 0) return copy_rows(out, rows, scratch);
-    std::fill_n(scratch->entries, rows.count * stride, 0.0f);
+    clear_entries(rows.count * stride, scratch);
     std::int64_t first = 0;
     for (int s = 0; s < p_.num_slices; ++s) {
       const Pair pair = p_.pair(chunk.adapter, s);
@@ -321,7 +339,7 @@ class Call {
   void add_row(const Matrix& out, bool add, std::int64_t r, std::int64_t width, std::int64_t begin,
                std::int64_t end, const Sums& sums) const {
     if (out.data == nullptr || (add && begin == end)) return;
-    float total[kTileColumns];
+    float total[kTileColumns], old[kTileColumns];
     for (std::int64_t c = 0; c < width; c += kTileColumns) {
       const std::int64_t count = std::min(kTileColumns, width - c);
       std::fill_n(total, count, 0.0f);
@@ -329,11 +347,11 @@ class Call {
         const float* from = sums(chunk) + c;
         for (std::int64_t i = 0; i < count; ++i) total[i] += from[i];
       }
-      for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t at = r * out.row_stride + (c + i) * out.col_stride;
-        const float old = add ? load_float(out.data, out.dtype, at) : 0.0f;
-        store_float(out.data, out.dtype, at, add ? old + total[i] : total[i]);
+      if (add) {
+        load_row(out, r, c, count, old);
+        for (std::int64_t i = 0; i < count; ++i) total[i] = old[i] + total[i];
       }
+      store_row(out, r, c, count, total);
     }
   }
 

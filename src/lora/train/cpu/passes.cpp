@@ -15,11 +15,8 @@ using lora::cpu::kMaxShrinkRanks;
 using lora::cpu::kPackColumns;
 using lora::cpu::ShrinkBlock;
 
-namespace {
-
 constexpr std::int64_t kFloatBytes = sizeof(float);
 
-/// `count` elements from element `begin` of a row, in float32.
 void load_row(const Matrix& m, std::int64_t row, std::int64_t begin, std::int64_t count,
               float* to) {
   const std::int64_t at = row * m.row_stride + begin * m.col_stride;
@@ -53,16 +50,23 @@ void store_row(const Matrix& m, std::int64_t row, std::int64_t begin, std::int64
   });
 }
 
-}  // namespace
-
 Scratch::Scratch(Arena* arena, std::int64_t width, std::int64_t hidden_width) {
   const std::int64_t entry_columns = round_up<std::int64_t>(hidden_width, 8);
   rows = static_cast<char*>(arena->take(kCopyRows * width * kFloatBytes));
-  panel = static_cast<float*>(arena->take(kStepRows * kPackColumns * kFloatBytes));
+  panel = static_cast<std::uint32_t*>(arena->take(kStepRows * kPackColumns * kFloatBytes));
   tile = static_cast<float*>(arena->take(kStepRows * kTileColumns * kFloatBytes));
-  entries = static_cast<float*>(arena->take(kStepRows * entry_columns * kFloatBytes));
+  entries = static_cast<char*>(arena->take(kStepRows * entry_columns * kFloatBytes));
   h = static_cast<char*>(arena->take(kStepRows * hidden_width * kFloatBytes));
   ds = static_cast<char*>(arena->take(kStepRows * hidden_width * kFloatBytes));
+}
+
+DType entry_dtype(DType weight) {
+  const bool pairs = weight == DType::kBFloat16 && kernels().expand_pairs[0] != nullptr;
+  return pairs ? DType::kBFloat16 : DType::kFloat32;
+}
+
+DType outer_entry_dtype(const WideRows& wide, DType weight) {
+  return wide.matrix->dtype == weight ? entry_dtype(weight) : DType::kFloat32;
 }
 
 void shrink_rows(const WideRows& wide, const StepRows& rows, const Matrix& a, std::int64_t rank,
@@ -99,13 +103,14 @@ void shrink_rows(const WideRows& wide, const StepRows& rows, const Matrix& a, st
 void expand_rows(const OutRows& out, const StepRows& rows, const Packed& b, std::int64_t stride,
                  DType weight, Scratch* scratch) {
   void* pointers[kStepRows];
-  const bool in_place = out.in_place();
+  const bool pairs = entry_dtype(weight) == DType::kBFloat16;
+  const bool in_place = out.in_place() && !(pairs && out.out.dtype == DType::kFloat16);
   const std::int64_t size = dtype_size(out.out.dtype);
   const std::int64_t step = in_place ? std::max<std::int64_t>(out.width, 1) : kTileColumns;
   static_assert(kTileColumns % kPackColumns == 0, "a tile is whole panels");
   ExpandBlock block;
   block.h = scratch->entries;
-  block.h_stride = stride;
+  block.h_stride = pairs ? stride / 2 : stride;
   block.num_tokens = block.num_rows = rows.count;
   block.panel_stride = b.panel_stride;
   block.units = b.units;
@@ -120,7 +125,8 @@ void expand_rows(const OutRows& out, const StepRows& rows, const Packed& b, std:
                         ? static_cast<char*>(out.out.data) + rows.row(i) * out.out.row_stride * size
                         : reinterpret_cast<char*>(scratch->tile + i * kTileColumns);
     }
-    kernels().expand[float_index(weight)][float_index(dtype)](block);
+    const int y = float_index(dtype);
+    (pairs ? kernels().expand_pairs[y] : kernels().expand[float_index(weight)][y])(block);
     for (std::int64_t i = 0; !in_place && i < rows.count; ++i) {
       float base[kTileColumns];
       float* sum = scratch->tile + i * kTileColumns;
@@ -149,27 +155,64 @@ void copy_rows(const OutRows& out, const StepRows& rows, Scratch* scratch) {
   }
 }
 
+namespace {
+
+/// Columns [c, c + count) of the step's rows as units of a panel: float32 values.
+void fill_panel(const WideRows& wide, const StepRows& rows, std::int64_t c, std::int64_t count,
+                std::uint32_t* panel) {
+  for (std::int64_t i = 0; i < rows.count; ++i) {
+    auto* to = reinterpret_cast<float*>(panel + i * kPackColumns);
+    load_row(*wide.matrix, rows.row(i), c, count, to);
+    wide.mask.apply(rows.row(i), c, count, DType::kFloat32, to);
+    std::fill(to + count, to + kPackColumns, 0.0f);
+  }
+}
+
+/// The same in pairs of 16-bit values of two rows.
+void fill_pairs(const WideRows& wide, const StepRows& rows, std::int64_t c, std::int64_t count,
+                std::uint32_t* panel) {
+  const Matrix& m = *wide.matrix;
+  std::uint16_t copies[2][kPackColumns] = {};
+  const auto row = [&](std::int64_t i, std::uint16_t* copy) -> const std::uint16_t* {
+    const auto* from =
+        static_cast<const std::uint16_t*>(m.data) + rows.row(i) * m.row_stride + c * m.col_stride;
+    if (m.col_stride == 1 && count == kPackColumns && wide.mask.threshold == 0) return from;
+    for (std::int64_t j = 0; j < count; ++j) copy[j] = from[j * m.col_stride];
+    wide.mask.apply(rows.row(i), c, count, m.dtype, copy);
+    return copy;
+  };
+  for (std::int64_t i = 0; i < rows.count; i += 2, panel += kPackColumns) {
+    const std::uint16_t* low = row(i, copies[0]);
+    if (i + 1 == rows.count) {
+      for (std::int64_t j = 0; j < kPackColumns; ++j) panel[j] = low[j];
+      continue;
+    }
+    const std::uint16_t* high = row(i + 1, copies[1]);
+    for (std::int64_t j = 0; j < kPackColumns; ++j) {
+      panel[j] = low[j] | static_cast<std::uint32_t>(high[j]) << 16;
+    }
+  }
+}
+
+}  // namespace
+
 void outer_rows(const WideRows& wide, const StepRows& rows, std::int64_t rank, bool add,
-                float* sums, Scratch* scratch) {
+                DType weight, float* sums, Scratch* scratch) {
   void* pointers[8 * kLoraMaxRank];
+  const bool pairs = outer_entry_dtype(wide, weight) == DType::kBFloat16;
   ExpandBlock block;
   block.h = scratch->entries;
-  block.h_stride = kStepRows;
+  block.h_stride = pairs ? kStepRows / 2 : kStepRows;
   block.num_tokens = block.num_rows = rank;
-  block.b = reinterpret_cast<const std::uint32_t*>(scratch->panel);
-  block.units = rows.count;
+  block.b = scratch->panel;
+  block.units = pairs ? ceil_div<std::int64_t>(rows.count, 2) : rows.count;
   block.y_rows = pointers;
   block.add = add;
   for (std::int64_t c = 0; c < wide.width; c += kPackColumns) {
     block.num_columns = std::min(kPackColumns, wide.width - c);
-    for (std::int64_t i = 0; i < rows.count; ++i) {
-      float* to = scratch->panel + i * kPackColumns;
-      load_row(*wide.matrix, rows.row(i), c, block.num_columns, to);
-      wide.mask.apply(rows.row(i), c, block.num_columns, DType::kFloat32, to);
-      std::fill(to + block.num_columns, to + kPackColumns, 0.0f);
-    }
+    (pairs ? fill_pairs : fill_panel)(wide, rows, c, block.num_columns, scratch->panel);
     for (std::int64_t r = 0; r < rank; ++r) pointers[r] = sums + r * wide.width + c;
-    kernels().expand[float_index(DType::kFloat32)][float_index(DType::kFloat32)](block);
+    (pairs ? kernels().expand_pairs[0] : kernels().expand[0][0])(block);
   }
 }
 

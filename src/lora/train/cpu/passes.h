@@ -15,11 +15,11 @@ struct Scratch {
   /// Takes them from an arena: for rows of up to `width` columns and `hidden_width` columns of h.
   Scratch(Arena* arena, std::int64_t width, std::int64_t hidden_width);
 
-  char* rows = nullptr;      ///< [kCopyRows, width]
-  float* panel = nullptr;    ///< [kStepRows, kPackColumns]
-  float* tile = nullptr;     ///< [kStepRows, kTileColumns]
-  float* entries = nullptr;  ///< [kStepRows, hidden_width] or [hidden_width, kStepRows]
-  char* h = nullptr;         ///< [kStepRows, hidden_width], of the dtype of the weights
+  char* rows = nullptr;            ///< [kCopyRows, width]
+  std::uint32_t* panel = nullptr;  ///< [kStepRows, kPackColumns]
+  float* tile = nullptr;           ///< [kStepRows, kTileColumns]
+  char* entries = nullptr;         ///< [kStepRows, hidden_width] or [hidden_width, kStepRows]
+  char* h = nullptr;               ///< [kStepRows, hidden_width], of the dtype of the weights
   char* ds = nullptr;
 };
 
@@ -42,6 +42,16 @@ struct NarrowRows {
   }
 };
 
+/// `count` elements from element `begin` of a row, in float32.
+void load_row(const Matrix& m, std::int64_t row, std::int64_t begin, std::int64_t count, float* to);
+/// The other way, rounded once.
+void store_row(const Matrix& m, std::int64_t row, std::int64_t begin, std::int64_t count,
+               const float* from);
+
+/// The dtype of `scratch->entries`: bfloat16 where the kernels of bfloat16 pairs serve these weights,
+/// else float32.
+DType entry_dtype(DType weight);
+
 /// to[m, first_column + r] = factor * sum_c wide[m, c] a[r, c], rounded to `dtype`.
 void shrink_rows(const WideRows& wide, const StepRows& rows, const Matrix& a, std::int64_t rank,
                  float factor, const NarrowRows& to, std::int64_t first_column, DType dtype,
@@ -60,17 +70,21 @@ struct OutRows {
   }
 };
 
-/// out[m, c] = base[m, c] + mask * sum_r h[m, r] b[c, r] with h in `scratch->entries` (float32,
-/// `stride` apart) and b packed.
+/// out[m, c] = base[m, c] + mask * sum_r h[m, r] b[c, r] with h in `scratch->entries` (rows `stride`
+/// entries apart, zeros past the rank) and b packed.
 void expand_rows(const OutRows& out, const StepRows& rows, const Packed& b, std::int64_t stride,
                  DType weight, Scratch* scratch);
 
 /// out = base for rows without an adapter.
 void copy_rows(const OutRows& out, const StepRows& rows, Scratch* scratch);
 
-/// sums[r, c] (+)= sum over rows of s[r, row] wide[row, c], with s in `scratch->entries` (float32,
-/// [rank, kStepRows]); rows of sums are `width` apart.
+/// The dtype of entries that outer_rows takes for these wide rows.
+DType outer_entry_dtype(const WideRows& wide, DType weight);
+
+/// sums[r, c] (+)= sum over rows of s[r, row] wide[row, c], with s in `scratch->entries` ([rank,
+/// kStepRows] of outer_entry_dtype, a zero behind an odd number of rows); rows of sums are `width`
+/// apart.
 void outer_rows(const WideRows& wide, const StepRows& rows, std::int64_t rank, bool add,
-                float* sums, Scratch* scratch);
+                DType weight, float* sums, Scratch* scratch);
 
 }  // namespace mortar::lora::train::cpu
