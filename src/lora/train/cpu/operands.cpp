@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "lora/train/cpu/drop.h"
+
 namespace mortar::lora::train::cpu {
 namespace {
 
@@ -83,38 +85,59 @@ void Packed::put(const Matrix& m, Columns columns, std::int64_t first_rank,
   }
 }
 
-void Mask::apply(std::int64_t row, std::int64_t begin, std::int64_t count, DType dtype,
-                 void* values) const {
-  if (threshold == 0) return;
-  const std::int64_t size = dtype_size(dtype);
-  char* to = static_cast<char*>(values);
-  if (threshold >= kDropAll) {
-    std::memset(to, 0, count * size);
-    return;
-  }
-  const std::uint64_t index = static_cast<std::uint64_t>(row) * columns + first + begin;
+namespace {
+
+/// Of elements [begin, begin + count) of a tensor; whole groups together.
+template <class T>
+void drop(const Draws& draws, std::uint64_t begin, std::int64_t count, T* values) {
   for (std::int64_t i = 0; i < count;) {
-    const std::uint64_t group = (index + i) / kMaskGroup;
-    const int from = static_cast<int>((index + i) % kMaskGroup);
+    const std::uint64_t at = begin + static_cast<std::uint64_t>(i), group = at / kMaskGroup;
+    const auto from = static_cast<int>(at % kMaskGroup);
+    if (from == 0 && count - i >= kMaskGroup) {
+      const std::int64_t groups = (count - i) / kMaskGroup;
+      drop_groups(draws, group, groups, values + i);
+      i += groups * kMaskGroup;
+      continue;
+    }
     const auto n = static_cast<int>(std::min<std::int64_t>(kMaskGroup - from, count - i));
-    const std::uint32_t keep = keep_bits(seed, offset, group, threshold) >> from;
-    if (size == 4) {
-      auto* word = reinterpret_cast<std::uint32_t*>(to) + i;
-      for (int j = 0; j < n; ++j) word[j] &= 0u - (keep >> j & 1u);
-    } else {
-      auto* word = reinterpret_cast<std::uint16_t*>(to) + i;
-      for (int j = 0; j < n; ++j) word[j] &= static_cast<std::uint16_t>(0u - (keep >> j & 1u));
+    const std::uint32_t keep = keep_bits(draws.seed, draws.offset, group, draws.threshold) >> from;
+    for (int j = 0; j < n; ++j) {
+      if ((keep >> j & 1u) == 0) values[i + j] = 0;
     }
     i += n;
   }
 }
 
-const void* WideRows::row(std::int64_t index, void* copy) const {
+}  // namespace
+
+void Mask::apply(std::int64_t row, std::int64_t begin, std::int64_t count, DType dtype,
+                 void* values) const {
+  if (threshold == 0) return;
+  if (threshold >= kDropAll) {
+    std::memset(values, 0, count * dtype_size(dtype));
+    return;
+  }
+  const std::uint64_t at = static_cast<std::uint64_t>(row) * columns + first + begin;
+  const Draws draws{seed, offset, threshold};
+  dtype_size(dtype) == 4 ? drop(draws, at, count, static_cast<std::uint32_t*>(values))
+                         : drop(draws, at, count, static_cast<std::uint16_t*>(values));
+}
+
+void WideRows::copy_row(std::int64_t index, std::int64_t begin, std::int64_t count,
+                        void* to) const {
   const std::int64_t size = dtype_size(matrix->dtype);
-  const char* from = static_cast<const char*>(matrix->data) + index * matrix->row_stride * size;
-  if (!copies()) return from;
-  gather(from, matrix->col_stride, width, size, static_cast<char*>(copy));
-  mask.apply(index, 0, width, matrix->dtype, copy);
+  const std::int64_t at = index * matrix->row_stride + begin * matrix->col_stride;
+  gather(static_cast<const char*>(matrix->data) + at * size, matrix->col_stride, count, size,
+         static_cast<char*>(to));
+  mask.apply(index, begin, count, matrix->dtype, to);
+}
+
+const void* WideRows::row(std::int64_t index, void* copy) const {
+  if (!copies()) {
+    return static_cast<const char*>(matrix->data) +
+           index * matrix->row_stride * dtype_size(matrix->dtype);
+  }
+  copy_row(index, 0, width, copy);
   return copy;
 }
 

@@ -72,6 +72,8 @@ struct WideRows {
 
   bool copies() const { return mask.threshold > 0 || (matrix->col_stride != 1 && width > 1); }
   const void* row(std::int64_t index, void* copy) const;
+  /// Columns [begin, begin + count) of a row, with dropped elements as zeros.
+  void copy_row(std::int64_t index, std::int64_t begin, std::int64_t count, void* to) const;
 };
 
 }  // namespace mortar::lora::train::cpu

@@ -106,36 +106,51 @@ void expand_rows(const OutRows& out, const StepRows& rows, const Packed& b, std:
   const bool pairs = entry_dtype(weight) == DType::kBFloat16;
   const bool in_place = out.in_place() && !(pairs && out.out.dtype == DType::kFloat16);
   const std::int64_t size = dtype_size(out.out.dtype);
-  const std::int64_t step = in_place ? std::max<std::int64_t>(out.width, 1) : kTileColumns;
+  const bool copies = in_place && out.copies_base();
+  const std::int64_t step =
+      in_place && !copies ? std::max<std::int64_t>(out.width, 1) : kTileColumns;
   static_assert(kTileColumns % kPackColumns == 0, "a tile is whole panels");
   ExpandBlock block;
-  block.h = scratch->entries;
   block.h_stride = pairs ? stride / 2 : stride;
-  block.num_tokens = block.num_rows = rows.count;
   block.panel_stride = b.panel_stride;
   block.units = b.units;
   block.y_rows = pointers;
   block.add = in_place && out.base.data != nullptr;
-  const DType dtype = in_place ? out.out.dtype : DType::kFloat32;
-  for (std::int64_t c = 0; c < out.width; c += step) {
-    block.num_columns = std::min(step, out.width - c);
-    block.b = b.words + c / kPackColumns * b.panel_stride;
-    for (std::int64_t i = 0; i < rows.count; ++i) {
-      pointers[i] = in_place
-                        ? static_cast<char*>(out.out.data) + rows.row(i) * out.out.row_stride * size
-                        : reinterpret_cast<char*>(scratch->tile + i * kTileColumns);
-    }
-    const int y = float_index(dtype);
-    (pairs ? kernels().expand_pairs[y] : kernels().expand[float_index(weight)][y])(block);
-    for (std::int64_t i = 0; !in_place && i < rows.count; ++i) {
-      float base[kTileColumns];
-      float* sum = scratch->tile + i * kTileColumns;
-      out.mask.apply(rows.row(i), c, block.num_columns, DType::kFloat32, sum);
-      if (out.base.data != nullptr) {
-        load_row(out.base, rows.row(i), c, block.num_columns, base);
-        for (std::int64_t j = 0; j < block.num_columns; ++j) sum[j] += base[j];
+  const std::int64_t entry_bytes = stride * dtype_size(entry_dtype(weight));
+  const int y = float_index(in_place ? out.out.dtype : DType::kFloat32);
+  const auto kernel = pairs ? kernels().expand_pairs[y] : kernels().expand[float_index(weight)][y];
+  // Copies of 128 rows of a power of two of columns would push each other out of the second level.
+  const std::int64_t most = copies ? kCopyRows : kStepRows;
+  for (std::int64_t first = 0; first < rows.count; first += most) {
+    block.num_tokens = block.num_rows = std::min(most, rows.count - first);
+    block.h = scratch->entries + first * entry_bytes;
+    for (std::int64_t c = 0; c < out.width; c += step) {
+      block.num_columns = std::min(step, out.width - c);
+      block.b = b.words + c / kPackColumns * b.panel_stride;
+      for (std::int64_t i = 0; i < block.num_rows; ++i) {
+        if (!in_place) {
+          pointers[i] = scratch->tile + i * kTileColumns;
+          continue;
+        }
+        const std::int64_t row = rows.row(first + i);
+        pointers[i] = static_cast<char*>(out.out.data) + (row * out.out.row_stride + c) * size;
+        if (copies) {
+          const char* base = static_cast<const char*>(out.base.data);
+          std::memcpy(pointers[i], base + (row * out.base.row_stride + c) * size,
+                      block.num_columns * size);
+        }
       }
-      store_row(out.out, rows.row(i), c, block.num_columns, sum);
+      kernel(block);
+      for (std::int64_t i = 0; !in_place && i < block.num_rows; ++i) {
+        float base[kTileColumns];
+        float* sum = scratch->tile + i * kTileColumns;
+        out.mask.apply(rows.row(first + i), c, block.num_columns, DType::kFloat32, sum);
+        if (out.base.data != nullptr) {
+          load_row(out.base, rows.row(first + i), c, block.num_columns, base);
+          for (std::int64_t j = 0; j < block.num_columns; ++j) sum[j] += base[j];
+        }
+        store_row(out.out, rows.row(first + i), c, block.num_columns, sum);
+      }
     }
   }
 }
@@ -157,13 +172,13 @@ void copy_rows(const OutRows& out, const StepRows& rows, Scratch* scratch) {
 
 namespace {
 
-/// Columns [c, c + count) of the step's rows as units of a panel: float32 values.
+/// Columns [c, c + count) of the step's rows, none of them dropped, as units of a panel: float32
+/// values.
 void fill_panel(const WideRows& wide, const StepRows& rows, std::int64_t c, std::int64_t count,
                 std::uint32_t* panel) {
   for (std::int64_t i = 0; i < rows.count; ++i) {
     auto* to = reinterpret_cast<float*>(panel + i * kPackColumns);
     load_row(*wide.matrix, rows.row(i), c, count, to);
-    wide.mask.apply(rows.row(i), c, count, DType::kFloat32, to);
     std::fill(to + count, to + kPackColumns, 0.0f);
   }
 }
@@ -176,9 +191,8 @@ void fill_pairs(const WideRows& wide, const StepRows& rows, std::int64_t c, std:
   const auto row = [&](std::int64_t i, std::uint16_t* copy) -> const std::uint16_t* {
     const auto* from =
         static_cast<const std::uint16_t*>(m.data) + rows.row(i) * m.row_stride + c * m.col_stride;
-    if (m.col_stride == 1 && count == kPackColumns && wide.mask.threshold == 0) return from;
+    if (m.col_stride == 1 && count == kPackColumns) return from;
     for (std::int64_t j = 0; j < count; ++j) copy[j] = from[j * m.col_stride];
-    wide.mask.apply(rows.row(i), c, count, m.dtype, copy);
     return copy;
   };
   for (std::int64_t i = 0; i < rows.count; i += 2, panel += kPackColumns) {
@@ -208,11 +222,27 @@ void outer_rows(const WideRows& wide, const StepRows& rows, std::int64_t rank, b
   block.units = pairs ? ceil_div<std::int64_t>(rows.count, 2) : rows.count;
   block.y_rows = pointers;
   block.add = add;
-  for (std::int64_t c = 0; c < wide.width; c += kPackColumns) {
-    block.num_columns = std::min(kPackColumns, wide.width - c);
-    (pairs ? fill_pairs : fill_panel)(wide, rows, c, block.num_columns, scratch->panel);
-    for (std::int64_t r = 0; r < rank; ++r) pointers[r] = sums + r * wide.width + c;
-    (pairs ? kernels().expand_pairs[0] : kernels().expand[0][0])(block);
+  const auto add_columns = [&](const WideRows& from, const StepRows& at, std::int64_t first,
+                               std::int64_t count) {
+    for (std::int64_t c = 0; c < count; c += kPackColumns) {
+      block.num_columns = std::min(kPackColumns, count - c);
+      (pairs ? fill_pairs : fill_panel)(from, at, c, block.num_columns, scratch->panel);
+      for (std::int64_t r = 0; r < rank; ++r) pointers[r] = sums + r * wide.width + first + c;
+      (pairs ? kernels().expand_pairs[0] : kernels().expand[0][0])(block);
+    }
+  };
+  if (wide.mask.threshold == 0) return add_columns(wide, rows, 0, wide.width);
+  // Dropped elements are drawn for a tile of columns at a time.
+  const Matrix& m = *wide.matrix;
+  const Matrix tile{scratch->tile, kTileColumns, 1, m.dtype};
+  const std::int64_t size = dtype_size(m.dtype);
+  for (std::int64_t c = 0; c < wide.width; c += kTileColumns) {
+    const std::int64_t count = std::min(kTileColumns, wide.width - c);
+    for (std::int64_t i = 0; i < rows.count; ++i) {
+      char* to = reinterpret_cast<char*>(scratch->tile) + i * kTileColumns * size;
+      wide.copy_row(rows.row(i), c, count, to);
+    }
+    add_columns({&tile, count, {}}, {nullptr, 0, rows.count}, c, count);
   }
 }
 

@@ -48,8 +48,8 @@ void load_row(const Matrix& m, std::int64_t row, std::int64_t begin, std::int64_
 void store_row(const Matrix& m, std::int64_t row, std::int64_t begin, std::int64_t count,
                const float* from);
 
-/// The dtype of `scratch->entries`: bfloat16 where the kernels of bfloat16 pairs serve these weights,
-/// else float32.
+/// The dtype of `scratch->entries`: bfloat16 where the kernels of bfloat16 pairs serve these
+/// weights, else float32.
 DType entry_dtype(DType weight);
 
 /// to[m, first_column + r] = factor * sum_c wide[m, c] a[r, c], rounded to `dtype`.
@@ -63,15 +63,22 @@ struct OutRows {
   Matrix base;  ///< null: nothing is added
   std::int64_t width = 0;
   Mask mask;
+  /// Whether the kernel can write rows where they lie: onto the base that lies there, onto a copy
+  /// of it, or alone.
   bool in_place() const {
-    const bool same =
-        base.data == nullptr || (base.data == out.data && base.row_stride == out.row_stride);
-    return mask.threshold == 0 && (out.col_stride == 1 || width == 1) && same;
+    return mask.threshold == 0 && dense(out) &&
+           (base.data == nullptr || (base.dtype == out.dtype && dense(base)));
   }
+  bool copies_base() const {
+    return base.data != nullptr && (base.data != out.data || base.row_stride != out.row_stride);
+  }
+
+ private:
+  bool dense(const Matrix& m) const { return m.col_stride == 1 || width == 1; }
 };
 
-/// out[m, c] = base[m, c] + mask * sum_r h[m, r] b[c, r] with h in `scratch->entries` (rows `stride`
-/// entries apart, zeros past the rank) and b packed.
+/// out[m, c] = base[m, c] + mask * sum_r h[m, r] b[c, r] with h in `scratch->entries` (rows
+/// `stride` entries apart, zeros past the rank) and b packed.
 void expand_rows(const OutRows& out, const StepRows& rows, const Packed& b, std::int64_t stride,
                  DType weight, Scratch* scratch);
 
