@@ -247,7 +247,7 @@ def plot_against_floor(view: View, result: Mapping[str, Any], target: Path) -> N
         for met, some in points.items():
             if some:
                 label = name if met else f"{name}, past its limit"
-                colour = _COLOURS[len(names) - 1 - i if met else 1]
+                colour = _COLOURS[0 if met and subject else len(names) - i]
                 axis.scatter(*zip(*some, strict=True), s=16, label=label, zorder=3 + i,
                              marker=_MARKERS[len(names) - 1 - i], edgecolors=colour,
                              facecolors=colour if subject else "none")  # fmt: skip
