@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinCtas<Traits, kShort>)
 }  // namespace
 
 void backward(const BackwardProblem& p, const CudaConfig* config, Stream stream) {
-  with_traits("dynamic_conv_backward", p.shape, [&](auto traits) {
+  with_traits<true>("dynamic_conv_backward", p.shape, [&](auto traits) {
     using Traits = decltype(traits);
     if (!fits<Traits>(p.shape, {p.x, p.dy, p.dx}, {p.k, p.dk})) return false;
     constexpr int kAtOnce = kHasShort<Traits> ? kGroup<Traits, true> : 0;

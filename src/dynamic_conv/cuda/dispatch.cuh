@@ -13,30 +13,27 @@
 
 namespace mortar::dynamic_conv::cuda {
 
-/// body(VectorTraits<T, W>()) for the W that equals `width`, then with one channel a thread, which
-/// odd numbers of channels need; returns whether it took one.
-template <class T, int W = kMaxWidth, class Body>
+/// body(VectorTraits<T, W>()) for the W that equals `width`, then, if `kNarrow`, with one channel a
+/// thread, which odd numbers of channels need; returns whether it took one.
+template <class T, bool kNarrow, int W = kMaxWidth, class Body>
 bool with_width(int width, const Body& body) {
   if constexpr (W == 0) {
     return false;
   } else {
-    if (width == W) {
-      if constexpr (vector_channels<T>(W) > 1) {
-        if (body(VectorTraits<T, W>())) return true;
-      }
-      return body(VectorTraits<T, W, 1>());
-    }
-    return with_width<T, W - 1>(width, body);
+    if (width != W) return with_width<T, kNarrow, W - 1>(width, body);
+    if (body(VectorTraits<T, W>())) return true;
+    if constexpr (kNarrow && vector_channels<T>(W) > 1) return body(VectorTraits<T, W, 1>());
+    return false;
   }
 }
 
 /// Offers the vector traits, where dtypes agree, then the scalar ones; `body` returns whether it
 /// took the offer and always takes the last.
-template <class Problem, class Body>
+template <bool kNarrow, class Problem, class Body>
 void with_traits(const char* op, const Problem& shape, const Body& body) {
   device::visit_dtype<FloatDTypes>(shape.x_dtype, op, [&](auto x) {
     using X = typename decltype(x)::type;
-    if (shape.x_dtype == shape.k_dtype && with_width<X>(shape.width, body)) return;
+    if (shape.x_dtype == shape.k_dtype && with_width<X, kNarrow>(shape.width, body)) return;
     device::visit_dtype<FloatDTypes>(
         shape.k_dtype, op, [&](auto k) { body(ScalarTraits<X, typename decltype(k)::type>()); });
   });

@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(kFixedRegisters<
 }  // namespace
 
 void forward(const ForwardProblem& p, const CudaConfig* config, Stream stream) {
-  with_traits("dynamic_conv_forward", p.shape, [&](auto traits) {
+  with_traits<true>("dynamic_conv_forward", p.shape, [&](auto traits) {
     using Traits = decltype(traits);
     if (!fits<Traits>(p.shape, {p.x, p.y}, {p.k})) return false;
     const Loads loads{kGroup<Traits>, 0, round_up(kMostSteps, kGroup<Traits>), kThreadsPerSm, 0};

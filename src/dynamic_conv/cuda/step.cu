@@ -171,7 +171,7 @@ bool is_dense(const StepProblem& p) {
 }  // namespace
 
 void step(const StepProblem& p, Stream stream) {
-  with_traits("dynamic_conv_step", p, [&](auto traits) {
+  with_traits<false>("dynamic_conv_step", p, [&](auto traits) {
     using Traits = decltype(traits);
     if (!fits<Traits>(p, {p.x, p.y}, {p.k})) return false;
     if constexpr (Traits::kVector) {

@@ -38,14 +38,7 @@ struct VectorTraits {
   struct Taps {
     TapVector taps;
 
-    /// Taps in pieces lie in lines that the next piece reads again.
-    __device__ __forceinline__ void load(const T* p, int) {
-      if constexpr (kPieces > 1) {
-        taps = device::load<T, kChannels * W>(p);
-      } else {
-        device::load_once(taps, p);
-      }
-    }
+    __device__ __forceinline__ void load(const T* p, int) { device::load_once(taps, p); }
     /// Tap that multiplies the input `lag` steps ago.
     __device__ __forceinline__ float get(int channel, int lag) const {
       return taps.get(channel * W + W - 1 - lag);
