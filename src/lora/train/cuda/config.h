@@ -126,7 +126,7 @@ constexpr int unfused_parts(std::int64_t rows, int width) {
 /// start and to end. Bytes from L2 count for 0.6 of those from DRAM.
 inline constexpr double kSmBytesPerUs = 32400, kL2Weight = 0.6, kBlockUs = 0.8;
 /// What each further thread block of a cluster adds.
-inline constexpr double kPartUs = 0.6;
+inline constexpr double kPartUs = 0.15;
 constexpr double time_of(std::int64_t blocks_of_sm, double block_bytes, double rate) {
   return static_cast<double>(blocks_of_sm) * (block_bytes / (kSmBytesPerUs * rate) + kBlockUs);
 }
@@ -136,9 +136,10 @@ constexpr std::int64_t clusters_at_once(int parts, int per_sm, int sms) {
   return std::int64_t{per_sm} * ((parts <= 2 ? sms : sms - sms / 11) / parts);
 }
 /// Clocks that a thread block of the streaming shrink takes for a step of 64 columns, whatever the
-/// memory does: most of it latency, as a few warps wait at a barrier. Dropout adds its draws.
-constexpr double step_clocks(int ranks, bool masked) {
-  return 300 + 6.0 * ranks + (masked ? 750 : 0);
+/// memory does: most of it latency, as a few warps wait at a barrier. Dropout adds its draws,
+/// which more warps than multiply share in small tiles of 16 ranks.
+constexpr double step_clocks(int ranks, int rows, bool masked) {
+  return 300 + 6.0 * ranks + (masked ? (rows < 128 && ranks == 16 ? 350 : 700) : 0);
 }
 inline constexpr double kSmBytesPerClock = 16.4;
 
@@ -170,8 +171,8 @@ constexpr ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int 
           ceil_div(clusters, clusters_at_once(parts, per_sm, machine.sms)), 1);
       const double bytes =
           2.0 * static_cast<double>(kLeaves / parts * plan.leaf) * (tile + kL2Weight * plan.ranks);
-      const double rate =
-          std::min(1.0, per_sm * tile * 128.0 / step_clocks(plan.ranks, masked) / kSmBytesPerClock);
+      const double rate = std::min(
+          1.0, per_sm * tile * 128.0 / step_clocks(plan.ranks, tile, masked) / kSmBytesPerClock);
       const double us = time_of(waves * per_sm, bytes, rate) + kPartUs * parts;
       if (least > 0 && us >= least) continue;
       least = us;
@@ -211,8 +212,8 @@ constexpr ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int 
   for (int row_warps = 1; row_warps <= 2; row_warps *= 2) {
     const int panel = expand_warp_columns(plan.ranks) * (kThreads / 32) / row_warps;
     const std::int64_t panels = ceil_div<std::int64_t>(columns, panel);
-    for (int waves = 1; waves <= 4; ++waves) {
-      const std::int64_t tiles = std::max<std::int64_t>(2 * waves * machine.sms / panels, 1);
+    for (const int per_sm : {1, 2, 4, 6, 8}) {
+      const std::int64_t tiles = std::max<std::int64_t>(per_sm * machine.sms / panels, 1);
       const std::int64_t tile_rows = std::min<std::int64_t>(
           round_up<std::int64_t>(ceil_div<std::int64_t>(std::max<std::int64_t>(rows, 1), tiles),
                                  16 * row_warps),

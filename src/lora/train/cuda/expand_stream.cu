@@ -250,6 +250,7 @@ void launch_stream(const ExpandParams& p, Stream stream) {
   l.smem = Shape<kRanks>::smem(p.plan.row_warps, p.plain);
   l.stream = stream;
   l.pdl = true;
+  prefer_shared<expand_stream_kernel<T, kRanks>>();
   device::launch<expand_stream_kernel<T, kRanks>>("lora_train", l, p);
 }
 

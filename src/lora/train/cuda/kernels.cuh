@@ -2,11 +2,31 @@
 // The kernels of LoRA training, as functions that launch them.
 #pragma once
 
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+
+#include "core/check.h"
+#include "device/launch.cuh"
 #include "lora/train/cuda/params.cuh"
 #include "lora/train/cuda/tiles.cuh"
 #include "mortar/stream.h"
 
 namespace mortar::lora::train::cuda {
+
+/// On the current device all of an SM's memory is shared memory while kKernel runs. Kernels that
+/// follow each other so need no new split of it, which waits until an SM is empty.
+template <auto kKernel>
+void prefer_shared() {
+  static std::array<std::atomic<bool>, device::kMaxDevices> done{};
+  std::atomic<bool>& own = done[device::current_device().index];
+  if (own.load(std::memory_order_relaxed)) return;
+  device::cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                          cudaSharedmemCarveoutMaxShared),
+                     "lora_train");
+  own.store(true, std::memory_order_relaxed);
+}
 
 /// Which weights a product takes: A [r, K], or B^T [r, N].
 enum class Side { kA, kB };

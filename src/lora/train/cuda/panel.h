@@ -23,6 +23,9 @@ struct PanelShape {
   int rows;       ///< of a stage
   int stages;
   int groups;  ///< of eight warps, each with a ring of stages of its own
+  /// Its share of the DRAM's rate, and the microseconds before its first tile and after its last:
+  /// measured on one H200.
+  double rate, fixed_us;
 };
 inline constexpr int kPanelWarps = 8;  ///< that share a panel's columns, in panel.cu
 
@@ -50,15 +53,15 @@ inline constexpr std::int64_t kPanelSms = 132;
 
 /// The first of equal cost is taken.
 inline constexpr std::array kPanelShapes = {
-    PanelShape{16, false, 256, 32, 5, 2},
-    PanelShape{32, false, 256, 32, 5, 2},
-    PanelShape{64, false, 256, 32, 5, 2},
-    PanelShape{16, true, 512, 16, 4, 2},
-    PanelShape{32, true, 512, 32, 4, 1},
+    PanelShape{16, false, 256, 32, 5, 2, 0.85, 2},
+    PanelShape{32, false, 256, 32, 5, 2, 0.6, 2.5},
+    PanelShape{64, false, 256, 32, 5, 2, 0.5, 3},
+    PanelShape{16, true, 512, 16, 4, 2, 0.65, 7},
+    PanelShape{32, true, 512, 32, 4, 1, 0.5, 10},
     // The same sums on devices with less shared memory.
-    PanelShape{16, false, 256, 32, 2, 2},
-    PanelShape{32, false, 256, 32, 2, 2},
-    PanelShape{64, false, 256, 32, 2, 2},
+    PanelShape{16, false, 256, 32, 2, 2, 0.85, 2},
+    PanelShape{32, false, 256, 32, 2, 2, 0.6, 2.5},
+    PanelShape{64, false, 256, 32, 2, 2, 0.5, 3},
 };
 
 /// What a pass over the matrices of all slices, or over x, depends on.
@@ -99,11 +102,10 @@ inline std::int64_t num_panels(const PanelProblem& p, const PanelShape& shape) {
   return panels;
 }
 
-/// What a plan costs, in bytes at DRAM speed.
-inline std::int64_t cost_of(const PanelProblem& p, const PanelPlan& plan) {
-  // 1.2 us at 4.28 TB/s, from a wave's start to its first tile. An SM passes little more than its
-  // share of what the DRAM does.
-  constexpr std::int64_t kRamp = 5'000'000;
+inline constexpr double kBytesPerUs = 4.28e6;  ///< of the DRAM
+
+/// What a plan takes, in microseconds.
+inline double time_of(const PanelProblem& p, const PanelPlan& plan) {
   const PanelShape& shape = kPanelShapes[plan.shape];
   const std::int64_t panels = num_panels(p, shape);
   const std::int64_t chunks =
@@ -111,18 +113,20 @@ inline std::int64_t cost_of(const PanelProblem& p, const PanelPlan& plan) {
   const std::int64_t blocks = panels * ceil_div(p.width, shape.ranks) * chunks;
   const std::int64_t block_bytes = std::int64_t{plan.chunk_rows} * shape.columns * 2;
   const std::int64_t waves = ceil_div(blocks, kPanelSms);
+  // An SM passes little more than its share of what the DRAM does.
   const std::int64_t reading =
       std::max(blocks * block_bytes, waves * kPanelSms * block_bytes * 9 / 10);
   // Partials are written and read.
   const std::int64_t sums = 8 * chunks * panels * shape.columns * p.width;
   const std::int64_t ds = shape.makes_ds ? 8 * panels * p.rows * p.width : 0;
-  return reading + waves * kRamp + sums + ds;
+  return static_cast<double>(reading) / (kBytesPerUs * shape.rate) +
+         static_cast<double>(waves) * shape.fixed_us + static_cast<double>(sums + ds) / kBytesPerUs;
 }
 
 /// The cheapest plan, with `smem` bytes of shared memory, that makes ds or does not; false if no
 /// shape is wide enough.
 inline bool choose_panels(const PanelProblem& p, bool makes_ds, int smem, PanelPlan* best) {
-  std::int64_t least = -1;
+  double least = -1;
   for (int i = 0; i < static_cast<int>(kPanelShapes.size()); ++i) {
     const PanelShape& shape = kPanelShapes[i];
     if (shape.makes_ds != makes_ds || panel_smem(shape) > smem) continue;
@@ -135,9 +139,9 @@ inline bool choose_panels(const PanelProblem& p, bool makes_ds, int smem, PanelP
       PanelPlan plan{i, static_cast<int>(round_up<std::int64_t>(
                             ceil_div<std::int64_t>(std::max<std::int64_t>(p.rows, 1), chunks),
                             shape.rows * shape.groups))};
-      const std::int64_t cost = cost_of(p, plan);
-      if (least >= 0 && cost >= least) continue;
-      least = cost;
+      const double us = time_of(p, plan);
+      if (least >= 0 && us >= least) continue;
+      least = us;
       *best = plan;
     }
   }
@@ -148,15 +152,21 @@ inline bool choose_panels(const PanelProblem& p, bool makes_ds, int smem, PanelP
 /// wanted.
 inline BackwardPlan choose_backward(const PanelProblem& dy, const PanelProblem& x, bool needs_both,
                                     int smem) {
-  constexpr std::int64_t kLaunch = 8'000'000;  // 2 us
   BackwardPlan plan;
   choose_panels(x, false, smem, &plan.x);
   choose_panels(dy, false, smem, &plan.dy);
   PanelPlan one;
   if (!needs_both || !choose_panels(dy, true, smem, &one)) return plan;
-  std::int64_t again = kLaunch;
-  for (int i = 0; i < dy.matrices; ++i) again += 2 * dy.rows * dy.columns[i];
-  if (cost_of(dy, one) < cost_of(dy, plan.dy) + again) {
+  // Shrink reads dy at this share of the DRAM's rate, and takes so long before and after.
+  constexpr double kShrinkRate = 0.65, kShrinkUs = 5;
+  double shrink = 0;
+  for (int i = 0; i < dy.matrices; ++i) {
+    shrink +=
+        static_cast<double>(2 * dy.rows * dy.columns[i]) / (kBytesPerUs * kShrinkRate) + kShrinkUs;
+  }
+  // The partials of ds are added by a launch of their own.
+  constexpr double kSumUs = 2;
+  if (time_of(dy, one) + kSumUs < time_of(dy, plan.dy) + shrink) {
     plan.one_pass = true;
     plan.dy = one;
   }

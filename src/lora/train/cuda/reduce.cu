@@ -5,6 +5,7 @@
 // Bytes: 4 parts M R, mostly from L2, where the kernel before left them.
 #include "core/check.h"
 #include "device/launch.cuh"
+#include "device/pdl.cuh"
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/leaf_sums.cuh"
 #include "lora/train/cuda/stream.cuh"
@@ -37,6 +38,7 @@ __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant_
 }
 
 __global__ void upload_kernel(const __grid_constant__ UploadParams p) {
+  device::pdl_wait();  // those who read the table start when this has ended
   constexpr int kWords = sizeof(PairEntry) / 8;
   static_assert(sizeof(PairEntry) % 8 == 0, "Entries are copied in words of 8 bytes.");
   const auto* from = reinterpret_cast<const std::uint64_t*>(p.entries);
@@ -61,6 +63,7 @@ void upload(const UploadParams& p, Stream stream) {
   l.grid = dim3(1);
   l.threads = kThreads;
   l.stream = stream;
+  l.pdl = true;
   device::launch<upload_kernel>("lora_train", l, p);
 }
 

@@ -211,6 +211,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   const int warp_row = warp % S::kWarpsM * S::kWarpRows;
   const int warp_rank = warp / S::kWarpsM * S::kWarpRanks;
   const auto each_two = [&](const auto& use) {
+    if (S::kSpareWarps && warp_rank >= S::kRanks) return;
 #pragma unroll
     for (int m = 0; m < S::kFragsM; ++m) {
 #pragma unroll
@@ -291,6 +292,7 @@ void launch_shape(const ShrinkParams& p, Stream stream) {
   }
   l.stream = stream;
   l.pdl = true;
+  prefer_shared<shrink_stream_kernel<T, S>>();
   device::launch<shrink_stream_kernel<T, S>>("lora_train", l, p);
 }
 
@@ -319,6 +321,7 @@ void launch_type(const ShrinkParams& p, Stream stream) {
 
 void shrink_stream(const ShrinkParams& p, Policy policy, Stream stream) {
   check(policy != Policy::kSplit && p.wide.async && p.weights.async &&
+            (!p.masked || (p.mask.columns | p.mask.first) % kMaskGroup == 0) &&
             kLeaves / p.plan.parts <= 1 << stream_levels(p.plan.ranks, p.plan.rows) &&
             (p.plan.fused || p.plan.ranks <= kMostUnfusedRanks),
         "lora_train: no stream of columns for these operands");

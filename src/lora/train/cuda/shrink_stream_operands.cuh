@@ -23,11 +23,15 @@ struct Shape {
   static constexpr int kWarpsM = kRows / kWarpRows;
   static constexpr int kWarpRanks = std::min(kRanks, kRows == 128 && kRanks == 128 ? 64 : 32);
   static constexpr int kWarpsN = kRanks / kWarpRanks;
-  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  /// With few ranks there are registers to spread copies and the draws of dropout over more warps
+  /// than multiply.
+  static constexpr int kThreads =
+      32 * std::max(kWarpsM * kWarpsN, kRanks == 16 ? std::min(8, kRows / 8) : 0);
+  static constexpr bool kSpareWarps = kThreads > 32 * kWarpsM* kWarpsN;
   static constexpr int kFragsM = kWarpRows / 16, kFragsN = kWarpRanks / 8;
   static constexpr int kSums = kFragsM * kFragsN * 4;
   static constexpr int kLevels = stream_levels(kRanks, kRows);
-  static constexpr int kMinBlocks = stream_blocks(kRanks, kRows) > 1 ? 2 : 1;
+  static constexpr int kMinBlocks = std::min(stream_blocks(kRanks, kRows), kRanks == 16 ? 4 : 2);
 
   static constexpr int kWideBytes = block_bytes(kRows);
   static constexpr int kStageBytes = stream_stage(kRanks, kRows);
