@@ -19,8 +19,8 @@ struct PhiloxWords {
   std::uint32_t word[4];
 };
 
-/// The block of a 128-bit counter and a 64-bit key, least significant words first. From seven rounds
-/// on it passes all statistical tests that its authors ran; ten are their margin.
+/// The block of a 128-bit counter and a 64-bit key, least significant words first. From seven
+/// rounds on it passes all statistical tests that its authors ran; ten are their margin.
 template <int kRounds = kPhiloxRounds>
 MORTAR_HOST_DEVICE inline PhiloxWords philox4x32(PhiloxWords counter, std::uint32_t key0,
                                                  std::uint32_t key1) {

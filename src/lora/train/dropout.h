@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which elements dropout keeps. Element i of a matrix (m * columns + c) draws 16 bits and is dropped
-// if they are below the threshold 2^16 p. The upper eight are a byte of its own, of the 16 in Philox
-// block i / 16; the lower eight are the XOR of the bytes of its octet, i / 8, which is independent of
-// any seven of them. So each element is dropped with probability p in steps of 2^-16, and no two
-// have a covariance above 2^-18, at half the cost of 16 bits for each: the lower bits count in one
-// draw of 256.
+// Which elements dropout keeps. Element i of a matrix (m * columns + c) draws 16 bits and is
+// dropped if they are below the threshold 2^16 p. The upper eight are a byte of its own, of the 16
+// in Philox block i / 16; the lower eight are the XOR of the bytes of its octet, i / 8, which is
+// independent of any seven of them. So each element is dropped with probability p in steps of
+// 2^-16, and no two have a covariance above 2^-18, at half the cost of 16 bits for each: the lower
+// bits count in one draw of 256.
 #pragma once
 
 #include <cstdint>

@@ -76,8 +76,8 @@ __device__ __forceinline__ OctetDraw draw_octet(const Draws& draws, std::uint64_
 }
 
 /// The draws of a lane's octets in two rows, of whose blocks a neighbouring lane has the other
-/// halves: `odd` lanes have the upper ones. Even lanes give the block of the first row, odd ones that
-/// of the second, and each passes on what is not its own. By whole warps.
+/// halves: `odd` lanes have the upper ones. Even lanes give the block of the first row, odd ones
+/// that of the second, and each passes on what is not its own. By whole warps.
 __device__ __forceinline__ void draw_shared(const Draws& draws, std::uint64_t block, bool odd,
                                             OctetDraw (&own)[2]) {
   const PhiloxWords all = philox_quad<kMaskRounds>(draws.seed, draws.offset, block);
