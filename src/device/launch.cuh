@@ -68,6 +68,7 @@ struct Launch {
   Stream stream;
   bool pdl = false;          ///< may start before the predecessor ends (sm_90 and newer)
   bool cooperative = false;  ///< all CTAs resident at once
+  bool carve_out = false;    ///< SMs have all the shared memory they can: room for another kernel
 };
 
 /// The driver's handle of kKernel on a device.
@@ -105,6 +106,17 @@ bool fits(const char* op, std::size_t smem) {
   return smem <= static_cast<std::size_t>(most_smem<kKernel>(op, current_device()));
 }
 
+/// SMs that kKernel runs on divide their memory with the least L1.
+template <auto kKernel>
+void carve_out(const char* op, const DeviceInfo& device) {
+  static std::array<std::atomic<bool>, kMaxDevices> done{};
+  if (done[device.index].load(std::memory_order_relaxed)) return;
+  cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             op);
+  done[device.index].store(true, std::memory_order_relaxed);
+}
+
 /// Launches kKernel(params). An empty grid launches nothing.
 template <auto kKernel, class Params>
 void launch(const char* op, const Launch& l, const Params& params) {
@@ -118,6 +130,7 @@ void launch(const char* op, const Launch& l, const Params& params) {
     const int taken = device.max_smem - most + kSystemSmem;  // beside the dynamic
     smem = std::max(smem, std::min(most, device.sm_smem / l.per_sm - taken));
   }
+  if (l.carve_out) carve_out<kKernel>(op, device);
   CUlaunchAttribute attributes[3];
   CUlaunchConfig config{};
   config.gridDimX = l.grid.x;

@@ -19,29 +19,31 @@ struct BackwardShape {
 };
 
 /// How the backward deals out rows and columns. All but `stages` is a matter of M, N and the dtypes
-/// alone, and with it the tree by which dw is summed: chunks of adjacent rows, in each of them
-/// `row_groups` interleaved sums.
+/// alone, and with it the tree by which dw is summed: row m belongs to row group m % row_groups of
+/// chunk m / row_groups % chunks, so that at any time the CTAs work on rows next to each other.
 struct BackwardPlan {
-  static constexpr int kMostThreads = 256;  ///< of a CTA
-  static constexpr int kMostElements = 32;  ///< of a row, that a thread holds
-  static constexpr int kMostStrips = 8;     ///< as many CTAs as a cluster may have
+  static constexpr int kMostThreads = 512;       ///< of a CTA
+  static constexpr int kElements = 16;           ///< of a row, that a thread holds
+  static constexpr int kMostStrips = 8;          ///< as many CTAs as a cluster may have
+  static constexpr int kMostGroupsOfStrips = 2;  ///< row groups where a row has several strips
   static constexpr int kMostStages = 4;
   static constexpr int kStaticSmem = 3 << 10;  ///< at most, with what the system keeps
 
   int threads = 0;
   int row_threads = 0;  ///< that share a row: a power of two, or whole warps
-  int elements = 0;     ///< of each of them: a multiple of 8
   int row_groups = 1;
   int strips = 1;        ///< of columns, of different CTAs: a power of two
   bool cluster = false;  ///< which bring their sums of a row together, else by a pass of their own
   int stages = 0;        ///< rows of a thread that are in flight
-  std::int64_t chunk_rows = 0, chunks = 0;
+  std::int64_t chunks = 0;
   int warp_bytes = 0;  ///< of a stage, for a warp
   std::int64_t smem = 0;
   std::int64_t partials_at = 0, dots_at = 0, workspace_bytes = 0;  ///< bytes
 
   /// Columns of a strip.
-  MORTAR_HOST_DEVICE int strip() const { return row_threads * elements; }
+  MORTAR_HOST_DEVICE int strip() const { return row_threads * kElements; }
+  /// From a row of a row group to its next.
+  MORTAR_HOST_DEVICE std::int64_t row_step() const { return chunks * row_groups; }
 };
 
 /// CTAs that the rows are dealt out to: of an H200's 132 SMs those that clusters leave usable. Part
@@ -53,33 +55,30 @@ constexpr std::int64_t most_chunks(int strips) {
 /// The plan with at most so many threads, and chunks where `chunks` is not 0.
 inline BackwardPlan backward_plan(const BackwardShape& s, const GpuShape& gpu, int most_threads,
                                   std::int64_t chunks = 0) {
-  constexpr int kMost = BackwardPlan::kMostElements;
+  constexpr int kElements = BackwardPlan::kElements;
   BackwardPlan plan;
-  plan.strips =
-      static_cast<int>(power_of_two_above(ceil_div<std::int64_t>(s.hidden, most_threads * kMost)));
+  plan.strips = static_cast<int>(
+      power_of_two_above(ceil_div<std::int64_t>(s.hidden, most_threads * kElements)));
+  // Two rows at a time: while the CTAs of a cluster send each other one's sums, they have another.
+  if (plan.strips > 1) plan.strips = std::min(2 * plan.strips, BackwardPlan::kMostStrips);
   plan.cluster = plan.strips > 1 && gpu.clusters;
   const int columns = static_cast<int>(ceil_div<std::int64_t>(s.hidden, plan.strips));
-  const int least = ceil_div(columns, kMost);  // threads
-  if (least <= 32) {
-    plan.row_threads = static_cast<int>(power_of_two_above(least));
-  } else {  // as many as there are for each row that they can take at a time
-    plan.row_threads = most_threads / (most_threads / round_up(least, 32)) / 32 * 32;
-  }
-  plan.elements = round_up(ceil_div(columns, plan.row_threads), 8);
-  if (least > 32) plan.row_threads = round_up(ceil_div(columns, plan.elements), 32);
-  plan.chunk_rows =
-      std::max<std::int64_t>(1, ceil_div(s.rows, chunks > 0 ? chunks : most_chunks(plan.strips)));
-  plan.chunks = ceil_div(s.rows, plan.chunk_rows);
+  const int least = ceil_div(columns, kElements);  // threads
+  plan.row_threads =
+      least <= 32 ? static_cast<int>(power_of_two_above(least)) : round_up(least, 32);
+  if (chunks == 0) chunks = most_chunks(plan.strips);
+  const int most_groups =
+      std::min(most_threads / plan.row_threads,
+               plan.strips > 1 ? BackwardPlan::kMostGroupsOfStrips : most_threads);
   plan.row_groups =
-      plan.strips > 1
-          ? 1
-          : static_cast<int>(std::min<std::int64_t>(std::max(1, most_threads / plan.row_threads),
-                                                    power_of_two_above(plan.chunk_rows)));
+      static_cast<int>(std::clamp<std::int64_t>(ceil_div(s.rows, chunks), 1, most_groups));
+  plan.chunks = std::min(chunks, ceil_div<std::int64_t>(s.rows, plan.row_groups));
   plan.threads = static_cast<int>(round_up<std::int64_t>(plan.row_threads * plan.row_groups, 32));
-  plan.warp_bytes = 32 * plan.elements * (s.x_bytes + s.dy_bytes * (s.residual_grad ? 2 : 1));
+  plan.warp_bytes = 32 * kElements * (s.x_bytes + s.dy_bytes * (s.residual_grad ? 2 : 1));
   const std::int64_t stage = std::int64_t{plan.threads / 32} * plan.warp_bytes;
   const std::int64_t room = gpu.max_smem - BackwardPlan::kStaticSmem;
-  const std::int64_t steps = ceil_div<std::int64_t>(plan.chunk_rows, plan.row_groups);
+  const std::int64_t steps =
+      std::max<std::int64_t>(1, ceil_div(s.rows, std::max<std::int64_t>(1, plan.row_step())));
   plan.stages = static_cast<int>(std::clamp<std::int64_t>(
       room / stage, 1, std::min<std::int64_t>(BackwardPlan::kMostStages, steps)));
   // The sums of the row groups meet where the rows were.
@@ -96,9 +95,8 @@ inline BackwardPlan choose(const BackwardShape& s, const GpuShape& gpu) {
 }
 
 inline std::ostream& operator<<(std::ostream& out, const BackwardPlan& p) {
-  return out << p.chunks << " chunks of " << p.chunk_rows << " rows, " << p.threads << " threads, "
-             << p.row_groups << " rows at a time by " << p.row_threads << " threads of "
-             << p.elements << " elements, " << p.strips
+  return out << p.chunks << " chunks of rows, " << p.threads << " threads, " << p.row_groups
+             << " rows at a time by " << p.row_threads << " threads, " << p.strips
              << (p.cluster ? " strips of a cluster, " : " strips, ") << p.stages << " stages, "
              << p.workspace_bytes << " bytes of workspace";
 }

@@ -22,6 +22,7 @@ struct BackwardParams {
   bool weight_aligned = false;
   int weight_bytes = 0;  ///< of an element
   /// From a row of a row group to its next, bytes.
+  int row_step = 0;  ///< rows
   std::int64_t x_step = 0, dy_step = 0, added_step = 0, dx_step = 0, scale_step = 0;
   int group_shift = 0;        ///< log2 of the columns of a scale of x
   bool narrow_scale = false;  ///< it is bfloat16, else float32

@@ -9,65 +9,85 @@
 
 namespace mortar::fp8_rmsnorm::cuda {
 
-/// Weights + offset of a thread's runs, which begin at `column` and `step` columns apart: 0 past
-/// the end. All loads are in flight together.
+/// Weights of a thread's runs, which begin at `column` and `step` columns apart: first as loads that
+/// are all in flight together, then as floats.
 template <int kCount, int kRuns>
-__device__ __forceinline__ void load_weights(const BackwardParams& params, int column, int step,
-                                             float (&weight)[kRuns][kCount]) {
-  const Rows& w = params.problem.weight;
-  const int hidden = static_cast<int>(params.problem.input.hidden);
-  const auto load = [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    constexpr int kBytes = kCount * int{sizeof(T)}, kWords = kBytes < 16 ? 1 : kBytes / 16;
-    uint4 raw[kRuns][kWords] = {};
+class RunWeights {
+ public:
+  __device__ __forceinline__ RunWeights(const BackwardParams& params, int column, int step)
+      : params_(params), column_(column), step_(step) {
+    visit([&](auto tag) {
+      using T = typename decltype(tag)::type;
 #pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
-      const char* p =
-          static_cast<const char*>(w.data) + std::int64_t{column + run * step} * int{sizeof(T)};
-      const int left = hidden - (column + run * step);
-      if (params.weight_aligned) {
-        if (left <= 0) continue;
+      for (int run = 0; run < kRuns; ++run) load<T>(run);
+    });
+  }
+
+  /// Weights + offset; 0 past the end of the row.
+  __device__ __forceinline__ void get(float (&weight)[kRuns][kCount]) const {
+    visit([&](auto tag) {
+      using T = typename decltype(tag)::type;
+      constexpr int kQuads = kCount * int{sizeof(T)} > 16 ? 1 : kCount / 4;  // of a word
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-          if constexpr (kBytes < 16) {
-            const uint2 half = __ldcg(reinterpret_cast<const uint2*>(p));
-            raw[run][i] = make_uint4(half.x, half.y, 0, 0);
-          } else {
-            raw[run][i] = __ldcg(reinterpret_cast<const uint4*>(p) + i);
+      for (int run = 0; run < kRuns; ++run) {
+#pragma unroll
+        for (int q = 0; q < kCount / 4; ++q) {
+          float quad[4];
+          unpack4<T>(raw_[run][q / kQuads], q % kQuads, quad);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            weight[run][4 * q + i] =
+                4 * q + i < left(run) ? quad[i] + params_.problem.weight_offset : 0.0f;
           }
         }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-          constexpr int kPerWord = kCount / kWords;
-          raw[run][i] = load_unaligned(p + 16 * i, int{sizeof(T)},
-                                       max(0, min(left - i * kPerWord, kPerWord)));
-        }
       }
-    }
-#pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
-      const int left = hidden - (column + run * step);
-#pragma unroll
-      for (int q = 0; q < kCount / 4; ++q) {
-        constexpr int kQuads = kCount / 4 / kWords;  // of a word
-        float quad[4];
-        unpack4<T>(raw[run][q / kQuads], q % kQuads, quad);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          weight[run][4 * q + i] = 4 * q + i < left ? quad[i] + params.problem.weight_offset : 0.0f;
-        }
-      }
-    }
-  };
-  if (w.dtype == DType::kFloat32) {
-    load(TypeTag<float>());
-  } else if (w.dtype == DType::kBFloat16) {
-    load(TypeTag<__nv_bfloat16>());
-  } else {
-    load(TypeTag<__half>());
+    });
   }
-}
+
+ private:
+  /// Vectors of 16 bytes, or one of 8.
+  template <class T>
+  static constexpr int kWords = kCount* int{sizeof(T)} < 16 ? 1 : kCount* int{sizeof(T)} / 16;
+
+  template <class Use>
+  __device__ __forceinline__ void visit(const Use& use) const {
+    const DType dtype = params_.problem.weight.dtype;
+    if (dtype == DType::kFloat32) {
+      use(TypeTag<float>());
+    } else if (dtype == DType::kBFloat16) {
+      use(TypeTag<__nv_bfloat16>());
+    } else {
+      use(TypeTag<__half>());
+    }
+  }
+  /// Columns from a run's first to the end of the row.
+  __device__ __forceinline__ int left(int run) const {
+    return static_cast<int>(params_.problem.input.hidden) - (column_ + run * step_);
+  }
+  template <class T>
+  __device__ __forceinline__ void load(int run) {
+    const char* p = static_cast<const char*>(params_.problem.weight.data) +
+                    std::int64_t{column_ + run * step_} * int{sizeof(T)};
+    if (params_.weight_aligned && left(run) <= 0) return;
+#pragma unroll
+    for (int i = 0; i < kWords<T>; ++i) {
+      constexpr int kPerWord = kCount / kWords<T>;
+      if (!params_.weight_aligned) {
+        raw_[run][i] = load_unaligned(p + 16 * i, int{sizeof(T)},
+                                      max(0, min(left(run) - i * kPerWord, kPerWord)));
+      } else if constexpr (kCount * int{sizeof(T)} < 16) {
+        const uint2 half = __ldcg(reinterpret_cast<const uint2*>(p));
+        raw_[run][i] = make_uint4(half.x, half.y, 0, 0);
+      } else {
+        raw_[run][i] = __ldcg(reinterpret_cast<const uint4*>(p) + i);
+      }
+    }
+  }
+
+  const BackwardParams& params_;
+  int column_, step_;
+  uint4 raw_[kRuns][kWords<float>] = {};
+};
 
 /// Waits for the `count` threads of row group `group`: whole warps, at a barrier of their own.
 __device__ __forceinline__ void row_group_barrier(int group, int count) {

@@ -11,19 +11,18 @@
 
 namespace mortar::fp8_rmsnorm::cuda {
 
-/// What a lane copies of one operand: vectors of a row, `lanes` vectors apart, up to kMost. Past
-/// the end of the row it fills with zeros.
-template <class T, int kMostElements, bool kAligned>
+/// What a lane copies of one operand: kCount vectors of a row, `lanes` vectors apart. Past the end
+/// of the row it fills with zeros.
+template <class T, int kElements, bool kAligned>
 struct RowCopies {
-  static constexpr int kPerVector = 16 / int{sizeof(T)}, kMost = kMostElements / kPerVector;
+  static constexpr int kPerVector = 16 / int{sizeof(T)}, kCount = kElements / kPerVector;
   const char* next;  ///< the lane's first vector, of the row that is copied next
   int columns_left;  ///< from that vector to the end of the row
-  int lanes_left;    ///< from that vector to the end of the lanes' columns
 
-  /// The lanes have `columns` columns from `column` on.
-  __device__ __forceinline__ RowCopies(const Rows& rows, std::int64_t row, int column, int columns,
-                                       int lane, int hidden)
-      : columns_left(hidden - column - lane * kPerVector), lanes_left(columns - lane * kPerVector) {
+  /// The lanes' columns begin at `column`.
+  __device__ __forceinline__ RowCopies(const Rows& rows, std::int64_t row, int column, int lane,
+                                       int hidden)
+      : columns_left(hidden - column - lane * kPerVector) {
     next = static_cast<const char*>(rows.data) +
            (row * rows.row_stride + column + lane * kPerVector) * int{sizeof(T)};
   }
@@ -31,10 +30,9 @@ struct RowCopies {
   /// Asks for the row `ahead` bytes after the next one in L2, once per 128-byte line.
   __device__ __forceinline__ void prefetch(int lanes, std::int64_t ahead) const {
 #pragma unroll
-    for (int j = 0; j < kMost; ++j) {
-      const int vectors = j * lanes;
-      if (vectors * kPerVector < min(lanes_left, columns_left)) {
-        device::prefetch_lines(next + ahead + vectors * 16, 16);
+    for (int j = 0; j < kCount; ++j) {
+      if (j * lanes * kPerVector < columns_left) {
+        device::prefetch_lines(next + ahead + j * lanes * 16, 16);
       }
     }
   }
@@ -44,17 +42,15 @@ struct RowCopies {
   __device__ __forceinline__ void copy(std::uint32_t to, int lanes, std::int64_t step) {
     if constexpr (kAligned) {
 #pragma unroll
-      for (int j = 0; j < kMost; ++j) {
+      for (int j = 0; j < kCount; ++j) {
         const int ahead = j * lanes;
-        if (ahead * kPerVector >= lanes_left) break;
         device::cp_async_16(to + ahead * 16, next + ahead * 16,
                             ahead * kPerVector < columns_left ? 16 : 0);
       }
     } else {
 #pragma unroll 1
-      for (int j = 0; j < kMost; ++j) {
+      for (int j = 0; j < kCount; ++j) {
         const int ahead = j * lanes;
-        if (ahead * kPerVector >= lanes_left) break;
         const uint4 v = load_unaligned(next + ahead * 16, int{sizeof(T)},
                                        min(columns_left - ahead * kPerVector, kPerVector));
         asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + ahead * 16), "r"(v.x),
