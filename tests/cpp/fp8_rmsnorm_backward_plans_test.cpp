@@ -61,8 +61,8 @@ TEST_P(Fp8RmsNormBackwardPlans, StagesAndAlignmentChangeNoBit) {
   }
 }
 
-// Few threads and chunks: every number of row groups and of strips, whose sums meet in a cluster or by
-// a pass of their own.
+// Few threads and chunks: every number of row groups and of strips, whose sums meet in a cluster
+// or by a pass of their own.
 TEST_P(Fp8RmsNormBackwardPlans, EveryShapeIsRight) {
   for (const int threads : {64, 96, 192, 512}) {
     for (const std::int64_t columns : {16, 528, 2064, 5136}) {

@@ -9,8 +9,8 @@
 
 namespace mortar::fp8_rmsnorm::cuda {
 
-/// Weights of a thread's runs, which begin at `column` and `step` columns apart: first as loads that
-/// are all in flight together, then as floats.
+/// Weights of a thread's runs, which begin at `column` and `step` columns apart: first as loads
+/// that are all in flight together, then as floats.
 template <int kCount, int kRuns>
 class RunWeights {
  public:
