@@ -132,6 +132,18 @@ std::vector<TrainCase> cases() {
         types(c, kBF16, kBF16, kBF16, kBF16, kBF16);
       });
     }
+    // Rows of whole groups of draws, which neighbouring threads of a GPU share.
+    for (const int rank : {8, 24, 64}) {
+      add(concat("drop_groups_", side, "_rank_", rank), [&](TrainCase& c) {
+        c.p = {0.3f};
+        c.on = on;
+        c.rows = 150;
+        c.hidden = 144;
+        c.widths = {64, 80};
+        c.ranks = {rank};
+        types(c, kBF16, kBF16, kBF16, kBF16, kBF16);
+      });
+    }
   }
   add("slices", [](TrainCase& c) {
     c.widths = {40, 16, 8};
