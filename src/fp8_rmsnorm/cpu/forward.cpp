@@ -199,6 +199,7 @@ class Forward {
         if (own && (row == first || new_group)) {
           find_factors(row, std::min(row + out_.group, last), c, n, s);
         }
+        if (row + 1 < last) prefetch_run(row + 1, c, n);
         emit_run(row, c, n, s, s.tile + (row - first) * Scratch::kPitch);
       }
       if (out_.q_t.given()) {
@@ -206,6 +207,13 @@ class Forward {
                      static_cast<std::uint8_t*>(element(out_.q_t, c, first)), out_.q_t.row_stride);
       }
     });
+  }
+
+  /// Asks for a run of a row: the processor's own prefetching begins anew at each.
+  void prefetch_run(std::int64_t row, std::int64_t c, std::int64_t n) const {
+    const Rows& of = p_.residual.given() ? p_.residual : in_.x;
+    const auto* p = static_cast<const char*>(element(of, row, c));
+    for (std::int64_t at = 0; at < n * dtype_size(of.dtype); at += 64) __builtin_prefetch(p + at);
   }
 
   /// 1 / scale_t of columns [c, c + n), for the group of rows [first, last) if there are groups.

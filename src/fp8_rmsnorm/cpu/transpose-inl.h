@@ -56,7 +56,13 @@ inline void transpose(const std::uint8_t* from, std::int64_t pitch, std::int64_t
     const std::int64_t last = std::min<std::int64_t>(kBlock, columns - c);
     for (std::int64_t r = 0; r < rows; r += kBlock) {
       transpose_block(from + r * pitch + c, pitch, block);
-      const auto bytes = static_cast<std::size_t>(std::min<std::int64_t>(kBlock, rows - r));
+      if (rows - r >= kBlock) {  // a size that is known makes it one vector
+        for (std::int64_t i = 0; i < last; ++i) {
+          std::memcpy(to + (c + i) * stride + r, block + i * kBlock, kBlock);
+        }
+        continue;
+      }
+      const auto bytes = static_cast<std::size_t>(rows - r);
       for (std::int64_t i = 0; i < last; ++i) {
         std::memcpy(to + (c + i) * stride + r, block + i * kBlock, bytes);
       }
