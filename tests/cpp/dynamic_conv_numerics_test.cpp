@@ -14,7 +14,7 @@
 
 #include "devices.h"
 #include "dynamic_conv_case.h"
-#include "hwy/targets.h"
+#include "simd_targets.h"
 
 namespace mortar::testing {
 namespace {
@@ -99,20 +99,9 @@ void expect_slope(const Sweep& got, double factor, double per_s) {
   }
 }
 
-std::vector<std::int64_t> targets() {
-  std::vector<std::int64_t> list{0};  // plain code
-  for (std::int64_t all = hwy::SupportedTargets(); all != 0; all &= all - 1) {
-    list.push_back(all & -all);
-  }
-  return list;
-}
-
-class DynamicConvNumericsCpu : public ::testing::TestWithParam<std::int64_t> {
- protected:
-  void SetUp() override { hwy::GetChosenTarget().Update(GetParam()); }
-  void TearDown() override { hwy::GetChosenTarget().DeInit(); }
-};
-INSTANTIATE_TEST_SUITE_P(Targets, DynamicConvNumericsCpu, ::testing::ValuesIn(targets()));
+using DynamicConvNumericsCpu = SimdTarget;
+INSTANTIATE_TEST_SUITE_P(Targets, DynamicConvNumericsCpu, ::testing::ValuesIn(simd_targets()),
+                         simd_target_name);
 
 TEST_P(DynamicConvNumericsCpu, SiluWithin3Point2Units) {
   const Sweep got = sweep(Device{});

@@ -1,30 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU's row kernels, once for every instruction set of this machine and once in plain code.
-#include <cctype>
-#include <string>
-#include <vector>
-
 #include "dynamic_conv_case.h"
-#include "hwy/targets.h"
+#include "simd_targets.h"
 
 namespace mortar::testing {
 namespace {
 
-constexpr std::int64_t kPlain = 0;  ///< no instruction set: Highway falls back to its last target
-
-std::vector<std::int64_t> targets() {
-  std::vector<std::int64_t> list{kPlain};
-  for (std::int64_t all = hwy::SupportedTargets(); all != 0; all &= all - 1) {
-    list.push_back(all & -all);
-  }
-  return list;
-}
-
-class DynamicConvTarget : public ::testing::TestWithParam<std::int64_t> {
+class DynamicConvTarget : public SimdTarget {
  protected:
-  void SetUp() override { hwy::GetChosenTarget().Update(GetParam()); }
-  void TearDown() override { hwy::GetChosenTarget().DeInit(); }
-
   static void expect_right(const Case& c, bool with_backward = true) {
     SCOPED_TRACE(concat(c));
     Trial run(c, Device{}, 5);
@@ -35,13 +18,8 @@ class DynamicConvTarget : public ::testing::TestWithParam<std::int64_t> {
     run.expect_backward_right();
   }
 };
-std::string target_name(const ::testing::TestParamInfo<std::int64_t>& target) {
-  if (target.param == kPlain) return "Plain";
-  std::string name = hwy::TargetName(target.param);
-  std::erase_if(name, [](unsigned char c) { return !std::isalnum(c); });
-  return name + "_" + std::to_string(target.index);
-}
-INSTANTIATE_TEST_SUITE_P(Cpu, DynamicConvTarget, ::testing::ValuesIn(targets()), target_name);
+INSTANTIATE_TEST_SUITE_P(Cpu, DynamicConvTarget, ::testing::ValuesIn(simd_targets()),
+                         simd_target_name);
 
 TEST_P(DynamicConvTarget, EveryWidthAndDtype) {
   for (int width = 1; width <= kDynamicConvMaxWidth; ++width) {

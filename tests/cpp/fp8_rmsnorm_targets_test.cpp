@@ -1,36 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU's row kernels, once for every instruction set of this machine and once in plain code.
-#include <cctype>
-
 #include "fp8_rmsnorm_case.h"
-#include "hwy/targets.h"
+#include "simd_targets.h"
 
 namespace mortar::testing {
 namespace {
 
-constexpr std::int64_t kPlain = 0;  ///< no instruction set: Highway falls back to its last target
-
-std::vector<std::int64_t> targets() {
-  std::vector<std::int64_t> list{kPlain};
-  for (std::int64_t all = hwy::SupportedTargets(); all != 0; all &= all - 1) {
-    list.push_back(all & -all);
-  }
-  return list;
-}
-
-std::string target_name(const ::testing::TestParamInfo<std::int64_t>& target) {
-  if (target.param == kPlain) return "Plain";
-  std::string name = hwy::TargetName(target.param);
-  std::erase_if(name, [](unsigned char c) { return !std::isalnum(c); });
-  return name + "_" + std::to_string(target.index);
-}
-
-class Fp8RmsNormTarget : public ::testing::TestWithParam<std::int64_t> {
- protected:
-  void SetUp() override { hwy::GetChosenTarget().Update(GetParam()); }
-  void TearDown() override { hwy::GetChosenTarget().DeInit(); }
-};
-INSTANTIATE_TEST_SUITE_P(Cpu, Fp8RmsNormTarget, ::testing::ValuesIn(targets()), target_name);
+using Fp8RmsNormTarget = SimdTarget;
+INSTANTIATE_TEST_SUITE_P(Cpu, Fp8RmsNormTarget, ::testing::ValuesIn(simd_targets()),
+                         simd_target_name);
 
 TEST_P(Fp8RmsNormTarget, EveryDtypeAndScaling) {
   for (auto scaling : {Fp8Scaling::kTensor, Fp8Scaling::kRow, Fp8Scaling::kGroup}) {

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "hwy/targets.h"
 #include "lora/train/cpu/drop.h"
+#include "simd_targets.h"
 
 namespace mortar::testing {
 namespace {
@@ -15,20 +15,8 @@ using lora::train::keep_bits;
 using lora::train::kMaskGroup;
 using lora::train::cpu::Draws;
 
-class LoraTrainDrop : public ::testing::TestWithParam<std::int64_t> {
- protected:
-  void SetUp() override { hwy::GetChosenTarget().Update(GetParam()); }
-  void TearDown() override { hwy::GetChosenTarget().DeInit(); }
-};
-
-std::vector<std::int64_t> targets() {
-  std::vector<std::int64_t> list{0};  // plain code
-  for (std::int64_t all = hwy::SupportedTargets(); all != 0; all &= all - 1) {
-    list.push_back(all & -all);
-  }
-  return list;
-}
-INSTANTIATE_TEST_SUITE_P(Targets, LoraTrainDrop, ::testing::ValuesIn(targets()));
+using LoraTrainDrop = SimdTarget;
+INSTANTIATE_TEST_SUITE_P(Cpu, LoraTrainDrop, ::testing::ValuesIn(simd_targets()), simd_target_name);
 
 template <class T>
 void expect_draws(const Draws& draws, std::uint64_t group, std::int64_t groups) {
