@@ -24,8 +24,27 @@ struct Mbarrier {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&word)), "r"(arrivals)
                  : "memory");
   }
+  /// Makes the inits of this thread visible to the cluster and to copies; a barrier must follow.
+  static __device__ __forceinline__ void fence_init() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  }
   __device__ __forceinline__ void arrive() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&word)) : "memory");
+  }
+  /// Arrives where CTA `rank` of the cluster has this barrier (sm_90 and newer).
+  __device__ __forceinline__ void arrive_in_cluster(int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}\n" ::"r"(smem_address(&word)),
+        "r"(rank)
+        : "memory");
+#endif
   }
   /// Arrives, and has the phase end only when so many bytes more have come (sm_90 and newer).
   __device__ __forceinline__ void arrive_and_expect(int bytes) {

@@ -24,11 +24,13 @@ inline void cuda_check(CUresult status, const char* what) {
 /// parameters 0.5 us.
 struct Driver {
   decltype(&cuLaunchKernelEx) launch;
+  decltype(&cuTensorMapEncodeTiled) encode_tensor_map;
 
   static const Driver& get() {
     static const Driver driver = [] {
       Driver d{};
       find(d.launch, "cuLaunchKernelEx");
+      find(d.encode_tensor_map, "cuTensorMapEncodeTiled");
       return d;
     }();
     return driver;

@@ -2,9 +2,10 @@
 // Warpgroup matrix multiply of sm_90a: wgmma.m64nNk16 on 16-bit operands in shared memory, with
 // float32 sums. PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
 //
-// Operands lie K-major with the 128-byte swizzle (device/swizzle.cuh): 64 elements (128 bytes) a
-// row, rows one after another; blocks start at multiples of 1024 bytes. Kernels that call these
-// guard their bodies with __CUDA_ARCH_FEAT_SM90_ALL.
+// Operands lie in rows of 64 elements (128 bytes) with the 128-byte swizzle (device/swizzle.cuh),
+// rows one after another; blocks start at multiples of 1024 bytes. A row is dense along the depth
+// (K), or along the operand's rows. Kernels that call these guard their bodies with
+// __CUDA_ARCH_FEAT_SM90_ALL.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,16 +18,27 @@
 
 namespace mortar::device {
 
-/// Matrix descriptor of a swizzled block at shared-memory address `address`: groups of 8 rows are
-/// 1024 bytes apart (the other stride has no meaning for this layout). To step by 16 elements of K
-/// inside a row, add kDescriptorStep.
-__device__ __forceinline__ std::uint64_t wgmma_descriptor(std::uint32_t address) {
+/// Along which dimension the rows of a block in shared memory are dense.
+enum class Major {
+  kDepth,  ///< the one that is summed over
+  kRows,   ///< that of the operand's rows
+};
+
+/// Matrix descriptor of a swizzled block at shared-memory address `address`: groups of 8 rows of
+/// 128 bytes are 1024 bytes apart. Blocks that are dense along the operand's rows have 64 of these,
+/// and lie `block_bytes` apart; the others go on for as many rows as there are. To step by 16
+/// elements of the depth, add descriptor_step().
+__device__ __forceinline__ std::uint64_t wgmma_descriptor(std::uint32_t address,
+                                                          int block_bytes = 16) {
   constexpr std::uint64_t kStride = std::uint64_t{1024 / 16} << 32;
-  constexpr std::uint64_t kLeading = std::uint64_t{1} << 16;
   constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
-  return kSwizzle128 | kStride | kLeading | ((address & 0x3ffff) >> 4);
+  const std::uint64_t leading = static_cast<std::uint64_t>(block_bytes / 16) << 16;
+  return kSwizzle128 | kStride | leading | ((address & 0x3ffff) >> 4);
 }
-inline constexpr std::uint64_t kDescriptorStep = 32 / 16;
+constexpr std::uint64_t descriptor_step(Major major) {
+  return (major == Major::kDepth ? 16 * 2 : 16 * 128) / 16;
+}
+inline constexpr std::uint64_t kDescriptorStep = descriptor_step(Major::kDepth);
 
 /// Orders the warpgroup's accesses to registers before the next wgmma.
 __device__ __forceinline__ void wgmma_fence() {
@@ -54,111 +66,86 @@ __device__ __forceinline__ void fence_async_proxy() {
 }
 
 // clang-format off
-/// One wgmma of n columns for both 16-bit types. PTX names every register of the result, so its
-/// text and operands cannot be made from n.
-#define MORTAR_WGMMA(n, results, a_at, b_at, add_at, ...)                                         \
+// PTX names every register of the result: ten numbers, and eight operands, at a time.
+#define MORTAR_TEN(t)                                                                             \
+  "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, "                                            \
+  "%" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define MORTAR_EIGHT(i)                                                                           \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),    \
+  "+f"(d[i + 6]), "+f"(d[i + 7])
+#define MORTAR_32(i)                                                                              \
+  MORTAR_EIGHT(i), MORTAR_EIGHT(i + 8), MORTAR_EIGHT(i + 16), MORTAR_EIGHT(i + 24)
+#define MORTAR_TENS_0_1 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " MORTAR_TEN(1)
+#define MORTAR_TENS_0_2 MORTAR_TENS_0_1 MORTAR_TEN(2)
+#define MORTAR_TENS_0_5 MORTAR_TENS_0_2 MORTAR_TEN(3) MORTAR_TEN(4) MORTAR_TEN(5)
+#define MORTAR_TENS_0_8 MORTAR_TENS_0_5 MORTAR_TEN(6) MORTAR_TEN(7) MORTAR_TEN(8)
+#define MORTAR_TENS_0_11 MORTAR_TENS_0_8 MORTAR_TEN(9) MORTAR_TEN(10) MORTAR_TEN(11)
+
+/// One wgmma of n columns of one 16-bit type. The numbers of its operands follow those of the
+/// results.
+#define MORTAR_WGMMA_OF(type, n, results, a_at, b_at, add_at, a_major, b_major, ...)              \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" add_at ", 0;\n"                               \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" results "}, "  \
+               "%" a_at ", %" b_at ", p, 1, 1, %" a_major ", %" b_major ";\n}\n"                  \
+               : __VA_ARGS__ : "l"(a), "l"(b), "r"(add), "n"(kA), "n"(kB))
+#define MORTAR_WGMMA(...)                                                                         \
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {                                               \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" add_at ", 0;\n"                             \
-                 "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" results "}, "        \
-                 "%" a_at ", %" b_at ", p, 1, 1, 0, 0;\n}\n"                                      \
-                 : __VA_ARGS__ : "l"(a), "l"(b), "r"(add));                                       \
+    MORTAR_WGMMA_OF("bf16", __VA_ARGS__);                                                         \
   } else {                                                                                        \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" add_at ", 0;\n"                             \
-                 "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" results "}, "          \
-                 "%" a_at ", %" b_at ", p, 1, 1, 0, 0;\n}\n"                                      \
-                 : __VA_ARGS__ : "l"(a), "l"(b), "r"(add));                                       \
+    MORTAR_WGMMA_OF("f16", __VA_ARGS__);                                                          \
   }
 
 /// d = a b^T, plus d if `add`, for a [64, 16] and b [kN, 16]; asynchronous. Thread 32 w + l of the
 /// warpgroup holds in d[4 j + 2 h + c] row 16 w + 8 h + l / 4, column 8 j + l % 4 * 2 + c.
-template <class T, int kN>
+template <class T, int kN, Major kMajorA = Major::kDepth, Major kMajorB = Major::kDepth>
 __device__ __forceinline__ void wgmma(float* d, std::uint64_t a, std::uint64_t b, int add) {
-  static_assert(kN == 16 || kN == 48 || kN == 64 || kN == 96 || kN == 144 || kN == 192,
+  static_assert(kN == 16 || kN == 48 || kN == 64 || kN == 96 || kN == 128 || kN == 144 ||
+                    kN == 192 || kN == 256,
                 "one of those below");
+  constexpr int kA = static_cast<int>(kMajorA), kB = static_cast<int>(kMajorB);
   if constexpr (kN == 16) {
-    MORTAR_WGMMA("16", "%0, %1, %2, %3, %4, %5, %6, %7", "8", "9", "10",
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]))
+    MORTAR_WGMMA("16", "%0, %1, %2, %3, %4, %5, %6, %7",
+        "8", "9", "10", "11", "12",
+        MORTAR_EIGHT(0))
   } else if constexpr (kN == 48) {
-    MORTAR_WGMMA("48",
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-        "%19, %20, %21, %22, %23",
-        "24", "25", "26",
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]))
+    MORTAR_WGMMA("48", MORTAR_TENS_0_1 "%20, %21, %22, %23",
+        "24", "25", "26", "27", "28",
+        MORTAR_EIGHT(0), MORTAR_EIGHT(8), MORTAR_EIGHT(16))
   } else if constexpr (kN == 64) {
-    MORTAR_WGMMA("64",
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
-        "32", "33", "34",
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-        "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]))
+    MORTAR_WGMMA("64", MORTAR_TENS_0_2 "%30, %31",
+        "32", "33", "34", "35", "36",
+        MORTAR_32(0))
   } else if constexpr (kN == 96) {
-    MORTAR_WGMMA("96",
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-        "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47",
-        "48", "49", "50",
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-        "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]),
-        "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-        "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]))
+    MORTAR_WGMMA("96", MORTAR_TENS_0_2 MORTAR_TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47",
+        "48", "49", "50", "51", "52",
+        MORTAR_32(0), MORTAR_EIGHT(32), MORTAR_EIGHT(40))
+  } else if constexpr (kN == 128) {
+    MORTAR_WGMMA("128", MORTAR_TENS_0_5 "%60, %61, %62, %63",
+        "64", "65", "66", "67", "68",
+        MORTAR_32(0), MORTAR_32(32))
   } else if constexpr (kN == 144) {
-    MORTAR_WGMMA("144",
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-        "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
-        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, "
-        "%70, %71",
-        "72", "73", "74",
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-        "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]),
-        "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-        "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
-        "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]),
-        "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]),
-        "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]))
+    MORTAR_WGMMA("144", MORTAR_TENS_0_5 MORTAR_TEN(6) "%70, %71",
+        "72", "73", "74", "75", "76",
+        MORTAR_32(0), MORTAR_32(32), MORTAR_EIGHT(64))
   } else if constexpr (kN == 192) {
-    MORTAR_WGMMA("192",
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-        "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
-        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, "
-        "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, "
-        "%87, %88, %89, %90, %91, %92, %93, %94, %95",
-        "96", "97", "98",
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-        "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]),
-        "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-        "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
-        "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]),
-        "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]),
-        "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]),
-        "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]),
-        "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]),
-        "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]))
+    MORTAR_WGMMA("192", MORTAR_TENS_0_8 "%90, %91, %92, %93, %94, %95",
+        "96", "97", "98", "99", "100",
+        MORTAR_32(0), MORTAR_32(32), MORTAR_32(64))
+  } else if constexpr (kN == 256) {
+    MORTAR_WGMMA("256", MORTAR_TENS_0_11 "%120, %121, %122, %123, %124, %125, %126, %127",
+        "128", "129", "130", "131", "132",
+        MORTAR_32(0), MORTAR_32(32), MORTAR_32(64), MORTAR_32(96))
   }
 }
+#undef MORTAR_TEN
+#undef MORTAR_EIGHT
+#undef MORTAR_32
+#undef MORTAR_TENS_0_1
+#undef MORTAR_TENS_0_2
+#undef MORTAR_TENS_0_5
+#undef MORTAR_TENS_0_8
+#undef MORTAR_TENS_0_11
+#undef MORTAR_WGMMA_OF
 #undef MORTAR_WGMMA
 // clang-format on
 

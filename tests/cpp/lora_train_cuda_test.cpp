@@ -25,6 +25,7 @@ std::vector<BackwardPlan> plans(int width, std::int64_t rows) {
     for (const int steps : {1, static_cast<int>(rows / (s.rows * s.groups)) + 1}) {
       BackwardPlan plan;
       plan.one_pass = s.makes_ds;
+      plan.products = true;
       plan.dy = {shape, steps * s.rows * s.groups};
       plan.x = {s.makes_ds ? 0 : shape, steps * 64};
       all.push_back(plan);
@@ -72,6 +73,16 @@ std::vector<TrainCase> cases() {
   add("rank_32", [](TrainCase& c) { c.ranks = {32}; });
   add("rank_50", [](TrainCase& c) { c.ranks = {50}; });
   add("rank_150", [](TrainCase& c) { c.ranks = {150}; });
+  for (const bool half : {false, true}) {
+    add(half ? "products_float16" : "products", [&](TrainCase& c) {
+      c.x = c.w = c.y = c.grad = c.dx = half ? kF16 : kBF16;
+      c.rows = 403;
+      c.hidden = 1096;
+      c.widths = {520, 272};
+      c.ranks = {half ? 200 : 104, 72};
+      c.add = half;
+    });
+  }
   add("float16_added", [](TrainCase& c) {
     c.x = c.w = c.y = c.grad = c.dx = kF16;
     c.add = true;
@@ -172,6 +183,34 @@ TEST_P(LoraTrainGpu, StridesChangeNoBitOfAnyPlan) {
       EXPECT_TRUE(same_bytes(first.dx.host(), other.dx.host())) << plan.dy.shape;
       EXPECT_TRUE(same_bytes(first.da[0].host(), other.da[0].host())) << plan.dy.shape;
       EXPECT_TRUE(same_bytes(first.db[0].host(), other.db[0].host())) << plan.dy.shape;
+    }
+  }
+}
+
+// Those of wide ranks take the copies of whole tiles where rows are dense and aligned.
+TEST_P(LoraTrainGpu, StridesChangeNoBitOfWideRanks) {
+  for (const int rank : {64, 136}) {
+    TrainCase c = base_case();
+    c.rows = 1200;
+    c.hidden = 272;
+    c.widths = {528};
+    c.ranks = {rank};
+    TrainCase turned = c, misaligned = c;
+    turned.transposed = true;
+    misaligned.layout = {3, 1};
+    TrainStep first(c, GetParam());
+    first.run_forward();
+    first.run_backward();
+    for (const TrainCase& one : {turned, misaligned}) {
+      TrainStep other(one, first.device);
+      copy_inputs(first, &other);
+      other.run_forward();
+      other.run_backward();
+      EXPECT_TRUE(same_bytes(first.h.host(), other.h.host())) << rank;
+      EXPECT_TRUE(same_bytes(first.y[0].host(), other.y[0].host())) << rank;
+      EXPECT_TRUE(same_bytes(first.dx.host(), other.dx.host())) << rank;
+      EXPECT_TRUE(same_bytes(first.da[0].host(), other.da[0].host())) << rank;
+      EXPECT_TRUE(same_bytes(first.db[0].host(), other.db[0].host())) << rank;
     }
   }
 }

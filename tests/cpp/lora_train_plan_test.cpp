@@ -20,7 +20,7 @@ namespace {
 
 using namespace lora::train::cuda;
 
-constexpr Machine kH200{132, true}, kA100{108, false};
+constexpr Machine kH200{132, true, true}, kH200Strided{132, true, false}, kA100{108, false, false};
 
 TEST(LoraTrainPlan, LeavesFollowFromColumnsAlone) {
   std::mt19937_64 rng(7);
@@ -28,7 +28,7 @@ TEST(LoraTrainPlan, LeavesFollowFromColumnsAlone) {
     const std::int64_t columns = static_cast<std::int64_t>(rng() >> (rng() % 50 + 14));
     std::vector<std::int64_t> leaves;
     for (const std::int64_t rows : {1, 100, 4096, 70000}) {
-      for (const Machine& machine : {kH200, kA100}) {
+      for (const Machine& machine : {kH200, kH200Strided, kA100}) {
         for (const bool dense : {false, true}) {
           leaves.push_back(choose_shrink(rows, columns, 16, 0, false, dense, machine).leaf);
         }
@@ -47,9 +47,15 @@ TEST(LoraTrainPlan, EveryChoiceHasAKernel) {
     const std::int64_t rows = rng() % 70000, columns = 1 + rng() % 40000;
     const int width = 8 * static_cast<int>(1 + rng() % 512);
     const std::int64_t adapters = rng() % 3 == 0 ? rng() % 40 : 0;
-    for (const Machine& machine : {kH200, kA100}) {
+    for (const Machine& machine : {kH200, kH200Strided, kA100}) {
       const ShrinkPlan s = choose_shrink(rows, columns, width, adapters, i % 2 == 0, true, machine);
-      EXPECT_EQ(s.fused, machine.clusters);
+      EXPECT_EQ(s.fused, machine.clusters && !s.product);
+      EXPECT_TRUE(machine.products || !s.product) << describe(s);
+      if (s.product) {
+        EXPECT_TRUE(s.ranks == 64 || (s.ranks == 128 && s.parts > 1)) << describe(s);
+        EXPECT_TRUE(s.parts > 0 && kLeaves % s.parts == 0) << describe(s);
+        continue;
+      }
       EXPECT_TRUE(s.rows == 128 || (s.fused && (s.rows == 64 || s.rows == 32))) << describe(s);
       EXPECT_TRUE(s.parts > 0 && kLeaves % s.parts == 0) << describe(s);
       EXPECT_LE(kLeaves / s.parts, 1 << stream_levels(s.ranks, s.rows)) << describe(s);
@@ -57,6 +63,11 @@ TEST(LoraTrainPlan, EveryChoiceHasAKernel) {
       const ExpandPlan e =
           choose_expand(rows, columns, width, adapters, 1 + i % 2, Policy::kBFloat16, machine);
       const bool wide = e.kernel == ExpandPlan::Kernel::kWide;
+      if (e.kernel == ExpandPlan::Kernel::kProduct) {
+        EXPECT_TRUE(machine.products && width >= kLeastProductRanks) << describe(e);
+        EXPECT_TRUE(e.tile_columns == 128 || e.tile_columns == 256) << describe(e);
+        continue;
+      }
       EXPECT_EQ(wide, width > kMostStreamRanks) << describe(e);
       EXPECT_GE(wide ? std::int64_t{e.panels} * kWideColumns
                      : e.panels * expand_warp_columns(e.ranks) * 8 / e.row_warps,
@@ -89,8 +100,10 @@ void run_planned(TrainStep* step, const ForcedPlans& forced) {
   const LoraTrainForward arguments = step->forward_arguments(false);
   const ArgCheck arg("lora_train_forward");
   auto [p, device] = lora::train::check_forward(arg, problem, arguments);
-  GuardedTensor workspace =
-      byte_tensor(lora_train_forward_workspace(problem, arguments), step->device);
+  // Other plans may leave as many partials as there are leaves.
+  GuardedTensor workspace = byte_tensor(
+      lora_train_forward_workspace(problem, arguments) + kLeaves * 4 * p.num_rows * p.hidden_width,
+      step->device);
   p.workspace = workspace.view().data;
   forward(p, forced, Stream{});
   workspace.download();
@@ -123,7 +136,7 @@ TEST_P(LoraTrainShapes, NoPlanChangesABit) {
     }
     TrainStep chosen(c, GetParam());
     chosen.run_forward();
-    ShrinkPlan shrink = choose_shrink(c.rows, c.hidden, rank, 0, !plain, true, kH200);
+    ShrinkPlan shrink = choose_shrink(c.rows, c.hidden, rank, 0, !plain, true, kH200Strided);
     for (shrink.rows = 32; shrink.rows <= 128; shrink.rows *= 2) {
       for (shrink.parts = kLeaves >> stream_levels(shrink.ranks, shrink.rows);
            shrink.parts <= kLeaves; shrink.parts *= 2) {
@@ -138,6 +151,41 @@ TEST_P(LoraTrainShapes, NoPlanChangesABit) {
         TrainStep other(c, GetParam());
         run_planned(&other, {nullptr, &expand});
         expect_same_forward(chosen, other, describe(expand));
+      }
+    }
+  }
+}
+
+// Products, and the kernels of operands that they do not take, leave the same bits.
+TEST_P(LoraTrainShapes, NoProductChangesABit) {
+  for (const int rank : {64, 104, 200}) {
+    for (const BaseIs base : {BaseIs::kNone, BaseIs::kApart, BaseIs::kInPlace}) {
+      TrainCase c;
+      c.rows = 333;
+      c.hidden = 1096;
+      c.widths = {520, 520};
+      c.ranks = {rank, 40};
+      c.x = c.w = c.y = rank == 104 ? DType::kFloat16 : DType::kBFloat16;
+      c.base = base;
+      const ShrinkPlan streamed =
+          choose_shrink(c.rows, c.hidden, rank + 40, 0, false, true, kH200Strided);
+      const ExpandPlan copied = choose_expand(c.rows, 520, rank, 0, 2, Policy::kBFloat16, kA100);
+      TrainStep first(c, GetParam());
+      run_planned(&first, {&streamed, &copied});
+      for (const int columns : {64, 128}) {
+        for (int parts = columns / 64; parts <= kLeaves; parts *= 2) {
+          const ShrinkPlan product = product_shrink(c.hidden, {columns, parts});
+          TrainStep other(c, GetParam());
+          run_planned(&other, {&product, nullptr});
+          expect_same_forward(first, other, describe(product));
+        }
+      }
+      for (const int columns : {128, 256}) {
+        if (columns == 256 && base != BaseIs::kNone) continue;
+        const ExpandPlan product = product_expand(520, {columns, 1});
+        TrainStep other(c, GetParam());
+        run_planned(&other, {nullptr, &product});
+        expect_same_forward(first, other, describe(product));
       }
     }
   }

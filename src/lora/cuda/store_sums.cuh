@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "device/convert.cuh"
+#include "device/quad_transpose.cuh"
 #include "lora/cuda/params.cuh"
 #include "lora/cuda/rank_rows.cuh"
 
@@ -58,20 +59,7 @@ struct Octets {
   }
 };
 
-/// Transposes a 4 x 4 matrix of words whose row q is held by lane q of a quad: afterwards w[c] of
-/// lane q is what w[q] of lane c was.
-__device__ __forceinline__ void transpose_quad(std::uint32_t (&w)[4]) {
-#pragma unroll
-  for (int d = 1; d < 4; d *= 2) {
-    const bool upper = (threadIdx.x & d) != 0;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      if ((k & d) != 0) continue;
-      const std::uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? w[k] : w[k + d], d);
-      (upper ? w[k] : w[k + d]) = other;
-    }
-  }
-}
+using device::transpose_quad;
 
 /// Stores a thread's sums: rows of h at `base` (negative: none) of its two tokens, columns 8 j +
 /// lane % 4 * 2 and the next, counted from `first`, a multiple of 8. Called by whole warps.

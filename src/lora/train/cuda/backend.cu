@@ -21,6 +21,19 @@
 namespace mortar::lora::train::cuda {
 namespace {
 
+Machine current_machine() {
+  const device::DeviceInfo& d = device::current_device();
+  return {d.num_sms, d.arch >= 90, d.arch == 90};
+}
+
+/// Split-K partials that h or ds may leave.
+std::int64_t most_parts_of(const Problem& p, std::int64_t columns, int width) {
+  const Machine machine = current_machine();
+  const int unfused = unfused_parts(p.num_rows, width);
+  if (!machine.products || width < kLeastProductRanks) return unfused;
+  return std::max(unfused, cut_shrink(p.num_rows, columns, width, kLeaves, machine.sms).parts);
+}
+
 /// The workspace of a call.
 struct Work {
   PairEntry* entries = nullptr;
@@ -38,13 +51,13 @@ struct Work {
     std::int64_t most_parts = 0;
     if (plan == nullptr || (p.wants_db && p.h == nullptr)) {
       if (p.h == nullptr) h = arena.take<char>(hidden * size);
-      most_parts = unfused_parts(p.num_rows, p.hidden_width);
+      most_parts = most_parts_of(p, p.hidden, p.hidden_width);
     }
     if (plan != nullptr) {
       ds = arena.take<char>(hidden * size);
       for (int s = 0; s < p.num_slices; ++s) {
         if (makes_ds(p, *plan, s)) continue;
-        most_parts = std::max<std::int64_t>(most_parts, unfused_parts(p.num_rows, width_of(p, s)));
+        most_parts = std::max(most_parts, most_parts_of(p, p.slices[s].width, width_of(p, s)));
       }
       row_sums.emplace(p, *plan, &arena);
     }
@@ -189,16 +202,20 @@ class Call {
     s.width = num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
     s.weights = layout(side, policy);
     s.columns = columns;
+    s.partials = work_.partials;
     s.plan = choose_shrink(p_.num_rows, columns, s.width, groups(), masked,
                            policy != Policy::kSplit && s.wide.async && s.weights.async &&
                                (!masked || (mask.columns | mask.first) % kMaskGroup == 0),
-                           machine_);
+                           machine(takes_products(s, policy)));
     if (forced_.shrink != nullptr) s.plan = *forced_.shrink;
     s.max_tiles = most_tiles(p_, s.plan.rows);
     s.h = to;
-    s.partials = work_.partials;
     if (s.width == 0) return;
-    s.plan.stream ? shrink_stream(s, policy, stream_) : shrink(s, policy, stream_);
+    if (s.plan.product) {
+      shrink_products(s, policy, stream_);
+    } else {
+      s.plan.stream ? shrink_stream(s, policy, stream_) : shrink(s, policy, stream_);
+    }
     if (s.plan.fused) return;
     HiddenParams h{};
     h.pairs = table_;
@@ -212,7 +229,8 @@ class Call {
     h.partials = work_.partials;
     h.h = to;
     h.dtype = p_.weight;
-    h.max_tiles = most_tiles(p_, kReduceRows);
+    h.rows_of_block = std::max(1, kThreads * 4 / s.width);
+    h.max_tiles = most_tiles(p_, h.rows_of_block);
     reduce_hidden(h, stream_);
   }
 
@@ -231,8 +249,6 @@ class Call {
     e.width = num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
     e.weights = layout(side, policy);
     e.columns = columns;
-    e.plan = choose_expand(p_.num_rows, columns, e.width, groups(), base.data == nullptr ? 1 : 2,
-                           policy, machine_);
     e.base = base;
     e.out = out;
     e.vectors = (!masked || (mask.columns | mask.first) % kMaskGroup == 0) &&
@@ -243,6 +259,8 @@ class Call {
               columns % kPiece == 0;
     e.mask = mask;
     e.masked = masked;
+    e.plan = choose_expand(p_.num_rows, columns, e.width, groups(), base.data == nullptr ? 1 : 2,
+                           policy, machine(takes_products(e, policy)));
     if (forced_.expand != nullptr) e.plan = *forced_.expand;
     e.max_tiles = most_tiles(p_, e.plan.tile_rows);
     switch (e.plan.kernel) {
@@ -252,7 +270,15 @@ class Call {
         return expand_wide(e, policy, stream_);
       case ExpandPlan::Kernel::kSplit:
         return expand(e, stream_);
+      case ExpandPlan::Kernel::kProduct:
+        return expand_products(e, policy, stream_);
     }
+  }
+
+  Machine machine(bool takes_products) const {
+    Machine own = machine_;
+    own.products = own.products && takes_products;
+    return own;
   }
 
   /// Adapters whose last tiles may not be full.
@@ -266,7 +292,7 @@ class Call {
   const Problem& p_;
   const BackwardPlan* const plan_;
   const ForcedPlans forced_;
-  const Machine machine_{device::current_device().num_sms, device::current_device().arch >= 90};
+  const Machine machine_ = current_machine();
   Work work_;
   const Stream stream_;
   char* h_ = nullptr;

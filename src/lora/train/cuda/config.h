@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/int_math.h"
+#include "lora/train/cuda/product_plan.h"
 #include "mortar/tensor.h"
 
 namespace mortar::lora::train::cuda {
@@ -18,7 +19,6 @@ inline constexpr int kTileColumns = 128;  ///< of expand and outer
 inline constexpr int kWideColumns = 256;  ///< of expand for more than 128 ranks
 inline constexpr int kBlockColumns = 64;  ///< 16-bit elements of a row of 128 bytes, swizzled
 inline constexpr int kStepRows = 64;      ///< rows of outer's pipeline steps
-inline constexpr int kReduceRows = 16;    ///< of the reduction of h: one value a thread at rank 16
 inline constexpr int kMostRanks = 64;     ///< rank columns of a thread block
 /// Stages of a pipeline: 4 of 18 to 24 KB, two thread blocks an SM, keep about 100 KB in flight.
 inline constexpr int kStages = 4;
@@ -44,7 +44,8 @@ constexpr int parts_of(DType dtype) {
 /// What launch choices depend on beside sizes. No bit of a result does.
 struct Machine {
   int sms = 132;
-  bool clusters = true;  ///< of thread blocks: sm_90 and newer
+  bool clusters = true;   ///< of thread blocks: sm_90 and newer
+  bool products = false;  ///< lora/cuda/product.cu, sm_90 alone, and it takes the operands
 };
 
 /// Sums over columns are cut into so many leaves (leaf_sums.cuh), a fixed number, so that bits of h
@@ -79,8 +80,9 @@ constexpr int stream_stages(int ranks, int rows) {
 
 /// One product of M rows with a reduction over columns: h or ds.
 struct ShrinkPlan {
-  bool stream = false;  ///< shrink_stream.cu, else shrink.cu
-  bool fused = false;   ///< a cluster adds its sums, else partials are left for reduce.cu
+  bool stream = false;   ///< shrink_stream.cu, else shrink.cu
+  bool fused = false;    ///< a cluster adds its sums, else partials are left for reduce.cu
+  bool product = false;  ///< lora/cuda/product.cu
   int rows = kTileRows;
   int ranks = 16;  ///< rank columns of a thread block
   int parts = 1;   ///< thread blocks that share the columns of a tile: 1, 2, 4 or 8
@@ -90,12 +92,14 @@ struct ShrinkPlan {
 
 /// One product with a reduction over ranks: y or dx.
 struct ExpandPlan {
-  enum class Kernel { kStream, kWide, kSplit };
-  Kernel kernel = Kernel::kSplit;  ///< expand_stream.cu, expand_wide.cu or expand.cu
-  int ranks = 16;                  ///< that its kernel has room for
-  int row_warps = 1;               ///< warps of a thread block that share columns
-  int panels = 1;                  ///< thread blocks side by side
+  enum class Kernel { kStream, kWide, kSplit, kProduct };
+  /// expand_stream.cu, expand_wide.cu, expand.cu or lora/cuda/product.cu
+  Kernel kernel = Kernel::kSplit;
+  int ranks = 16;     ///< that its kernel has room for
+  int row_warps = 1;  ///< warps of a thread block that share columns
+  int panels = 1;     ///< thread blocks side by side
   int tile_rows = kTileRows;
+  int tile_columns = kTileColumns;  ///< of a product
 };
 
 /// One sum over rows under split-bf16: dA or dB.
@@ -143,10 +147,28 @@ constexpr double step_clocks(int ranks, int rows, bool masked) {
 }
 inline constexpr double kSmBytesPerClock = 16.4;
 
+/// Whether products are considered: fewer rows than a thread block's would leave most of it idle.
+constexpr bool takes_products(std::int64_t rows, int width, std::int64_t adapters,
+                              const Machine& machine) {
+  return machine.products && adapters == 0 && width >= kLeastProductRanks &&
+         rows >= lora::cuda::kProductRows;
+}
+
+/// h or ds by a product, and the sum of its parts.
+inline ShrinkPlan product_shrink(std::int64_t columns, const ProductCut& cut) {
+  ShrinkPlan plan;
+  plan.product = true;
+  plan.rows = lora::cuda::kProductRows;
+  plan.ranks = cut.columns;
+  plan.parts = cut.parts;
+  plan.leaf = leaf_columns(columns);
+  return plan;
+}
+
 /// `dense`: operands of one 16-bit type in rows that cp.async takes.
-constexpr ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int width,
-                                   std::int64_t adapters, bool masked, bool dense,
-                                   const Machine& machine) {
+inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int width,
+                                std::int64_t adapters, bool masked, bool dense,
+                                const Machine& machine) {
   ShrinkPlan plan;
   plan.leaf = leaf_columns(columns);
   plan.stream = dense && columns <= std::int64_t{1} << 30;
@@ -181,7 +203,10 @@ constexpr ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int 
       plan.per_sm = per_sm;
     }
   }
-  return plan;
+  const bool products = dense && !masked && takes_products(rows, width, adapters, machine);
+  if (!products) return plan;
+  const ProductCut cut = cut_shrink(rows, columns, width, kLeaves, machine.sms);
+  return cut.us < least ? product_shrink(columns, cut) : plan;
 }
 
 /// Columns of a warp of the streaming expand.
@@ -195,10 +220,20 @@ constexpr ExpandPlan stream_expand(std::int64_t columns, int width, int row_warp
           static_cast<int>(ceil_div<std::int64_t>(columns, panel)), tile_rows};
 }
 
+/// y or dx by a product.
+inline ExpandPlan product_expand(std::int64_t columns, const ProductCut& cut) {
+  ExpandPlan plan;
+  plan.kernel = ExpandPlan::Kernel::kProduct;
+  plan.tile_rows = lora::cuda::kProductRows;
+  plan.tile_columns = cut.columns;
+  plan.panels = static_cast<int>(ceil_div<std::int64_t>(columns, cut.columns));
+  return plan;
+}
+
 /// `arrays`: those of the size of the output that pass, 1 or (with a base) 2.
-constexpr ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int width,
-                                   std::int64_t adapters, int arrays, Policy policy,
-                                   const Machine& machine) {
+inline ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int width,
+                                std::int64_t adapters, int arrays, Policy policy,
+                                const Machine& machine) {
   ExpandPlan plan;
   using Kernel = ExpandPlan::Kernel;
   plan.kernel = policy == Policy::kSplit
@@ -207,7 +242,11 @@ constexpr ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int 
   plan.ranks = stream_ranks(width);
   plan.panels = static_cast<int>(
       ceil_div<std::int64_t>(columns, plan.kernel == Kernel::kWide ? kWideColumns : kTileColumns));
-  if (plan.kernel != Kernel::kStream) return plan;
+  ProductCut cut;
+  if (takes_products(rows, width, adapters, machine)) {
+    cut = cut_expand(rows, columns, width, arrays, machine.sms);
+  }
+  if (plan.kernel != Kernel::kStream) return cut.us > 0 ? product_expand(columns, cut) : plan;
   double least = 0;
   for (int row_warps = 1; row_warps <= 2; row_warps *= 2) {
     const int panel = expand_warp_columns(plan.ranks) * (kThreads / 32) / row_warps;
@@ -229,18 +268,20 @@ constexpr ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int 
       plan = stream_expand(columns, width, row_warps, static_cast<int>(tile_rows));
     }
   }
-  return plan;
+  return cut.us > 0 && cut.us < least ? product_expand(columns, cut) : plan;
 }
 
 /// Plans as one line, for messages and benchmarks.
 inline std::string describe(const ShrinkPlan& plan) {
-  return std::string(plan.stream ? "stream" : "any strides") + ", " + std::to_string(plan.rows) +
-         " rows, " + std::to_string(plan.ranks) + " ranks, " + std::to_string(plan.parts) +
-         (plan.fused ? " blocks in a cluster" : " split-K partials") + ", leaves of " +
-         std::to_string(plan.leaf);
+  return std::string(plan.product  ? "product"
+                     : plan.stream ? "stream"
+                                   : "any strides") +
+         ", " + std::to_string(plan.rows) + " rows, " + std::to_string(plan.ranks) + " ranks, " +
+         std::to_string(plan.parts) + (plan.fused ? " blocks in a cluster" : " split-K partials") +
+         ", leaves of " + std::to_string(plan.leaf);
 }
 inline std::string describe(const ExpandPlan& plan) {
-  constexpr const char* kNames[] = {"stream", "wide", "split-bf16"};
+  constexpr const char* kNames[] = {"stream", "wide", "split-bf16", "product"};
   return std::string(kNames[static_cast<int>(plan.kernel)]) + ", " +
          std::to_string(plan.tile_rows) + " rows, " + std::to_string(plan.ranks) + " ranks, " +
          std::to_string(plan.row_warps) + " warps a column, " + std::to_string(plan.panels) +

@@ -61,6 +61,9 @@ struct ShrinkParams {
 };
 void shrink(const ShrinkParams& p, Policy policy, Stream stream);
 void shrink_stream(const ShrinkParams& p, Policy policy, Stream stream);
+/// Whether lora/cuda/product.cu takes the operands, whatever the plan is.
+bool takes_products(const ShrinkParams& p, Policy policy);
+void shrink_products(const ShrinkParams& p, Policy policy, Stream stream);
 
 /// h[row, j] = factor * (sum of the parts), rounded; zeros past a rank and for base rows.
 struct HiddenParams {
@@ -72,6 +75,7 @@ struct HiddenParams {
   const float* partials;
   void* h;
   DType dtype;
+  int rows_of_block;
   std::int64_t max_tiles;
 };
 void reduce_hidden(const HiddenParams& p, Stream stream);
@@ -101,6 +105,8 @@ struct ExpandParams {
 void expand(const ExpandParams& p, Stream stream);
 void expand_stream(const ExpandParams& p, Policy policy, Stream stream);
 void expand_wide(const ExpandParams& p, Policy policy, Stream stream);
+bool takes_products(const ExpandParams& p, Policy policy);
+void expand_products(const ExpandParams& p, Policy policy, Stream stream);
 
 /// The partial of (tile, j, c) is the sum over the rows of a chunk of s[row, first_hidden + j]
 /// wide[row, c], for operands as sums of bfloat16 parts; partials lie as GradSums says.
@@ -149,6 +155,8 @@ struct PanelParams {
   float* ds;  ///< partials, [panel of the operand][M][hidden_width]
 };
 void panels(const PanelParams& p, Policy policy, Stream stream);
+bool takes_products(const PanelParams& p, Policy policy);
+void panel_products(const PanelParams& p, Policy policy, Stream stream);
 
 /// ds[row, j] = factor * (the panels' partials in order), rounded; zeros past a rank and for base
 /// rows.

@@ -58,6 +58,9 @@ inline constexpr std::array kPanelShapes = {
     PanelShape{64, false, 256, 32, 5, 2, 0.5, 3},
     PanelShape{16, true, 512, 16, 4, 2, 0.65, 7},
     PanelShape{32, true, 512, 32, 4, 1, 0.5, 10},
+    // One chain over a chunk's rows, as product.cu has it: the same bits for operands that it does
+    // not take.
+    PanelShape{64, false, 256, 32, 4, 1, 0.5, 3},
     // The same sums on devices with less shared memory.
     PanelShape{16, false, 256, 32, 2, 2, 0.85, 2},
     PanelShape{32, false, 256, 32, 2, 2, 0.6, 2.5},
@@ -81,6 +84,8 @@ struct PanelPlan {
 /// The backward of a call.
 struct BackwardPlan {
   bool one_pass = false;  ///< over dy, for ds and dB; else ds is a product of its own
+  /// lora/cuda/product.cu sums over rows from kLeastProductRanks on, where it takes the operands.
+  bool products = false;
   PanelPlan dy, x;
 };
 
@@ -91,7 +96,8 @@ inline std::string to_string(const PanelPlan& plan) {
 }
 inline std::string to_string(const BackwardPlan& plan) {
   return concat(plan.one_pass ? "ds and dB in one pass over dy: " : "dy for ds, then for dB: ",
-                to_string(plan.dy), "; dA: ", to_string(plan.x));
+                to_string(plan.dy), "; dA: ", to_string(plan.x),
+                plan.products ? "; products for wide ranks" : "");
 }
 
 inline std::int64_t num_panels(const PanelProblem& p, const PanelShape& shape) {
@@ -126,12 +132,23 @@ inline double time_of(const PanelProblem& p, const PanelPlan& plan) {
 /// The cheapest plan, with `smem` bytes of shared memory, that makes ds or does not; false if no
 /// shape is wide enough.
 inline bool choose_panels(const PanelProblem& p, bool makes_ds, int smem, PanelPlan* best) {
+  const bool wide = p.width >= kLeastProductRanks;
+  std::int64_t all_columns = 0;
+  for (int i = 0; i < p.matrices; ++i) all_columns += p.columns[i];
   double least = -1;
   for (int i = 0; i < static_cast<int>(kPanelShapes.size()); ++i) {
     const PanelShape& shape = kPanelShapes[i];
     if (shape.makes_ds != makes_ds || panel_smem(shape) > smem) continue;
     if (shape.ranks < p.width && (makes_ds || shape.ranks < kMostRanks)) continue;
     if (shape.ranks > 16 && shape.ranks >= 2 * p.width) continue;
+    if (!makes_ds && wide != (shape.ranks == kMostRanks && shape.groups == 1)) continue;
+    if (wide) {
+      const int chunks = cut_rows(p.rows, all_columns, p.width).parts;
+      *best = {i, static_cast<int>(round_up<std::int64_t>(
+                      ceil_div<std::int64_t>(std::max<std::int64_t>(p.rows, 1), chunks),
+                      lora::cuda::kProductStep))};
+      return true;
+    }
     const std::int64_t side_by_side =
         std::max<std::int64_t>(num_panels(p, shape) * ceil_div(p.width, shape.ranks), 1);
     for (int waves = 1; waves <= 3; ++waves) {

@@ -13,27 +13,48 @@
 namespace mortar::lora::train::cuda {
 namespace {
 
+constexpr int kVector = 4;  ///< neighbouring sums of a thread
+
 __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant__ HiddenParams p) {
-  const RowTile rows = row_tile(p.rows, static_cast<int>(blockIdx.x), kReduceRows, true);
+  device::pdl_begin(false);
+  const RowTile rows = row_tile(p.rows, static_cast<int>(blockIdx.x), p.rows_of_block, true);
   const std::int64_t plane = p.rows.num_rows * p.hidden.width;
-  for (int i = threadIdx.x; i < rows.count * p.width; i += kThreads) {
-    const std::int64_t position = rows.start + i / p.width;
+  const int vectors = p.width / kVector;
+  for (int i = threadIdx.x; i < rows.count * vectors; i += kThreads) {
+    const std::int64_t position = rows.start + i / vectors;
     const std::int64_t row = row_at(p.rows, position);
     if (row < 0) continue;
-    const int j = p.first_hidden + i % p.width;
-    float v = 0;
+    const int j = p.first_hidden + i % vectors * kVector;
+    float4 v = make_float4(0, 0, 0, 0);
     if (rows.adapter >= 0) {
       const int s = slice_of(p.hidden, p.first_slice, p.num_slices, j);
       const PairEntry& pair = p.pairs.get(rows.adapter, s);
-      if (j - p.hidden.first[s] < pair.rank) {
+      const int left = pair.rank - (j - p.hidden.first[s]);
+      if (left > 0) {
         const float* from = p.partials + position * p.hidden.width + j;
-        float part[kLeaves];
+        float4 part[kLeaves];
 #pragma unroll
-        for (int i = 0; i < kLeaves; ++i) part[i] = i < p.parts ? from[i * plane] : 0.0f;
-        v = pair.factor * sum_of_parts(part, p.parts, [](float a, float b) { return a + b; });
+        for (int n = 0; n < kLeaves; ++n) {
+          if (n < p.parts) part[n] = __ldcg(reinterpret_cast<const float4*>(from + n * plane));
+        }
+        v = sum_of_parts(part, p.parts, [](const float4& a, const float4& b) {
+          return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+        });
+        const float f = pair.factor;
+        v = make_float4(f * v.x, left > 1 ? f * v.y : 0, left > 2 ? f * v.z : 0,
+                        left > 3 ? f * v.w : 0);
       }
     }
-    device::store_from_float(p.h, p.dtype, row * p.hidden.width + j, v);
+    const std::int64_t to = row * p.hidden.width + j;
+    if (p.dtype == DType::kFloat32) {
+      *reinterpret_cast<float4*>(static_cast<float*>(p.h) + to) = v;
+    } else {
+      *reinterpret_cast<uint2*>(static_cast<unsigned short*>(p.h) + to) =
+          p.dtype == DType::kFloat16
+              ? make_uint2(device::pack2<__half>(v.x, v.y), device::pack2<__half>(v.z, v.w))
+              : make_uint2(device::pack2<__nv_bfloat16>(v.x, v.y),
+                           device::pack2<__nv_bfloat16>(v.z, v.w));
+    }
   }
 }
 
@@ -55,6 +76,7 @@ void reduce_hidden(const HiddenParams& p, Stream stream) {
   l.grid = dim3(static_cast<unsigned>(p.max_tiles));
   l.threads = kThreads;
   l.stream = stream;
+  l.pdl = true;
   device::launch<hidden_kernel>("lora_train", l, p);
 }
 

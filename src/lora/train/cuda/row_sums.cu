@@ -35,8 +35,10 @@ BackwardPlan plan_backward(const Problem& p) {
   }
   x.columns[x.matrices++] = p.hidden;
   x.width = p.hidden_width;
-  return choose_backward(dy, x, p.wants_db && (p.wants_da || p.dx.data != nullptr),
-                         device::current_device().max_smem);
+  BackwardPlan plan = choose_backward(dy, x, p.wants_db && (p.wants_da || p.dx.data != nullptr),
+                                      device::current_device().max_smem);
+  plan.products = device::current_device().arch == 90;
+  return plan;
 }
 
 RowSums::RowSums(const Problem& p, const BackwardPlan& plan, Arena* arena) : p_(p), plan_(plan) {
@@ -84,7 +86,7 @@ void RowSums::sum_dy(const void* h, void* ds) {
     }
   }
   if (all.num_operands == 0) return;
-  panels(all, policy_of(p_.weight, p_.weight), stream_);
+  run_panels(all);
   if (!plan_.one_pass) return;
   end.pairs = grads_.pairs;
   end.rows = grads_.rows;
@@ -105,7 +107,18 @@ void RowSums::sum_x(const void* ds) {
   }
   PanelParams x = panel_params(Side::kA, plan_.x, ds);
   add_operand(&x, 0, p_.num_slices, p_.x, p_.hidden, 0, da_);
-  panels(x, policy_of(p_.weight, p_.weight), stream_);
+  run_panels(x);
+}
+
+void RowSums::run_panels(const PanelParams& panel) {
+  const Policy policy = policy_of(p_.weight, p_.weight);
+  const bool wide = kPanelShapes[panel.shape].ranks == kMostRanks &&
+                    kPanelShapes[panel.shape].groups == 1 &&
+                    panel.chunk_rows % lora::cuda::kProductStep == 0;
+  if (wide && plan_.products && takes_products(panel, policy)) {
+    return panel_products(panel, policy, stream_);
+  }
+  panels(panel, policy, stream_);
 }
 
 void RowSums::finish() {

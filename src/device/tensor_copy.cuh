@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies of boxes of a matrix to shared memory by the tensor copy engine (TMA) of sm_90: one thread
+// asks, a barrier in shared memory counts the bytes. PTX ISA, "cp.async.bulk.tensor".
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "core/check.h"
+#include "device/barrier.cuh"
+#include "device/driver.h"
+#include "mortar/tensor.h"
+
+namespace mortar::device {
+
+inline constexpr int kBoxColumns = 64;  ///< 16-bit elements of a swizzled row
+
+/// A matrix of `lines` rows of `dense` 16-bit elements, `stride` elements apart, that is copied in
+/// boxes of 64 elements by `box_lines` rows, each a block in the 128-byte swizzle. What lies past
+/// the matrix arrives as zeros. Address and stride are multiples of 16 bytes.
+inline CUtensorMap tensor_map(DType dtype, const void* data, std::int64_t dense, std::int64_t lines,
+                              std::int64_t stride, int box_lines) {
+  CUtensorMap map;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(dense), static_cast<cuuint64_t>(lines)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(2 * stride)};
+  const cuuint32_t box[] = {kBoxColumns, static_cast<cuuint32_t>(box_lines)};
+  const cuuint32_t steps[] = {1, 1};
+  const auto type =
+      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  cuda_check(Driver::get().encode_tensor_map(
+                 &map, type, 2, const_cast<void*>(data), sizes, strides, box, steps,
+                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+             "tensor map");
+  return map;
+}
+
+/// Whether tensor_map() takes a matrix.
+inline bool takes_tensor_map(const void* data, std::int64_t dense, std::int64_t lines,
+                             std::int64_t stride) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride % 8 == 0 && stride >= dense &&
+         stride < kMost && dense > 0 && dense < kMost && lines > 0 && lines < kMost;
+}
+
+#ifdef __CUDACC__
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+#endif
+}
+
+/// Copies the box whose first element is (line, column), and counts its bytes at the barrier.
+__device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap& map, int column,
+                                         int line, Mbarrier* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(line), "r"(smem_address(&barrier->word))
+      : "memory");
+#endif
+}
+/// The same to the same place of every CTA of the cluster whose bit is set in `ctas`; the bytes are
+/// counted at the barrier of each.
+__device__ __forceinline__ void copy_box_to(std::uint16_t ctas, std::uint32_t to,
+                                            const CUtensorMap& map, int column, int line,
+                                            Mbarrier* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(line), "r"(smem_address(&barrier->word)), "h"(ctas)
+      : "memory");
+#endif
+}
+
+#endif
+
+}  // namespace mortar::device

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// The product of sm_90a for ranks from 64 on: out[m, n] = sum over d of a[m, d] b[n, d], for
+// operands of one 16-bit type of which either dimension may be dense.
+#pragma once
+
+#include <cstdint>
+
+#include "mortar/lora.h"
+#include "mortar/stream.h"
+#include "mortar/tensor.h"
+
+namespace mortar::lora::cuda {
+
+inline constexpr int kProductStep = 64;   ///< elements of the depth in a stage
+inline constexpr int kProductRows = 128;  ///< rows of a thread block's tile
+inline constexpr int kProductCluster =
+    2;  ///< thread blocks of a cluster, whose rows are neighbours
+inline constexpr int kMostProductPairs = kLoraMaxSlices;
+
+/// A matrix [rows, depth].
+struct ProductOperand {
+  const void* data = nullptr;
+  std::int64_t rows = 0, depth = 0;
+  std::int64_t stride = 0;  ///< elements between neighbours of the dimension that is not dense
+  bool rows_dense = false;  ///< else the depth is
+};
+
+/// What becomes of the sums.
+enum class ProductEnd {
+  kPartials,  ///< float32, a plane for each part of the depth
+  kStore,     ///< rounded to the operands' type, after `base`, if any, was added
+};
+
+/// How the work is cut. No bit depends on anything but the depth's leaves.
+struct ProductPlan {
+  int columns = 128;      ///< of a tile: 64, 128 or 256; 128 with a base
+  int parts = 1;          ///< of the depth
+  std::int64_t leaf = 0;  ///< depth of one MMA chain, whole steps; 0: all of a part
+  int leaves = 1;         ///< of a part, a power of two, that are added in pairs
+  int clusters = 0;       ///< of the launch: as many as run at once
+};
+
+/// One product, of one or several pairs of operands.
+struct Product {
+  DType dtype = DType::kBFloat16;
+  int pairs = 1;
+  bool along_depth =
+      false;  ///< pairs are summed; else all share a[0] and make columns of their own
+  ProductOperand a[kMostProductPairs], b[kMostProductPairs];
+  std::int64_t first_column[kMostProductPairs] = {};  ///< of the output
+  std::int64_t columns[kMostProductPairs] = {};       ///< that a pair stores, whole eights
+
+  ProductEnd end = ProductEnd::kStore;
+  float* partials = nullptr;
+  std::int64_t part_stride = 0, row_stride = 0, column_stride = 0;  ///< one of the last two is 1
+  void* out = nullptr;  ///< rows of whole 16-byte pieces, as base's
+  const void* base = nullptr;
+  std::int64_t out_stride = 0, base_stride = 0;
+};
+
+/// Whether an operand's rows can be copied: 16-byte pieces, in sizes that the copy engine takes.
+bool takes_product(const ProductOperand& operand);
+
+void launch_product(const char* op, const Product& product, const ProductPlan& plan, Stream stream);
+
+}  // namespace mortar::lora::cuda

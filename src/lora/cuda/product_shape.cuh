@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shapes of product.cu: tiles, the ring of stages in shared memory, and the units of work that
+// clusters walk over.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "device/barrier.cuh"
+#include "device/ring.cuh"
+#include "device/swizzle.cuh"
+#include "device/tensor_copy.cuh"
+#include "device/wgmma.cuh"
+#include "lora/cuda/product.h"
+
+namespace mortar::lora::cuda::product {
+
+using device::Major;
+
+inline constexpr int kWarpgroup = 128, kConsumers = 2 * kWarpgroup,
+                     kThreads = kConsumers + kWarpgroup;
+inline constexpr int kBlockBytes =
+    kProductStep * device::kSwizzleBytes;                                ///< 64 rows of 64 elements
+inline constexpr int kRowsBytes = kProductRows * device::kSwizzleBytes;  ///< a's part of a stage
+inline constexpr int kRingBytes = 200 * 1024;                            ///< at most
+inline constexpr int kArrivals = kProductCluster * kConsumers / 32;      ///< that free a stage
+
+/// kLevels: of the tree of leaves that a thread holds; of those kParked in shared memory, as two
+/// sets of 64 sums and 64 more are too many for its registers.
+template <class T_, int kColumns_, Major kA_, Major kB_, ProductEnd kEnd_, int kLevels_>
+struct Shape {
+  using T = T_;
+  static constexpr int kColumns = kColumns_, kLevels = kLevels_;
+  static constexpr int kParked = kColumns == 128 && kLevels == 2 ? 1 : 0;
+  static constexpr Major kA = kA_, kB = kB_;
+  static constexpr ProductEnd kEnd = kEnd_;
+  static constexpr int kSums = kColumns / 2;  ///< of a thread
+  static constexpr int kStageBytes = kRowsBytes + kColumns * device::kSwizzleBytes;
+  /// The base's tile comes as one stage more, which it fills.
+  static constexpr bool kBase = kEnd == ProductEnd::kStore && kColumns == kProductRows;
+  static constexpr int kParkedBytes = kParked * kConsumers * kSums * 4;
+  static constexpr int kStages = (kRingBytes - kParkedBytes) / kStageBytes;
+  static constexpr int kSmem = kStages * kStageBytes + kParkedBytes +
+                               2 * kStages * static_cast<int>(sizeof(device::Mbarrier));
+};
+
+/// Output columns that share b.
+struct Group {
+  int first_tile, columns;
+  std::int64_t first_column;
+};
+
+struct Params {
+  CUtensorMap a[kMostProductPairs], b[kMostProductPairs], base_map;
+  int steps[kMostProductPairs];  ///< of the depth of pairs that are summed
+  Group groups[kMostProductPairs];
+  int num_groups, tiles, parts, part_steps, leaf_steps, leaves, units;
+  std::int64_t rows;
+  float* partials;
+  std::int64_t part_stride, row_stride, column_stride;
+  void* out;
+  const void* base;
+  std::int64_t out_stride;
+};
+
+/// A thread block's part of unit `index`.
+struct Unit {
+  int row, group, column, part, first_step, steps;
+
+  __device__ __forceinline__ Unit(const Params& p, int index, int tile_columns) {
+    const int tile = index % p.tiles, rest = index / p.tiles;
+    part = rest % p.parts;
+    row = (rest / p.parts * kProductCluster + static_cast<int>(blockIdx.y)) * kProductRows;
+    group = 0;
+    while (group + 1 < p.num_groups && tile >= p.groups[group + 1].first_tile) ++group;
+    column = (tile - p.groups[group].first_tile) * tile_columns;
+    first_step = part * p.part_steps;
+    int all = p.steps[0];
+    if (p.num_groups == 1) {
+      for (int i = 1; i < kMostProductPairs; ++i) all += p.steps[i];
+    }
+    steps = max(0, min(p.part_steps, all - first_step));
+  }
+};
+
+template <class S>
+struct Ring {
+  std::uint32_t stages;
+  float4* parked;  ///< [kSums / 4][kConsumers]
+  device::Mbarrier *full, *empty;
+  device::RingCursor<S::kStages> at;
+
+  __device__ __forceinline__ explicit Ring(unsigned char* smem)
+      : stages(device::smem_address(smem)),
+        parked(reinterpret_cast<float4*>(smem + S::kStages * S::kStageBytes)),
+        full(reinterpret_cast<device::Mbarrier*>(smem + S::kStages * S::kStageBytes +
+                                                 S::kParkedBytes)),
+        empty(full + S::kStages) {}
+  __device__ __forceinline__ std::uint32_t stage() const {
+    return stages + at.stage * S::kStageBytes;
+  }
+};
+
+/// Frees a stage, in both thread blocks: one lane of each warp that has read it.
+template <class S>
+__device__ __forceinline__ void release(const Ring<S>& ring, int stage) {
+  if (stage < 0 || threadIdx.x % 32 != 0) return;
+#pragma unroll
+  for (int rank = 0; rank < kProductCluster; ++rank) ring.empty[stage].arrive_in_cluster(rank);
+}
+
+}  // namespace mortar::lora::cuda::product

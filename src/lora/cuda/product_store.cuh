@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where product.cu puts a thread's sums: float32 partials, or rounded rows, to which a base may be
+// added.
+#pragma once
+
+#include <cstdint>
+
+#include "device/convert.cuh"
+#include "device/quad_transpose.cuh"
+#include "lora/cuda/product_shape.cuh"
+
+namespace mortar::lora::cuda::product {
+
+/// Partials, as the product wants them.
+template <class S>
+__device__ __forceinline__ void store_partials(const Params& p, const Unit& unit, int row,
+                                               const float (&sum)[S::kSums]) {
+  const Group& group = p.groups[unit.group];
+  const int column = unit.column + static_cast<int>(threadIdx.x) % 4 * 2;
+  const std::int64_t step = p.column_stride;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + 8 * half >= p.rows) continue;
+    float* to = p.partials + unit.part * p.part_stride + (row + 8 * half) * p.row_stride +
+                (group.first_column + column) * step;
+#pragma unroll
+    for (int j = 0; j < S::kSums / 4; ++j) {
+      if (column + 8 * j >= group.columns) continue;
+      const float2 v = make_float2(sum[4 * j + 2 * half], sum[4 * j + 2 * half + 1]);
+      if (step == 1) {
+        *reinterpret_cast<float2*>(to + 8 * j) = v;
+      } else {
+        to[8 * j * step] = v.x;
+        to[(8 * j + 1) * step] = v.y;
+      }
+    }
+  }
+}
+
+/// Adds the base's tile, which lies in shared memory as two blocks of 64 columns. `row` is counted
+/// from the tile's first.
+template <class S>
+__device__ __forceinline__ void add_base(Ring<S>* ring, const unsigned char* smem, int row,
+                                         float (&sum)[S::kSums]) {
+  ring->full[ring->at.stage].wait(ring->at.round & 1);
+  const unsigned char* stage = smem + ring->at.stage * S::kStageBytes;
+  const int quad_lane = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int j = 0; j < S::kSums / 4; ++j) {
+      const unsigned char* block = stage + j / 8 * kProductRows * device::kSwizzleBytes;
+      const float2 base = device::unpack2<typename S::T>(*reinterpret_cast<const std::uint32_t*>(
+          block + device::swizzled(row + 8 * half, j % 8) + 4 * quad_lane));
+      float* v = sum + 4 * j + 2 * half;
+      v[0] = base.x + v[0];
+      v[1] = base.y + v[1];
+    }
+  }
+  __syncwarp();
+  release(*ring, ring->at.stage);
+  ring->at.next();
+}
+
+/// Four tiles of the MMA are 32 columns: lanes of a quad trade their pairs of columns for eight.
+template <class S>
+__device__ __forceinline__ void store_rows(const Params& p, const Unit& unit, int row,
+                                           const float (&sum)[S::kSums]) {
+  const Group& group = p.groups[unit.group];
+  const int column = unit.column + static_cast<int>(threadIdx.x) % 4 * 8;
+  const int columns = group.columns - column;  // from the thread's first on
+  uint4* to[2];
+  bool there[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const std::int64_t own = row + 8 * half;
+    there[half] = own < p.rows;
+    to[half] = reinterpret_cast<uint4*>(static_cast<unsigned short*>(p.out) + own * p.out_stride +
+                                        group.first_column + column);
+  }
+#pragma unroll
+  for (int g = 0; g < S::kColumns / 32; ++g) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      std::uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* v = sum + 4 * (4 * g + j) + 2 * half;
+        words[j] = device::pack2<typename S::T>(v[0], v[1]);
+      }
+      device::transpose_quad(words);
+      if (!there[half] || 32 * g >= columns) continue;
+      __stcs(to[half] + 4 * g, make_uint4(words[0], words[1], words[2], words[3]));
+    }
+  }
+}
+
+}  // namespace mortar::lora::cuda::product

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the product of lora/cuda/product.cu is cut for LoRA training, and the time that it takes by a
+// model: pure functions of sizes and of the number of SMs.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/int_math.h"
+#include "lora/cuda/product.h"
+
+namespace mortar::lora::train::cuda {
+
+/// Ranks (columns of h) from which products are considered: a tile has at least so many.
+inline constexpr int kLeastProductRanks = 64;
+
+/// One product as the model of its time sees it.
+struct ProductSizes {
+  std::int64_t rows = 0, depth = 0, columns = 0;  ///< of the output, and what is summed
+  double stored = 0;  ///< bytes that the output takes in DRAM's time, with the base that is read
+};
+
+/// Microseconds on an H200: `step_us` is the time of a step of 64 elements of the depth on an SM,
+/// bound by one SM's share of L2 (6 TB/s over all), by the MMA (2 columns of 128 rows a clock and
+/// 64 elements), and never below that of a lone thread block.
+inline double product_us(const ProductSizes& p, int tile_columns, int parts, int sms) {
+  constexpr double kRampUs = 3.5, kLoneStepUs = 0.25, kMmaUs = 4 / 1755.0, kL2 = 6e6, kDram = 4e6;
+  using namespace lora::cuda;
+  const std::int64_t clusters = std::max(sms / kProductCluster, 1);
+  const std::int64_t units =
+      std::max<std::int64_t>(ceil_div<std::int64_t>(p.rows, kProductCluster * kProductRows) *
+                                 ceil_div<std::int64_t>(p.columns, tile_columns) * parts,
+                             1);
+  const std::int64_t waves = ceil_div(units, clusters);
+  const double steps = static_cast<double>(
+      ceil_div<std::int64_t>(ceil_div<std::int64_t>(p.depth, kProductStep), parts));
+  const double stage_bytes = 2.0 * kProductStep * (kProductRows + tile_columns / 2.0);
+  const double busy = static_cast<double>(kProductCluster * std::min(units, clusters));
+  const double step_us = std::max({kLoneStepUs, tile_columns * kMmaUs, stage_bytes * busy / kL2});
+  const double end_us = 0.4 + tile_columns / 256.0;
+  const double read = 2.0 * static_cast<double>(p.rows) * static_cast<double>(p.depth);
+  return kRampUs + std::max((read + p.stored) / kDram,
+                            static_cast<double>(waves) * (steps * step_us + end_us));
+}
+
+/// A cut and its time.
+struct ProductCut {
+  int columns = 64, parts = 1;
+  double us = 0;
+};
+
+/// h or ds: sums over columns, cut into a power of two of parts, each some of the tree's `leaves`;
+/// a kernel that adds the parts follows.
+inline ProductCut cut_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
+                             int sms) {
+  ProductCut best;
+  for (const int tile : {64, 128}) {
+    // A thread holds the sums of three levels of the tree, or of two.
+    for (int parts = tile == 64 ? 1 : 2; parts <= leaves; parts *= 2) {
+      const double partials = 4.0 * parts * static_cast<double>(rows) * width;
+      const ProductSizes sizes{rows, columns, width, partials / 2};
+      const double us = product_us(sizes, tile, parts, sms) + 1.5 + partials / 5e6;
+      if (best.us > 0 && us >= best.us) continue;
+      best = {tile, parts, us};
+    }
+  }
+  return best;
+}
+
+/// y or dx: sums over ranks. `arrays`: of the output's size that pass.
+inline ProductCut cut_expand(std::int64_t rows, std::int64_t columns, int width, int arrays,
+                             int sms) {
+  ProductCut best;
+  const double stored = 2.0 * arrays * static_cast<double>(rows) * static_cast<double>(columns);
+  for (const int tile : {256, 128}) {
+    if (arrays > 1 && tile == 256) continue;  // the base's tile is one stage more of 128 columns
+    const std::int64_t depth = width + (arrays - 1) * lora::cuda::kProductStep;
+    const double us = product_us({rows, depth, columns, stored}, tile, 1, sms);
+    if (best.us > 0 && us >= best.us) continue;
+    best = {tile, 1, us};
+  }
+  return best;
+}
+
+/// dA or dB: sums over rows of `width` ranks by `columns`, in chunks whose partials are added. Made
+/// for the SMs of an H200 on every device, because summation trees follow from the chunks.
+inline ProductCut cut_rows(std::int64_t rows, std::int64_t columns, int width) {
+  constexpr int kSms = 132;
+  ProductCut best;
+  const int tile = width <= 64 ? 64 : width <= 128 ? 128 : 256;
+  for (int parts = 1; parts <= 16; ++parts) {
+    const double partials = 4.0 * parts * static_cast<double>(columns) * width;
+    const double us =
+        product_us({columns, rows, width, partials / 2}, tile, parts, kSms) + partials / 5e6;
+    if (best.us > 0 && us >= best.us) continue;
+    best = {tile, parts, us};
+  }
+  return best;
+}
+
+}  // namespace mortar::lora::train::cuda
