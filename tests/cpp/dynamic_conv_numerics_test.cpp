@@ -111,9 +111,9 @@ TEST_P(DynamicConvNumericsCpu, SiluWithin3Point2Units) {
 
 /// Single values hide an error of the exponential's polynomial behind their own rounding, which
 /// averages out over neighbours. From s = -20 down silu(s) is s exp(s), and the error depends on
-/// the remainder of s by ln 2 alone. The polynomial itself is off by 0.06; the bound fails where the
-/// coefficient of r^2 is changed by 1e-7 of itself, of r^3 by 1e-6, of r^4 by 1e-5, of r^5 by 1e-4,
-/// or of r^6 by 2e-3.
+/// the remainder of s by ln 2 alone. The polynomial itself is off by 0.06; the bound fails where
+/// the coefficient of r^2 is changed by 1e-7 of itself, of r^3 by 1e-6, of r^4 by 1e-5, of r^5 by
+/// 1e-4, or of r^6 by 2e-3.
 TEST_P(DynamicConvNumericsCpu, ExponentialOffByAtMost0Point07OnAverage) {
   constexpr int kSamples = 1 << 22, kBins = 40;
   const double ln2 = std::numbers::ln2_v<double>;
