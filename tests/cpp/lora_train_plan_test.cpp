@@ -90,6 +90,38 @@ TEST(LoraTrainPlan, OneLargeProductFillsTheDeviceOnce) {
   EXPECT_LE(blocks, 2 * kH200.sms) << describe(e);
 }
 
+TEST(LoraTrainPlan, WideRanksOfOneAdapterAreProducts) {
+  const auto shrink = [](std::int64_t rows, std::int64_t adapters, bool masked, bool dense) {
+    return choose_shrink(rows, 4096, 256, adapters, masked, dense, kH200);
+  };
+  EXPECT_EQ(describe(shrink(8192, 0, false, true)),
+            "product, 128 rows, 128 ranks, 2 split-K partials, leaves of 512");
+  EXPECT_FALSE(shrink(8192, 3, false, true).product);
+  EXPECT_FALSE(shrink(8192, 0, true, true).product);
+  EXPECT_FALSE(shrink(8192, 0, false, false).product);
+  EXPECT_FALSE(shrink(100, 0, false, true).product);
+  const auto expand = [](int arrays, const Machine& machine) {
+    return describe(choose_expand(8192, 4096, 256, 0, arrays, Policy::kBFloat16, machine));
+  };
+  EXPECT_EQ(expand(1, kH200), "product, tiles of 128 rows by 256 columns, 16 panels");
+  EXPECT_EQ(expand(2, kH200), "product, tiles of 128 rows by 128 columns, 32 panels");
+  EXPECT_EQ(expand(1, kH200Strided), expand(1, kA100));
+}
+
+// Fewer rows than the device has tiles for: more parts of the depth, until partials cost more.
+TEST(LoraTrainPlan, ProductsFillTheDevice) {
+  for (const int width : {64, 128, 256, 512}) {
+    int parts = kLeaves;
+    for (std::int64_t rows = 512; rows <= 32768; rows *= 2) {
+      const ProductCut cut = cut_shrink(rows, 4096, width, kLeaves, 132);
+      EXPECT_LE(cut.parts, parts) << rows << " rows, " << width << " ranks";
+      parts = cut.parts;
+      const ProductCut sums = cut_rows(rows, 4096, width);
+      EXPECT_GE(ceil_div<std::int64_t>(rows, sums.parts), lora::cuda::kProductStep);
+    }
+  }
+}
+
 #if MORTAR_HAS_CUDA
 
 class LoraTrainShapes : public ::testing::TestWithParam<Device> {};

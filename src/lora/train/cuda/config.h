@@ -281,7 +281,12 @@ inline std::string describe(const ShrinkPlan& plan) {
          ", leaves of " + std::to_string(plan.leaf);
 }
 inline std::string describe(const ExpandPlan& plan) {
-  constexpr const char* kNames[] = {"stream", "wide", "split-bf16", "product"};
+  if (plan.kernel == ExpandPlan::Kernel::kProduct) {
+    return "product, tiles of " + std::to_string(plan.tile_rows) + " rows by " +
+           std::to_string(plan.tile_columns) + " columns, " + std::to_string(plan.panels) +
+           " panels";
+  }
+  constexpr const char* kNames[] = {"stream", "wide", "split-bf16"};
   return std::string(kNames[static_cast<int>(plan.kernel)]) + ", " +
          std::to_string(plan.tile_rows) + " rows, " + std::to_string(plan.ranks) + " ranks, " +
          std::to_string(plan.row_warps) + " warps a column, " + std::to_string(plan.panels) +
