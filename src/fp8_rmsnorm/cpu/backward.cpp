@@ -52,6 +52,16 @@ class Backward {
     k_.widen_side(element(p_.dy, row, c), n, s.dy);
   }
 
+  /// Has a run of a row come into the second-level cache while others are computed on: the sums of
+  /// a block's rows would wait for memory, and their use leaves it idle.
+  template <bool kToWrite>
+  void ask_for(const Rows& r, std::int64_t row, std::int64_t c, std::int64_t n) const {
+    if (row >= p_.input.rows) return;
+    const auto* p = static_cast<const char*>(element(r, row, c));
+    const std::int64_t bytes = n * dtype_size(r.dtype);
+    for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, kToWrite, 2);
+  }
+
   void run_chunk(std::int64_t chunk) const {
     Scratch s;
     if (p_.dw.given()) std::fill_n(partial(chunk), padded(columns_), 0.0f);
@@ -75,6 +85,9 @@ class Backward {
     for_runs(columns_, [&](std::int64_t c, std::int64_t n) {
       std::fill_n(s.dw, padded(n), 0.0f);
       for (std::int64_t row = first; row < last; ++row) {
+        ask_for<false>(p_.input.x, row + RowChunks::kBlock, c, n);
+        ask_for<false>(p_.dy, row + RowChunks::kBlock, c, n);
+        if (p_.dx.given()) ask_for<true>(p_.dx, row + 1, c, n);
         load(row, c, n, s);
         const float rstd = p_.rstd[row];
         if (p_.dw.given()) k_.weight_gradient(s.dy, s.z, rstd, n, s.dw);
