@@ -197,6 +197,15 @@ void plan(PackedArgs packed, Any*) {
   lora_plan(ids, num_adapters, out, call.stream);
 }
 
+/// x, y, offset, WEIGHTS -> text
+void launch_plan(PackedArgs packed, Any* result) {
+  LoraArgs<FfiObjects> args(packed, "lora_launch_plan");
+  const Tensor x = args.tensor("x"), y = args.tensor("y");
+  const auto offset = args.integer("offset");
+  const DeviceGuard guard(x.device);
+  *result = tvm::ffi::String(lora_launch_plan(x, args.weights(), y, offset));
+}
+
 void make_weights(PackedArgs packed, Any* result) {
   LoraArgs<FfiObjects> args(packed, "lora_weights");
   *result = WeightsRef(tvm::ffi::make_object<WeightsObj>(args.weights()));
@@ -261,6 +270,7 @@ MORTAR_EXPORT_PACKED(lora_shrink, mortar::ffi::shrink<mortar::ffi::FfiObjects>);
 MORTAR_EXPORT_PACKED(lora_expand, mortar::ffi::expand<mortar::ffi::FfiObjects>);
 MORTAR_EXPORT_PACKED(lora_apply, mortar::ffi::apply<mortar::ffi::FfiObjects>);
 MORTAR_EXPORT_PACKED(lora_weights, mortar::ffi::make_weights);
+MORTAR_EXPORT_PACKED(lora_launch_plan, mortar::ffi::launch_plan);
 
 MORTAR_EXPORT_TORCH(torch_lora_plan, plan, TorchObjects);
 MORTAR_EXPORT_TORCH(torch_lora_shrink, shrink, TorchObjects);

@@ -24,6 +24,7 @@
 #include <array>
 #include <cstdint>
 #include <span>
+#include <string>
 
 #include "mortar/stream.h"
 #include "mortar/tensor.h"
@@ -151,6 +152,12 @@ void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& g
                 const Tensor& y, std::int64_t offset, float scale, bool add_inputs,
                 const Tensor& workspace, Stream stream);
 std::int64_t lora_apply_workspace(const Tensor& x, const LoraWeights& weights);
+
+/// The kernels that lora_apply would run for such arguments, with their shapes and the bytes of
+/// workspace that they use, as one line of text. Launches nothing. With MORTAR_LOG=launch in the
+/// environment every call of the three ops on CUDA writes its own to stderr.
+std::string lora_launch_plan(const Tensor& x, const LoraWeights& weights, const Tensor& y,
+                             std::int64_t offset);
 
 /// Fewest bytes that lora_apply can move for `num_tokens` tokens that have an adapter and
 /// adapters in use of the given total rank x (K + N_s) elements; what the benchmarks divide by.

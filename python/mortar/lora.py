@@ -57,6 +57,7 @@ __all__ = [
     "apply",
     "check",
     "expand",
+    "launch_plan",
     "linear",
     "mixed_linear",
     "plan",
@@ -274,6 +275,18 @@ def apply(
     _check_plan("lora_apply", plan, x, weights)
     weights.call_apply(x, plan.data, *weights.apply_args, y, offset, scale, add_inputs, workspace)
     return y
+
+
+def launch_plan(y: torch.Tensor, x: torch.Tensor, weights: Weights, offset: int = 0) -> str:
+    """The kernels that ``apply`` would run for such arguments, with their shapes and the bytes of
+    workspace that they use, as one line of text. Launches nothing.
+
+    With ``MORTAR_LOG=launch`` in the environment every call on CUDA writes its own to stderr.
+    """
+    if not isinstance(weights, Weights):
+        got = "None" if weights is None else type(weights).__name__
+        raise TypeError(f"lora_launch_plan: weights must be a mortar.lora.Weights, got {got}")
+    return str(lib.lora_launch_plan(x, y, offset, weights.handle))
 
 
 def shrink(

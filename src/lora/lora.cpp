@@ -193,6 +193,19 @@ std::int64_t lora_apply_workspace(const Tensor& x, const LoraWeights& weights) {
   return backend(arg, x.device).apply_workspace(workspace_query(x, weights));
 }
 
+std::string lora_launch_plan(const Tensor& x, const LoraWeights& weights, const Tensor& y,
+                             std::int64_t offset) {
+  const ArgCheck arg("lora_launch_plan");
+  lora::ApplyProblem p;
+  p.x = lora::check_x(arg, x);
+  p.num_tokens = x.shape[0];
+  p.weights = lora::check_weights(arg, weights, Needs::kBoth, x.device);
+  check_hidden(arg, x, weights);
+  p.y = lora::check_y(arg, y, weights, offset, p.num_tokens, x.device);
+  p.offset = offset;
+  return backend(arg, x.device).describe_apply(p);
+}
+
 LoraTraffic lora_traffic(std::int64_t hidden, std::span<const std::int64_t> widths,
                          std::span<const int> ranks, std::span<const std::int64_t> tokens,
                          DType activation, DType weight, bool add_inputs) {

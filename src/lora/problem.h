@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "core/int_math.h"
 #include "lora/plan_layout.h"
@@ -180,6 +181,8 @@ struct Backend {
   void (*apply)(const ApplyProblem& p, Stream stream);
   std::int64_t (*shrink_workspace)(const WorkspaceQuery& q);
   std::int64_t (*apply_workspace)(const WorkspaceQuery& q);
+  /// The kernels that apply() would run, as text.
+  std::string (*describe_apply)(const ApplyProblem& p);
 };
 
 namespace cpu {

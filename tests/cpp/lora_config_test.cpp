@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launch choices of the CUDA backend: bounds that a grid must keep, on the host alone.
-#include "lora/config.h"
+#include "lora/launch_plan.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <iterator>
 #include <limits>
 #include <random>
-#include <utility>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "lora/cuda/params.cuh"
@@ -94,57 +97,112 @@ TEST(LoraConfig, RunsOfTilesHoldAllTokens) {
 }
 
 LoraShape shape(std::int64_t tokens, std::int64_t adapters, int rank, std::int64_t hidden,
-                std::vector<std::int64_t> widths) {
-  LoraShape s{tokens, hidden, adapters, 0, 0, static_cast<int>(widths.size()), rank, true};
-  for (const std::int64_t width : widths) {
-    s.sum_widths += width;
-    s.max_width = std::max(s.max_width, width);
-  }
+                const std::vector<std::int64_t>& widths) {
+  LoraShape s;
+  s.num_tokens = tokens;
+  s.num_adapters = adapters;
+  s.hidden = hidden;
+  std::copy(widths.begin(), widths.end(), s.widths.begin());
+  s.num_slices = static_cast<int>(widths.size());
+  s.max_rank = s.h_columns = rank;
   return s;
 }
 
-TEST(LoraConfig, TilesSuitTheTokensOfAnAdapter) {
-  const std::vector<std::int64_t> qkv = {4096, 1024, 1024}, down = {4096};
-  EXPECT_EQ(tile_tokens(shape(32, 1, 512, 4096, qkv)), 16);
-  EXPECT_EQ(tile_tokens(shape(256, 64, 128, 4096, qkv)), 16);
-  EXPECT_EQ(tile_tokens(shape(200, 1, 128, 4096, qkv)), 64);  // weights read 13 times otherwise
-  EXPECT_EQ(tile_tokens(shape(512, 256, 64, 4096, qkv)), 16);
-  EXPECT_EQ(tile_tokens(shape(512, 16, 16, 4096, qkv)), 64);
-  EXPECT_EQ(tile_tokens(shape(1024, 64, 64, 4096, qkv)), 16);
-  EXPECT_EQ(tile_tokens(shape(1024, 64, 64, 14336, down)), 64);  // its slabs do not fit
-  EXPECT_EQ(tile_tokens(shape(65536, 4096, 16, 4096, qkv)), 64);
-  LoraShape parts = shape(512, 21, 16, 4096, qkv);
-  EXPECT_EQ(tile_tokens(parts), 16);
-  parts.one_type = false;
-  EXPECT_EQ(tile_tokens(parts), 64);
+/// An H200, an A100, an L40S, and a device of one SM with little shared memory.
+const Machine kMachines[] = {
+    {}, {108, 80, 166'912, 167'936}, {142, 89, 101'376, 102'400}, {1, 80, 101'376, 102'400}};
+
+LoraShape random_shape(std::mt19937& random) {
+  const auto log_uniform = [&](double most) {
+    return static_cast<std::int64_t>(
+        std::exp(std::uniform_real_distribution<double>(0, std::log(most + 0.9))(random)));
+  };
+  std::vector<std::int64_t> widths(1 + random() % 3);
+  for (std::int64_t& width : widths) width = 8 * log_uniform(4000);
+  LoraShape s = shape(log_uniform(1 << 20), log_uniform(4096), static_cast<int>(log_uniform(512)),
+                      8 * log_uniform(2000), widths);
+  s.op = static_cast<Op>(random() % 3);
+  s.one_type = random() % 4 != 0;
+  s.aligned_x = random() % 4 != 0;
+  s.aligned_y = random() % 4 != 0;
+  return s;
 }
 
-TEST(LoraConfig, FullTilesOfHighRankHaveTheirSlabsAddedOnce) {
-  const std::vector<std::int64_t> qkv = {4096, 1024, 1024};
-  EXPECT_TRUE(choose_shrink(shape(16, 1, 64, 4096, qkv)).finish);
-  EXPECT_FALSE(choose_shrink(shape(16, 1, 32, 4096, qkv)).finish);
-  EXPECT_FALSE(choose_shrink(shape(16, 16, 64, 4096, qkv)).finish);  // tiles of a token each
+TEST(LoraConfig, PlansKeepToTheirLimits) {
+  std::mt19937 random(7);
+  for (int i = 0; i < 20'000; ++i) {
+    const LoraShape s = random_shape(random);
+    const LaunchPlan plan = choose(s, kMachines[i % 4]);
+    SCOPED_TRACE(describe(plan));
+    EXPECT_EQ(plan.shape, s);
+    EXPECT_EQ(plan, choose(s, kMachines[i % 4]));
+    EXPECT_EQ(plan.workspace_bytes, workspace_of(plan));
+    if (s.op != Op::kExpand) {
+      EXPECT_LE(plan.workspace_bytes, most_workspace(s));
+    }
+    const ShrinkPlan& shrink = plan.shrink;
+    const ExpandPlan& expand = plan.expand;
+    EXPECT_EQ(s.op != Op::kExpand && !s.one_type, shrink.kernel == ShrinkKernel::kParts);
+    EXPECT_EQ(s.op != Op::kShrink && !s.one_type, expand.kernel == ExpandKernel::kParts);
+    if (!s.aligned_x && s.one_type) {
+      EXPECT_EQ(shrink.kernel, ShrinkKernel::kMma);
+    }
+    if (kMachines[i % 4].arch != 90) {
+      EXPECT_NE(shrink.kernel, ShrinkKernel::kWgmma);
+    }
+    if (s.op != Op::kApply) {
+      EXPECT_NE(shrink.partials, Partials::kExpand);
+    }
+    if (shrink.partials == Partials::kExpand) {
+      EXPECT_EQ(expand.tile_tokens, 16);
+    }
+    if (shrink.split()) {
+      EXPECT_TRUE(partials_fit(s));
+    }
+  }
 }
 
-/// CTAs per SM that give_room sets, shrink's first.
-std::pair<int, int> room(const LoraShape& s) {
-  ShrinkConfig shrink = choose_shrink(s);
-  ExpandConfig expand = choose_expand(s);
-  give_room(s, shrink, expand);
-  return {shrink.per_sm, expand.per_sm};
+TEST(LoraConfig, CandidatesFitTheirProblem) {
+  std::mt19937 random(11);
+  for (int i = 0; i < 2000; ++i) {
+    const LoraShape s = random_shape(random);
+    const std::vector<LaunchPlan> all = candidates(s, kMachines[i % 4]);
+    EXPECT_EQ(all.front(), choose(s, kMachines[i % 4]));
+    for (const LaunchPlan& plan : all) {
+      EXPECT_EQ(plan.shape, s);
+      EXPECT_EQ(plan.workspace_bytes, workspace_of(plan));
+      if (s.op != Op::kExpand) {
+        EXPECT_LE(plan.workspace_bytes, most_workspace(s));
+      }
+    }
+  }
 }
 
-TEST(LoraConfig, OnlyBatchesThatFitTheChipAtOnceHaveRoom) {
-  const std::vector<std::int64_t> qkv = {4096, 1024, 1024}, gate_up = {14336, 14336}, down = {4096};
-  EXPECT_EQ(room(shape(32, 1, 16, 4096, qkv)), std::pair(1, 0));
-  EXPECT_EQ(room(shape(32, 1, 16, 4096, gate_up)), std::pair(1, 0));
-  EXPECT_EQ(room(shape(32, 1, 16, 14336, down)), std::pair(1, 1));
-  EXPECT_EQ(room(shape(1, 1, 16, 4096, qkv)), std::pair(1, 1));
-  EXPECT_EQ(room(shape(4, 4, 16, 4096, qkv)), std::pair(0, 0));
-  EXPECT_EQ(room(shape(32, 32, 16, 4096, qkv)), std::pair(0, 0));
-  EXPECT_EQ(room(shape(1024, 8, 16, 4096, qkv)), std::pair(0, 0));
-  // Above rank 128 a kernel of its own adds the slabs.
-  EXPECT_EQ(room(shape(1, 1, 256, 4096, down)), std::pair(0, 0));
+/// Every row of a table of shapes is the best for some problem.
+TEST(LoraConfig, EveryShapeIsChosenSomewhere) {
+  std::mt19937 random(13);
+  std::set<int> wgmma, mma;
+  for (int i = 0; i < 60'000; ++i) {
+    const LaunchPlan plan = choose(random_shape(random), kMachines[i % 4]);
+    if (plan.shape.op != Op::kExpand && plan.shrink.kernel == ShrinkKernel::kWgmma) {
+      wgmma.insert(plan.shrink.shape);
+    }
+    if (plan.shape.op != Op::kExpand && plan.shrink.kernel == ShrinkKernel::kMma) {
+      mma.insert(plan.shrink.shape);
+    }
+  }
+  EXPECT_EQ(wgmma.size(), std::size(kWgmmaShapes)) << ::testing::PrintToString(wgmma);
+  EXPECT_EQ(mma.size(), std::size(kMmaShapes)) << ::testing::PrintToString(mma);
+}
+
+TEST(LoraConfig, APlanSaysWhichKernelsRun) {
+  EXPECT_EQ(describe(choose(shape(8192, 16, 64, 4096, {4096, 1024, 1024}), {})).find("lora_apply"),
+            0u);
+  const std::string decode = describe(choose(shape(1, 1, 16, 4096, {4096}), {}));
+  EXPECT_NE(decode.find("1 tokens, 1 adapters, K 4096, N 4096, rank 16"), std::string::npos);
+  EXPECT_NE(decode.find("shrink: decode"), std::string::npos) << decode;
+  EXPECT_NE(decode.find("expand: decode"), std::string::npos) << decode;
+  EXPECT_NE(decode.find("workspace"), std::string::npos) << decode;
 }
 
 #if MORTAR_HAS_CUDA

@@ -113,6 +113,18 @@ def test_threads_that_share_a_plan_do_not_share_memory(device):
     assert len({memory.data_ptr() for memory in kept(plan)}) == 4
 
 
+def test_the_launch_plan_as_text(device):
+    t = make(SMALL, device)
+    text = lora.launch_plan(t.y, t.x, t.table())
+    assert text.startswith("lora_apply of 40 tokens")
+    if "cuda" in str(device):
+        assert "; shrink: " in text and "; expand: " in text and "workspace" in text
+    with pytest.raises(TypeError, match="weights must be a mortar.lora.Weights, got None"):
+        lora.launch_plan(t.y, t.x, None)
+    with pytest.raises(ValueError, match="lora_launch_plan: "):
+        lora.launch_plan(t.y[:-1], t.x, t.table())
+
+
 def test_wide_ids(device):
     """int64, which torch.tensor([0, 1]) gives: the plan and the zeroed rows of int32."""
     t = make(SMALL, device)

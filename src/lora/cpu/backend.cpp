@@ -2,6 +2,7 @@
 // The ops of the CPU backend, made of the two passes.
 #include <algorithm>
 
+#include "core/check.h"
 #include "core/int_math.h"
 #include "lora/cpu/config.h"
 #include "lora/cpu/passes.h"
@@ -93,9 +94,14 @@ std::int64_t apply_workspace(const WorkspaceQuery& q) {
   return rows * hidden_width(q.num_slices, q.max_rank) * static_cast<std::int64_t>(sizeof(float));
 }
 
+std::string describe_apply(const ApplyProblem& p) {
+  return concat("lora_apply of ", p.num_tokens, " tokens on the CPU: kernels for ",
+                kernels().level);
+}
+
 }  // namespace
 
-const Backend kBackend = {plan,  read_plan_header, shrink,         expand,
-                          apply, shrink_workspace, apply_workspace};
+const Backend kBackend = {plan,  read_plan_header, shrink,          expand,
+                          apply, shrink_workspace, apply_workspace, describe_apply};
 
 }  // namespace mortar::lora::cpu

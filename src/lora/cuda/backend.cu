@@ -2,27 +2,75 @@
 // The CUDA backend: which passes an op runs and where h lies between them.
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
 
 #include "device/launch.cuh"
 #include "lora/cuda/backend.cuh"
+#include "lora/launch_plan.h"
 
 namespace mortar::lora::cuda {
 
 namespace {
 
 bool is_half(DType d) { return d == DType::kFloat16 || d == DType::kBFloat16; }
+bool is_aligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; }
 
-LoraShape shape_of(std::int64_t num_tokens, const WeightsView& w, bool one_type) {
-  LoraShape s{num_tokens, w.hidden, w.num_adapters, 0, 0, w.num_slices, w.max_rank, one_type};
-  for (int i = 0; i < w.num_slices; ++i) {
-    s.sum_widths += w.widths[i];
-    s.max_width = std::max(s.max_width, w.widths[i]);
-  }
-  return s;
+Machine machine() {
+  const device::DeviceInfo& d = device::current_device();
+  return {d.num_sms, d.arch, d.max_smem, d.sm_smem};
 }
 
-LoraShape shape_of(const WorkspaceQuery& q, bool one_type) {
-  return {q.num_tokens, q.hidden, q.num_adapters, 0, 0, q.num_slices, q.max_rank, one_type};
+/// Whether every row of x and A starts at a multiple of 16 bytes and has no odd end. (The pointers
+/// of a table are 16-byte aligned by contract.)
+bool allows_vectors(const RowsView& x, const WeightsView& w) {
+  bool ok = w.hidden % 8 == 0 && is_aligned(x.data) && x.row_stride % 8 == 0;
+  for (int i = 0; i < w.num_slices && w.table == nullptr; ++i) {
+    const StackedSlice& slice = w.slices[i];
+    ok =
+        ok && is_aligned(slice.a) && slice.a_row_stride % 8 == 0 && slice.a_adapter_stride % 8 == 0;
+  }
+  return ok;
+}
+
+bool allows_vectors(const RowsView& y, const WeightsView& w, std::int64_t offset) {
+  bool ok = is_aligned(y.data) && y.row_stride % 8 == 0 && offset % 8 == 0;
+  for (int i = 0; i < w.num_slices; ++i) ok = ok && w.widths[i] % 8 == 0;
+  return ok;
+}
+
+LoraShape shape_of(Op op, std::int64_t num_tokens, const WeightsView& w) {
+  LoraShape s;
+  s.op = op;
+  s.num_tokens = num_tokens;
+  s.hidden = w.hidden;
+  s.num_adapters = w.num_adapters;
+  std::copy_n(w.widths, w.num_slices, s.widths.begin());
+  s.num_slices = w.num_slices;
+  s.max_rank = s.h_columns = w.max_rank;
+  s.one_type = is_half(w.dtype);
+  return s;
+}
+LoraShape shape_of(const ShrinkProblem& p) {
+  LoraShape s = shape_of(Op::kShrink, p.num_tokens, p.weights);
+  s.h_columns = static_cast<int>(p.h.width);
+  s.one_type = s.one_type && p.x.dtype == p.weights.dtype;
+  s.aligned_x = allows_vectors(p.x, p.weights);
+  return s;
+}
+LoraShape shape_of(const ExpandProblem& p) {
+  LoraShape s = shape_of(Op::kExpand, p.num_tokens, p.weights);
+  s.one_type = s.one_type && p.y.dtype == p.weights.dtype;
+  s.aligned_y = allows_vectors(p.y, p.weights, p.offset);
+  return s;
+}
+LoraShape shape_of(const ApplyProblem& p) {
+  LoraShape s = shape_of(Op::kApply, p.num_tokens, p.weights);
+  s.one_type = s.one_type && p.x.dtype == p.weights.dtype && p.y.dtype == p.weights.dtype;
+  s.aligned_x = allows_vectors(p.x, p.weights);
+  s.aligned_y = allows_vectors(p.y, p.weights, p.offset);
+  return s;
 }
 
 TileRange tiles_of(const LoraShape& s, int tile_tokens) {
@@ -47,8 +95,6 @@ HView caller_h(const RowsView& rows) {
   return h;
 }
 
-bool is_aligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; }
-
 /// h in the workspace, rows first, then slices, then ranks.
 HView internal_h(const LoraShape& s, void* data, DType dtype, std::int64_t rows) {
   HView h;
@@ -63,56 +109,49 @@ HView internal_h(const LoraShape& s, void* data, DType dtype, std::int64_t rows)
   return h;
 }
 
-HView slabs(const LoraShape& s, void* workspace) {
+HView partials(const LoraShape& s, void* workspace) {
   HView h = internal_h(s, workspace, DType::kFloat32, s.num_tokens);
   h.num_slabs = static_cast<int>(num_leaves(s.hidden));
   h.raw = true;
   return h;
 }
 
-/// Whether every row of x and A starts at a multiple of 16 bytes and has no odd end. (The pointers
-/// of a table are 16-byte aligned by contract.)
-bool allows_vectors(const RowsView& x, const WeightsView& w) {
-  bool ok = w.hidden % 8 == 0 && is_aligned(x.data) && x.row_stride % 8 == 0;
-  for (int i = 0; i < w.num_slices && w.table == nullptr; ++i) {
-    const StackedSlice& slice = w.slices[i];
-    ok =
-        ok && is_aligned(slice.a) && slice.a_row_stride % 8 == 0 && slice.a_adapter_stride % 8 == 0;
+void run_shrink(ShrinkParams p, const LaunchPlan& plan, Stream stream) {
+  const ShrinkPlan& c = plan.shrink;
+  p.tiles = tiles_of(plan.shape, c.tile_tokens);
+  p.vector = plan.shape.aligned_x;
+  switch (c.kernel) {
+    case ShrinkKernel::kDecode:
+      return shrink_decode(p, c, stream);
+    case ShrinkKernel::kWgmma:
+      return shrink_wgmma(p, c, stream);
+    case ShrinkKernel::kMma:
+      return shrink_mma(p, c, stream);
+    case ShrinkKernel::kParts:
+      return shrink_parts(p, c, stream);
   }
-  return ok;
 }
 
-bool allows_vectors(const RowsView& y, const WeightsView& w, std::int64_t offset) {
-  bool ok = is_aligned(y.data) && y.row_stride % 8 == 0 && offset % 8 == 0;
-  for (int i = 0; i < w.num_slices; ++i) ok = ok && w.widths[i] % 8 == 0;
-  return ok;
-}
-
-void run_shrink(ShrinkParams p, const LoraShape& s, const ShrinkConfig& c, Stream stream) {
-  p.vector = allows_vectors(p.x, p.weights);
-  if (!s.one_type) return shrink_parts(p, c, stream);
-  if (p.vector && c.tile_tokens == 16 && p.h.raw) return shrink_decode(p, c, stream);
-  const bool wgmma = p.vector && c.tile_tokens == 64 && device::current_device().arch == 90;
-  (wgmma ? shrink_wgmma : shrink_mma)(p, c, stream);
-}
-
-void run_expand(ExpandParams p, const LoraShape& s, ExpandConfig c, Stream stream) {
-  p.vector_y = allows_vectors(p.y, p.weights, p.offset);
-  if (c.kernel == ExpandKernel::kPrefill && !expand_prefill_fits(p)) c = choose_expand(s, false);
+void run_expand(ExpandParams p, const LaunchPlan& plan, Stream stream) {
+  const ExpandPlan& c = plan.expand;
+  p.tiles = tiles_of(plan.shape, c.tile_tokens);
+  p.vector_y = plan.shape.aligned_y;
   p.cols = c.cols;
   p.block_cols = c.block_cols;
+  p.stages = c.stages;
   p.per_sm = c.per_sm;
-  for (int i = 0; i < s.num_slices; ++i) {
+  p.log_run = c.log_run;
+  for (int i = 0; i < plan.shape.num_slices; ++i) {
     p.block_start[i + 1] =
-        p.block_start[i] + static_cast<int>(ceil_div<std::int64_t>(p.weights.widths[i], c.cols));
+        p.block_start[i] + static_cast<int>(ceil_div<std::int64_t>(plan.shape.widths[i], c.cols));
   }
   switch (c.kernel) {
-    case ExpandKernel::kParts:
-      return expand_parts(p, stream);
     case ExpandKernel::kDecode:
       return expand_decode(p, stream);
     case ExpandKernel::kPrefill:
       return expand_prefill(p, stream);
+    case ExpandKernel::kParts:
+      return expand_parts(p, stream);
   }
 }
 
@@ -128,65 +167,72 @@ bool reads_early(const GroupsView& groups, Stream stream) {
   return status == cudaStreamCaptureStatusActive;
 }
 
+thread_local const LaunchPlan* injected = nullptr;
+
+/// The plan of a call: the injected one, or what choose() says. MORTAR_LOG=launch prints it.
+LaunchPlan plan_of(const LoraShape& s) {
+  static const bool logs = [] {
+    const char* log = std::getenv("MORTAR_LOG");
+    return log != nullptr && std::string_view(log) == "launch";
+  }();
+  if (injected != nullptr) {
+    check(injected->shape == s,
+          "lora: the injected launch plan is for another problem: ", describe(*injected));
+  }
+  const LaunchPlan plan = injected != nullptr ? *injected : choose(s, machine());
+  if (logs) std::fprintf(stderr, "mortar: %s\n", describe(plan).c_str());
+  return plan;
+}
+
 void shrink(const ShrinkProblem& problem, Stream stream) {
-  const bool one_type = problem.x.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
-  const LoraShape s = shape_of(problem.num_tokens, problem.weights, one_type);
-  const ShrinkConfig c = choose_shrink(s);
+  const LaunchPlan plan = plan_of(shape_of(problem));
   ShrinkParams p;
   p.x = problem.x;
   p.weights = problem.weights;
   p.groups = problem.groups;
-  p.tiles = tiles_of(s, c.tile_tokens);
   p.scale = problem.scale;
   p.pad = true;
   p.zero_rows = problem.zero_rows;
   p.h = caller_h(problem.h);
   p.early = reads_early(problem.groups, stream);
-  if (!c.split) return run_shrink(p, s, c, stream);
+  if (!plan.shrink.split()) return run_shrink(p, plan, stream);
 
   ShrinkParams partial = p;
-  partial.h = slabs(s, problem.workspace);
+  partial.h = partials(plan.shape, problem.workspace);
   // A caller's index table may be longer than the batch: only tokens are sure to lie inside it.
   partial.h.by_position = problem.groups.plan != nullptr;
   partial.pad = false;
   partial.zero_rows = {};
-  run_shrink(partial, s, c, stream);
+  run_shrink(partial, plan, stream);
   p.early = true;  // a shrink that does not read early waits before it lets this kernel start
+  p.tiles = tiles_of(plan.shape, plan.shrink.tile_tokens);
   shrink_finish(p, partial.h, stream);
 }
 
 void expand(const ExpandProblem& problem, Stream stream) {
-  const bool one_type = problem.y.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
-  const LoraShape s = shape_of(problem.num_tokens, problem.weights, one_type);
-  const ExpandConfig c = choose_expand(s);
+  const LaunchPlan plan = plan_of(shape_of(problem));
   ExpandParams p;
   p.y = problem.y;
   p.h = caller_h(problem.h);
-  p.h.width = std::min(p.h.width, static_cast<int>(h_width(s)));
+  p.h.width = std::min(p.h.width, static_cast<int>(h_width(plan.shape)));
   p.h.vector = p.h.dtype == p.y.dtype && is_half(p.h.dtype) && is_aligned(p.h.data) &&
                p.h.row_stride % 8 == 0 && p.h.slice_stride % 8 == 0;
   p.weights = problem.weights;
   p.groups = problem.groups;
-  p.tiles = tiles_of(s, tile_tokens(s));
   p.offset = problem.offset;
   p.add_inputs = problem.add_inputs;
   p.early = reads_early(problem.groups, stream);
-  run_expand(p, s, c, stream);
+  run_expand(p, plan, stream);
 }
 
 void apply(const ApplyProblem& problem, Stream stream) {
-  const bool one_type = problem.x.dtype == problem.weights.dtype &&
-                        problem.y.dtype == problem.weights.dtype && is_half(problem.weights.dtype);
-  const LoraShape s = shape_of(problem.num_tokens, problem.weights, one_type);
-  ShrinkConfig c = choose_shrink(s);
-  ExpandConfig e = choose_expand(s);
-  give_room(s, c, e);
-  const DType h_dtype = one_type ? problem.weights.dtype : DType::kFloat32;
+  const LaunchPlan plan = plan_of(shape_of(problem));
+  const LoraShape& s = plan.shape;
+  const DType h_dtype = s.one_type ? problem.weights.dtype : DType::kFloat32;
   ShrinkParams shrink;
   shrink.x = problem.x;
   shrink.weights = problem.weights;
   shrink.groups = problem.groups;
-  shrink.tiles = tiles_of(s, c.tile_tokens);
   shrink.scale = problem.scale;
   ExpandParams expand;
   expand.y = problem.y;
@@ -196,42 +242,46 @@ void apply(const ApplyProblem& problem, Stream stream) {
   expand.scale = problem.scale;
   expand.add_inputs = problem.add_inputs;
   shrink.early = expand.early = reads_early(problem.groups, stream);
-  expand.tiles = shrink.tiles;
 
-  if (c.split) {
-    shrink.h = slabs(s, problem.workspace);
-    run_shrink(shrink, s, c, stream);
-    expand.h = shrink.h;
-    if (c.finish) {
-      auto* finished = static_cast<char*>(problem.workspace) + slab_bytes(s);
-      ShrinkParams whole = shrink;
-      whole.h = internal_h(s, finished, h_dtype, s.num_tokens);
-      shrink_finish(whole, shrink.h, stream);
-      expand.h = whole.h;
-    }
-    return run_expand(expand, s, e, stream);
+  const std::int64_t before = plan.shrink.split() ? partial_bytes(s) : 0;
+  expand.h = internal_h(s, static_cast<char*>(problem.workspace) + before, h_dtype, s.num_tokens);
+  shrink.h = plan.shrink.split() ? partials(s, problem.workspace) : expand.h;
+  run_shrink(shrink, plan, stream);
+  if (plan.shrink.partials == Partials::kExpand) expand.h = shrink.h;
+  if (plan.shrink.partials == Partials::kFinish) {
+    ShrinkParams whole = shrink;
+    whole.tiles = tiles_of(s, plan.shrink.tile_tokens);
+    whole.h = expand.h;
+    shrink_finish(whole, shrink.h, stream);
   }
-
-  shrink.h = internal_h(s, problem.workspace, h_dtype, s.num_tokens);
-  run_shrink(shrink, s, c, stream);
-  expand.h = shrink.h;
-  run_expand(expand, s, e, stream);
+  run_expand(expand, plan, stream);
 }
 
 /// The query does not know y's dtype, on which the choice of kernels depends: room for either.
-template <class Bytes>
-std::int64_t either_path(const WorkspaceQuery& q, Bytes bytes) {
-  const std::int64_t mixed = bytes(shape_of(q, false));
-  const bool one_type = q.activation == q.weight && is_half(q.weight);
-  return one_type ? std::max(mixed, bytes(shape_of(q, true))) : mixed;
+std::int64_t workspace(const WorkspaceQuery& q, Op op) {
+  LoraShape s;
+  s.op = op;
+  s.num_tokens = q.num_tokens;
+  s.hidden = q.hidden;
+  s.num_adapters = q.num_adapters;
+  s.num_slices = q.num_slices;
+  s.max_rank = q.max_rank;
+  s.one_type = false;
+  const std::int64_t mixed = most_workspace(s);
+  s.one_type = q.activation == q.weight && is_half(q.weight);
+  return std::max(mixed, most_workspace(s));
 }
+std::int64_t shrink_workspace(const WorkspaceQuery& q) { return workspace(q, Op::kShrink); }
+std::int64_t apply_workspace(const WorkspaceQuery& q) { return workspace(q, Op::kApply); }
 
-std::int64_t shrink_workspace(const WorkspaceQuery& q) { return either_path(q, most_shrink_bytes); }
-std::int64_t apply_workspace(const WorkspaceQuery& q) { return either_path(q, most_apply_bytes); }
+std::string describe_apply(const ApplyProblem& p) { return describe(plan_of(shape_of(p))); }
 
 }  // namespace
 
-const Backend kBackend = {plan,  read_plan_header, shrink,         expand,
-                          apply, shrink_workspace, apply_workspace};
+InjectedPlan::InjectedPlan(const LaunchPlan& plan) { injected = &plan; }
+InjectedPlan::~InjectedPlan() { injected = nullptr; }
+
+const Backend kBackend = {plan,  read_plan_header, shrink,          expand,
+                          apply, shrink_workspace, apply_workspace, describe_apply};
 
 }  // namespace mortar::lora::cuda

@@ -8,28 +8,40 @@
 #include "lora/cuda/params.cuh"
 #include "mortar/stream.h"
 
+namespace mortar::lora {
+struct LaunchPlan;
+}
+
 namespace mortar::lora::cuda {
+
+/// While it lives, calls of this thread run the kernels of `plan`, which must outlive it, and
+/// refuse problems that it was not made for. For tests and benchmarks.
+class InjectedPlan {
+ public:
+  explicit InjectedPlan(const LaunchPlan& plan);
+  ~InjectedPlan();
+  InjectedPlan(const InjectedPlan&) = delete;
+  InjectedPlan& operator=(const InjectedPlan&) = delete;
+};
 
 void plan(const IdsView& token_adapter, std::int64_t num_tokens, std::int64_t num_adapters,
           std::int32_t* plan, Stream stream);
 void read_plan_header(const std::int32_t* plan, std::int32_t* header, Stream stream);
 
 /// Slabs of h = x A^T for tiles of 16 tokens, on tensor cores: x and A of one 16-bit type, aligned.
-void shrink_decode(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
+void shrink_decode(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
 /// h, whole or in slabs, for tiles of 64 tokens, on the tensor cores of sm_90a: aligned x and A.
-void shrink_wgmma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
+void shrink_wgmma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
 /// h, whole or in slabs, on the tensor cores of any architecture: all that the other two leave.
-void shrink_mma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
+void shrink_mma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
 /// The same for every pair of dtypes, on tensor cores that multiply parts of values.
-void shrink_parts(const ShrinkParams& p, const ShrinkConfig& c, Stream stream);
+void shrink_parts(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
 /// Adds the slabs of `from`, scales, and writes to.h.
 void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream);
 /// y (+)= h B^T on tensor cores: B and y of one 16-bit type.
 void expand_decode(const ExpandParams& p, Stream stream);
 /// The same for tiles of 64 tokens, h not in slabs and ranks up to kExpandPrefillMaxRank.
 void expand_prefill(const ExpandParams& p, Stream stream);
-/// Whether the current device has the shared memory that it takes.
-bool expand_prefill_fits(const ExpandParams& p);
 /// The same for every pair of dtypes, on tensor cores that multiply parts of values.
 void expand_parts(const ExpandParams& p, Stream stream);
 

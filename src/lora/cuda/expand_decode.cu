@@ -254,8 +254,9 @@ __global__ void __launch_bounds__(kThreads, 3)
 template <class T, bool kVectorY, bool kPlan, int kLogPieces>
 void launch_ranks(ExpandParams p, Stream stream) {
   using Tr = Traits<T, kVectorY, kPlan, kLogPieces>;
-  check(p.block_cols % 32 == 0 && p.block_cols <= Tr::kGroups * kThreads,
-        "lora_expand: no kernel for blocks of ", p.block_cols, " columns");
+  check(p.block_cols % 32 == 0 && p.block_cols <= Tr::kGroups * kThreads && p.stages >= 2 &&
+            p.stages <= Tr::kStages,
+        "lora_expand: no decode kernel for ", p.stages, " stages of ", p.block_cols, " columns");
   device::Launch l;
   const TileRowGrid rows = tile_row_grid(p.tiles.num, p.tiles.tile_tokens);
   l.grid = dim3(static_cast<unsigned>(p.block_start[p.weights.num_slices]), rows.y, rows.z);
@@ -264,9 +265,7 @@ void launch_ranks(ExpandParams p, Stream stream) {
     const int blocks = std::min(stages, ceil_div(p.cols, p.block_cols));
     return static_cast<std::size_t>(kTokens + blocks * p.block_cols) * Tr::Ranks::kPitch * 2;
   };
-  const bool all = device::fits<expand_decode_kernel<Tr>>("lora_expand", smem(Tr::kStages));
-  p.stages = Tr::kLargest && !all ? 2 : Tr::kStages;
-  l.smem = smem(p.stages);
+  l.smem = smem(Tr::kLargest ? p.stages : Tr::kStages);
   l.per_sm = p.per_sm;
   l.stream = stream;
   l.pdl = true;
@@ -282,7 +281,6 @@ void launch_plan(ExpandParams p, Stream stream) {
     if (p.h.width <= 32) return launch_ranks<T, kVectorY, kPlan, 2>(p, stream);
     if (p.h.width <= 64) return launch_ranks<T, kVectorY, kPlan, 3>(p, stream);
   }
-  p.block_cols = 32;
   if (p.h.width <= 128) return launch_ranks<T, kVectorY, kPlan, 4>(p, stream);
   launch_ranks<T, kVectorY, kPlan, 6>(p, stream);
 }

@@ -257,42 +257,28 @@ __global__ void __launch_bounds__(kThreads, 2)
 // ---- host ---------------------------------------------------------------------------------------
 
 template <class T, bool kVectorY, bool kPlan, bool kOwnH, int kLogPieces>
-void launch_ranks(ExpandParams p, Stream stream) {
+void launch_ranks(const ExpandParams& p, Stream stream) {
   using Tr = Traits<T, kVectorY, kPlan, kOwnH, kLogPieces>;
   device::Launch l;
   l.threads = kThreads;
   l.smem = Tr::kSmem;
-  const int ctas_per_sm = 2 * (l.smem + sizeof(StepSlot) * Tr::kSlots + 3072) <= 228 * 1024 ? 2 : 1;
-  const int num_ctas = device::current_device().num_sms * ctas_per_sm;
+  check(p.cols == kCols && p.tiles.tile_tokens == kTokens && p.log_run >= Tr::kLeastLogRun,
+        "lora_expand: no prefill kernel for ", p.cols, " columns and runs of 2^", p.log_run);
+  const int num_ctas = device::current_device().num_sms * p.per_sm;
   const std::int64_t steps = std::int64_t{p.tiles.num} * p.block_start[p.weights.num_slices];
-  // Long runs reuse B, the more so the higher its rank; short ones spread evenly. With two slots B
-  // must last for two steps.
-  const std::int64_t least_runs = Tr::kBSlots < Tr::kStages ? 10 : 24;
-  p.log_run = Tr::kBSlots < Tr::kStages ? 1 : 0;
-  while (p.log_run < 3 && steps > (least_runs * num_ctas << p.log_run)) ++p.log_run;
   l.grid = dim3(static_cast<unsigned>(std::min<std::int64_t>(steps, num_ctas)));
   l.stream = stream;
   l.pdl = true;
   device::launch<expand_prefill_kernel<Tr>>("lora_expand", l, p);
 }
 
-/// log2 of the 16-byte pieces of a row of h; unaligned y has one kernel for all
-/// ranks: it saves more megabytes than anyone's microseconds.
-int log_pieces(const ExpandParams& p) {
-  return !p.vector_y || p.h.width > 64 ? 4 : p.h.width > 32 ? 3 : p.h.width > 16 ? 2 : 1;
-}
-
 template <class T, bool kVectorY, bool kPlan, bool kOwnH>
 void launch_h(const ExpandParams& p, Stream stream) {
+  // Unaligned y has one kernel for all ranks: it saves more megabytes than anyone's microseconds.
   if constexpr (kVectorY) {
-    switch (log_pieces(p)) {
-      case 1:
-        return launch_ranks<T, kVectorY, kPlan, kOwnH, 1>(p, stream);
-      case 2:
-        return launch_ranks<T, kVectorY, kPlan, kOwnH, 2>(p, stream);
-      case 3:
-        return launch_ranks<T, kVectorY, kPlan, kOwnH, 3>(p, stream);
-    }
+    if (p.h.width <= 16) return launch_ranks<T, kVectorY, kPlan, kOwnH, 1>(p, stream);
+    if (p.h.width <= 32) return launch_ranks<T, kVectorY, kPlan, kOwnH, 2>(p, stream);
+    if (p.h.width <= 64) return launch_ranks<T, kVectorY, kPlan, kOwnH, 3>(p, stream);
   }
   launch_ranks<T, kVectorY, kPlan, kOwnH, 4>(p, stream);
 }
@@ -312,23 +298,6 @@ void launch_typed(const ExpandParams& p, Stream stream) {
 }
 
 }  // namespace
-
-bool expand_prefill_fits(const ExpandParams& p) {
-  const auto fits = [](auto log) {
-    // Of all variants of a rank those by segments take most static shared memory.
-    using Tr = Traits<__half, true, false, false, decltype(log)::value>;
-    return device::fits<expand_prefill_kernel<Tr>>("lora_expand", Tr::kSmem);
-  };
-  switch (log_pieces(p)) {
-    case 1:
-      return fits(std::integral_constant<int, 1>());
-    case 2:
-      return fits(std::integral_constant<int, 2>());
-    case 3:
-      return fits(std::integral_constant<int, 3>());
-  }
-  return fits(std::integral_constant<int, 4>());
-}
 
 void expand_prefill(const ExpandParams& p, Stream stream) {
   check(p.h.width <= kExpandPrefillMaxRank && !p.h.raw,

@@ -16,7 +16,7 @@ namespace mortar::lora::cuda::prefill_expand {
 constexpr int kWorkers = 256;            ///< threads that copy and compute
 constexpr int kThreads = kWorkers + 32;  ///< and one warp that looks ahead
 constexpr int kTokens = kStepTokens;     ///< of a tile
-constexpr int kCols = 128;               ///< of a block
+constexpr int kCols = kPrefillCols;      ///< of a block
 constexpr int kWarpsM = 4, kGroups = 2;
 constexpr int kYBytes = kTokens * kCols * 2;
 /// Segments whose table is copied to shared memory; more of them are looked up in global memory.
@@ -36,6 +36,7 @@ struct Traits {
   static constexpr int kStages = kLogPieces_ == 1 ? 4 : 3;
   /// Blocks of B. Fewer than stages: where B changes too often it is not copied ahead of time.
   static constexpr int kBSlots = kLogPieces_ == 1 ? 4 : 2;
+  static constexpr int kLeastLogRun = kBSlots < kStages ? 1 : 0;  ///< B must last for two steps
   static constexpr int kStageBytes = kYBytes + kTokens * Ranks::kPitch * 2;
   static constexpr int kBBytes = kCols * Ranks::kPitch * 2;
   static constexpr int kSmem = kStages * kStageBytes + kBSlots * kBBytes;

@@ -89,10 +89,14 @@ inline unsigned shrink_depth(const ShrinkParams& p) {
   return static_cast<unsigned>(p.tiles.num + zero_blocks);
 }
 
+/// Most rank rows of an adapter, with those that are only zeros in h.
+inline int rank_rows(const ShrinkParams& p) {
+  return p.weights.num_slices * (p.pad ? p.h.width : p.weights.max_rank);
+}
+
 /// Grid of a shrink kernel: rank rows, leaves of K, tiles.
-inline dim3 shrink_grid(const ShrinkParams& p, const ShrinkConfig& c) {
-  const int rows = p.weights.num_slices * (p.pad ? p.h.width : p.weights.max_rank);
-  return dim3(static_cast<unsigned>(ceil_div(rows, c.tile_rows)),
+inline dim3 shrink_grid(const ShrinkParams& p, const ShrinkPlan& c) {
+  return dim3(static_cast<unsigned>(ceil_div(rank_rows(p), c.rows)),
               static_cast<unsigned>(p.h.num_slabs), shrink_depth(p));
 }
 

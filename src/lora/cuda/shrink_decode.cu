@@ -26,12 +26,11 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kTokens = 16;      ///< of a tile
-constexpr int kK = 512;          ///< elements of K per CTA
+constexpr int kK = kDecodeK;     ///< elements of K per CTA
 constexpr int kPitch = kK + 8;   ///< elements; 1040 B rows make ldmatrix free of bank conflicts
 constexpr int kPieces = kK / 8;  ///< 16-byte pieces of a row
 constexpr int kRowStep = kThreads / kPieces;
 constexpr int kStages = 4;
-constexpr int kMaxRows = 256;  ///< rank rows of a CTA
 
 template <class T_, bool kPlan_, int kLeaves_>
 struct Traits {
@@ -50,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     shrink_decode_kernel(const __grid_constant__ ShrinkParams p) {
   using T = typename Tr::T;
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ RankRows<kMaxRows> rows;
+  __shared__ RankRows<kDecodeMaxRows> rows;
   T* x_tile = reinterpret_cast<T*>(smem);
   T* ring = x_tile + kTokens * kPitch;
 
@@ -171,14 +170,9 @@ __global__ void __launch_bounds__(kThreads, 4)
 // ---- host ---------------------------------------------------------------------------------------
 
 template <class Tr>
-void launch_traits(ShrinkParams p, const ShrinkConfig& c, Stream stream) {
+void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
   const int rows = p.weights.num_slices * p.weights.max_rank;
-  p.rows_per_cta = std::min(c.decode_rows, kMaxRows);
-  // A ring of 128 rows, which leaves of 512 elements have, is more than some devices hold.
-  constexpr int kWholeRing = (kTokens + kStages * Tr::kStageRows) * kPitch * 2;
-  if (!device::fits<shrink_decode_kernel<Tr>>("lora_shrink", kWholeRing)) {
-    p.rows_per_cta = std::min(p.rows_per_cta, 64);
-  }
+  p.rows_per_cta = c.rows;
   const int most = std::min(p.rows_per_cta, rows);
   // Fewer rows than a stage holds take no more memory than they need.
   const int ring_rows = std::min(kStages * Tr::kStageRows, round_up(most, 8));
@@ -196,7 +190,7 @@ void launch_traits(ShrinkParams p, const ShrinkConfig& c, Stream stream) {
 }
 
 template <class T, bool kPlan>
-void launch_leaves(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
+void launch_leaves(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   if (leaf_size(p.weights.hidden) == kK) {
     return launch_traits<Traits<T, kPlan, 1>>(p, c, stream);
   }
@@ -205,16 +199,16 @@ void launch_leaves(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) 
 }
 
 template <class T>
-void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
+void launch_typed(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   if (p.groups.plan != nullptr) return launch_leaves<T, true>(p, c, stream);
   launch_leaves<T, false>(p, c, stream);
 }
 
 }  // namespace
 
-void shrink_decode(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
-  check(p.vector && p.h.raw && !p.pad && p.h.dtype == DType::kFloat32,
-        "lora_shrink: no kernel for unaligned x or A that writes slabs");
+void shrink_decode(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
+  check(p.vector && p.h.raw && !p.pad && p.tiles.tile_tokens == kTokens && c.rows <= kDecodeMaxRows,
+        "lora_shrink: the decode kernel leaves partials of tiles of 16 tokens and of aligned rows");
   device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
     launch_typed<typename decltype(tag)::type>(p, c, stream);
   });

@@ -13,6 +13,7 @@
 // together, and all of K or (split) one leaf of it. Copies go through a ring of cp.async stages, so
 // that the bytes in flight do not depend on the compiler. Tokens are the A operand, weights the B
 // operand of the MMA. The summation tree (leaf_size in problem.h) does not depend on the split.
+#include <iterator>
 #include <type_traits>
 
 #include "device/convert.cuh"
@@ -29,13 +30,13 @@ namespace {
 constexpr int kTileK = 128;
 constexpr int kPitch = kTileK + 8;  ///< elements; 272 B rows make ldmatrix free of bank conflicts
 
-template <class T_, int kWarpsM_, int kWarpsN_, int kFragsN_, int kStages_, bool kVector_,
-          bool kPlan_>
+template <class T_, int kShape, bool kVector_, bool kPlan_>
 struct Traits {
   using T = T_;
-  static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_;
-  static constexpr int kFragsN = kFragsN_;  ///< 8-row fragments of a warp
-  static constexpr int kStages = kStages_;
+  static constexpr MmaShape kOf = kMmaShapes[kShape];
+  static constexpr int kWarpsM = kOf.warps_tokens, kWarpsN = kOf.warps_rows;
+  static constexpr int kFragsN = kOf.frags;  ///< 8-row fragments of a warp
+  static constexpr int kStages = kOf.stages;
   static constexpr bool kVector = kVector_;  ///< every row of x and A is 16-byte aligned
   static constexpr bool kPlan = kPlan_;      ///< tokens are grouped by a plan, else by segments
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
@@ -43,6 +44,7 @@ struct Traits {
   static constexpr int kRows = 8 * kWarpsN * kFragsN;
   static constexpr int kStageBytes = (kTokens + kRows) * kPitch * 2;
   static constexpr int kSmem = kStages * kStageBytes;
+  static_assert(kSmem == kOf.smem());
   static constexpr int kPieces = kTileK / 8;               ///< 16-byte pieces of a row
   static constexpr int kRowStep = kThreads / kPieces;      ///< rows that one round of copies covers
   static constexpr int kTokenCopies = kTokens / kRowStep;  ///< pieces a thread copies
@@ -281,9 +283,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 // ---- host ---------------------------------------------------------------------------------------
 
 template <class Tr>
-void launch_traits(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
-  check(Tr::kTokens == c.tile_tokens && Tr::kRows == c.tile_rows,
-        "lora_shrink: no kernel for a tile of ", c.tile_tokens, " tokens and ", c.tile_rows,
+void launch_traits(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
+  check(Tr::kTokens == p.tiles.tile_tokens && Tr::kRows == c.rows,
+        "lora_shrink: no kernel for a tile of ", p.tiles.tile_tokens, " tokens and ", c.rows,
         " rank rows");
   device::Launch l;
   l.grid = shrink_grid(p, c);
@@ -294,44 +296,26 @@ void launch_traits(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) 
   device::launch<shrink_mma_kernel<Tr>>("lora_shrink", l, p);
 }
 
-template <class T, int kWarpsM, int kWarpsN, int kFragsN, int kStages>
-void launch_tile(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
+template <class T, int kShape>
+void launch_shape(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   const auto with_plan = [&](auto plan) {
     constexpr bool kPlan = decltype(plan)::value;
-    if (p.vector) {
-      launch_traits<Traits<T, kWarpsM, kWarpsN, kFragsN, kStages, true, kPlan>>(p, c, stream);
-    } else {
-      launch_traits<Traits<T, kWarpsM, kWarpsN, kFragsN, kStages, false, kPlan>>(p, c, stream);
-    }
+    p.vector ? launch_traits<Traits<T, kShape, true, kPlan>>(p, c, stream)
+             : launch_traits<Traits<T, kShape, false, kPlan>>(p, c, stream);
   };
   p.groups.plan != nullptr ? with_plan(std::true_type{}) : with_plan(std::false_type{});
 }
 
-template <class T>
-void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
-  if (c.tile_tokens == 16) {
-    if (c.tile_rows == 32) return launch_tile<T, 1, 4, 1, 4>(p, c, stream);
-    return launch_tile<T, 1, 4, 2, 4>(p, c, stream);
-  }
-  if (c.tile_tokens == 64) {
-    // Three stages of 48 rows were as fast as six. Those of 96 rows take 131 KB, which not every
-    // device has.
-    using Large = Traits<T, 4, 2, 6, 3, true, true>;
-    if (c.tile_rows == 96 && device::fits<shrink_mma_kernel<Large>>("lora_shrink", Large::kSmem)) {
-      return launch_tile<T, 4, 2, 6, 3>(p, c, stream);
-    }
-    ShrinkConfig less = c;
-    less.tile_rows = 48;
-    return launch_tile<T, 4, 2, 3, 3>(p, less, stream);
-  }
-  fail(ErrorKind::kRuntime, concat("lora_shrink: no kernel for tiles of ", c.tile_tokens));
-}
-
 }  // namespace
 
-void shrink_mma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
+void shrink_mma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
+  static_assert(std::size(kMmaShapes) == 3);
+  check(c.shape >= 0 && c.shape < 3, "lora_shrink: no shape ", c.shape, " of the mma kernel");
   device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
-    launch_typed<typename decltype(tag)::type>(p, c, stream);
+    using T = typename decltype(tag)::type;
+    if (c.shape == 0) return launch_shape<T, 0>(p, c, stream);
+    if (c.shape == 1) return launch_shape<T, 1>(p, c, stream);
+    launch_shape<T, 2>(p, c, stream);
   });
 }
 

@@ -208,9 +208,9 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
 // ---- host ---------------------------------------------------------------------------------------
 
 template <class Tr>
-std::size_t smem_bytes(const ShrinkParams& p, const ShrinkConfig& c) {
+std::size_t smem_bytes(const ShrinkParams& p, const ShrinkPlan& c) {
   const int leaf = static_cast<int>(leaf_size(p.weights.hidden));
-  const int row_stages = c.tile_rows / kStageRows;
+  const int row_stages = c.rows / kStageRows;
   const bool whole = p.h.num_slabs == 1;
   const int items = row_stages * static_cast<int>(whole ? num_leaves(p.weights.hidden) : 1);
   return static_cast<std::size_t>(Tr::x_bytes(leaf) + Tr::kSumBytes +
@@ -218,17 +218,16 @@ std::size_t smem_bytes(const ShrinkParams& p, const ShrinkConfig& c) {
                                   std::min(kStages, items) * kStageRows * Tr::a_pitch(leaf));
 }
 template <class Tr>
-bool fits(const ShrinkParams& p, const ShrinkConfig& c) {
+bool fits(const ShrinkParams& p, const ShrinkPlan& c) {
   return device::fits<shrink_parts_kernel<Tr>>("lora_shrink", smem_bytes<Tr>(p, c));
 }
 
 template <class Tr>
-void launch_traits(ShrinkParams p, const ShrinkConfig& c, Stream stream) {
-  check(p.tiles.tile_tokens == c.tile_tokens && c.tile_rows <= kMaxRows &&
-            c.tile_rows % kStageRows == 0,
-        "lora_shrink: no kernel of parts for a tile of ", c.tile_tokens, " tokens and ",
-        c.tile_rows, " rank rows");
-  p.rows_per_cta = c.tile_rows;
+void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
+  check(p.tiles.tile_tokens == c.tile_tokens && c.rows <= kMaxRows && c.rows % kStageRows == 0,
+        "lora_shrink: no kernel of parts for a tile of ", c.tile_tokens, " tokens and ", c.rows,
+        " rank rows");
+  p.rows_per_cta = c.rows;
   device::Launch l;
   l.grid = shrink_grid(p, c);
   l.grid.x *= static_cast<unsigned>(c.tile_tokens / Tr::kTokens);
@@ -240,7 +239,7 @@ void launch_traits(ShrinkParams p, const ShrinkConfig& c, Stream stream) {
 }
 
 template <class TX, class TW>
-void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
+void launch_typed(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   constexpr int kShort = leaf_size(1) / (16 * kWarps);  // MMA steps of a warp in a leaf
   constexpr bool kOnePart = device::kParts<TX> == 1;
   const bool large = c.tile_tokens == 64, whole = p.h.num_slabs == 1;
@@ -265,7 +264,7 @@ void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
 
 }  // namespace
 
-void shrink_parts(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
+void shrink_parts(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   device::visit_dtype<FloatDTypes>(p.x.dtype, "lora_shrink", [&](auto x) {
     device::visit_dtype<FloatDTypes>(p.weights.dtype, "lora_shrink", [&](auto w) {
       launch_typed<typename decltype(x)::type, typename decltype(w)::type>(p, c, stream);

@@ -15,7 +15,9 @@
 // Summation: a leaf of K is one chain of MMA steps from zero; the first half of the leaves is added
 // in order, then the second half, then both halves. A cluster of two CTAs takes a half each, a grid
 // a leaf each (slabs), or one CTA both halves: the same bits.
-#include <algorithm>
+#include <cstddef>
+#include <iterator>
+#include <utility>
 
 #include "device/async_copy.cuh"
 #include "device/barrier.cuh"
@@ -225,15 +227,16 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
 // ---- host ---------------------------------------------------------------------------------------
 
 template <class Tr>
-void launch_traits(const ShrinkParams& p, int num_rows, bool cluster, Stream stream) {
+void launch_traits(const ShrinkParams& p, Stream stream) {
   static_assert((kSmem<Tr> + 1024) * Tr::kMinCtas <= 228 * 1024, "the CTAs fit an SM");
+  constexpr bool kCluster = Tr::kShare == Share::kHalf;
   const std::int64_t runs =
       TileRun<Tr::kTiles, Tr::kThreads>::most(p.tiles, p.weights.num_adapters);
   device::Launch l;
-  l.grid = dim3(static_cast<unsigned>(ceil_div(num_rows, Tr::kRows)),
-                static_cast<unsigned>(cluster ? 2 : p.h.num_slabs),
+  l.grid = dim3(static_cast<unsigned>(ceil_div(rank_rows(p), Tr::kRows)),
+                static_cast<unsigned>(kCluster ? 2 : p.h.num_slabs),
                 p.zero_rows.data != nullptr ? shrink_depth(p) : static_cast<unsigned>(runs));
-  l.cluster_y = cluster ? 2 : 1;
+  l.cluster_y = kCluster ? 2 : 1;
   l.threads = Tr::kThreads;
   l.smem = kSmem<Tr>;
   l.stream = stream;
@@ -241,93 +244,25 @@ void launch_traits(const ShrinkParams& p, int num_rows, bool cluster, Stream str
   device::launch<shrink_wgmma_kernel<Tr>>("lora_shrink", l, p);
 }
 
-struct Shape {
-  int rows, tiles;  ///< of a CTA
-};
-
-/// Chooses the shape with the least estimated time: waves of CTAs times the rows of x and of A that
-/// one CTA reads. One CTA fits an SM, so 150 CTAs take two waves on 132 SMs, as long as 264 do.
-/// (8192 tokens, K=4096, R=48: 2 tiles take 23.4 us for one adapter and 36.0 for 16, 3 tiles 24.5
-/// and 27.5.)
-Shape choose_shape(const ShrinkParams& p, int num_rows) {
-  constexpr Shape kShapes[] = {{48, 1}, {48, 2}, {48, 3},  {96, 1},
-                               {96, 2}, {96, 3}, {144, 2}, {192, 2}};
-  constexpr std::int64_t kStart = 64;  // a CTA's start and end, in rows
-  const std::int64_t groups = std::min(p.tiles.num_tokens, p.weights.num_adapters);
-  const std::int64_t full = std::max<std::int64_t>(p.tiles.num - groups, 0);
-  Shape best{};
-  std::int64_t least = 0;
-  for (const Shape s : kShapes) {
-    // An adapter's tiles are taken in runs of s.tiles, and the host does not know how full the last
-    // run of each adapter is. Adapters with arbitrary numbers of tokens fill it by half on average,
-    // which adds half a run per adapter; if all runs are full, nothing is added. Up to 96 rank rows
-    // the first is assumed. Above that the second is: to assume the first wrongly costs more there.
-    const std::int64_t runs =
-        ceil_div<std::int64_t>(full, s.tiles) + (num_rows <= 96 ? groups / 2 : 0);
-    const std::int64_t ctas = 2 * runs * ceil_div(num_rows, s.rows);
-    const std::int64_t rows = 64 * s.tiles + std::min(num_rows, s.rows) + kStart;
-    const std::int64_t time = ceil_div(std::max<std::int64_t>(ctas, 1), kNumSms) * rows;
-    if (least == 0 || time < least) {
-      least = time;
-      best = s;
-    }
-  }
-  return best;
-}
-
-template <class T>
-struct Launcher {
-  const ShrinkParams& p;
-  int num_rows;
-  bool cluster;
-  Stream stream;
-
-  template <int kRows, int kTiles, int kStages, int kMinCtas, Share kShare>
-  void run() const {
-    using Tr = Traits<T, kRows, kTiles, kStages, kMinCtas, kShare>;
-    launch_traits<Tr>(p, num_rows, cluster, stream);
-  }
-};
-
-/// As many stages as the shared memory of an SM holds.
-template <class T>
-void launch_typed(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
-  const int num_rows = p.weights.num_slices * (p.pad ? p.h.width : p.weights.max_rank);
-  const Launcher<T> l{p, num_rows, c.cluster_k == 2, stream};
-  if (l.cluster) {
-    const Shape s = choose_shape(p, num_rows);
-    if (s.rows == 48 && s.tiles == 1) return l.template run<48, 1, 14, 1, Share::kHalf>();
-    if (s.rows == 48 && s.tiles == 2) return l.template run<48, 2, 9, 1, Share::kHalf>();
-    if (s.rows == 48) return l.template run<48, 3, 6, 1, Share::kHalf>();
-    if (s.rows == 96 && s.tiles == 1) return l.template run<96, 1, 10, 1, Share::kHalf>();
-    if (s.rows == 96 && s.tiles == 2) return l.template run<96, 2, 6, 1, Share::kHalf>();
-    if (s.rows == 96) return l.template run<96, 3, 5, 1, Share::kHalf>();
-    if (s.rows == 144) return l.template run<144, 2, 5, 1, Share::kHalf>();
-    return l.template run<192, 2, 4, 1, Share::kHalf>();
-  }
-  if (p.h.num_slabs > 1) {
-    // (1024 tokens of 8 adapters, down: 18.7 us; in 48 rows and two tiles, two CTAs per SM, 19.6.)
-    if (num_rows <= 16) return l.template run<16, 1, 4, 4, Share::kLeaf>();
-    if (num_rows <= 48) return l.template run<48, 2, 4, 2, Share::kLeaf>();
-    if (num_rows <= 96) return l.template run<96, 2, 7, 1, Share::kLeaf>();
-    if (num_rows <= 144) return l.template run<144, 2, 6, 1, Share::kLeaf>();
-    return l.template run<192, 2, 5, 1, Share::kLeaf>();
-  }
-  if (num_rows <= 48) return l.template run<48, 2, 3, 2, Share::kAll>();
-  if (num_rows <= 96) return l.template run<96, 2, 6, 1, Share::kAll>();
-  if (num_rows <= 144) return l.template run<144, 2, 4, 1, Share::kAll>();
-  return l.template run<192, 2, 3, 1, Share::kAll>();
+template <class T, std::size_t... kShapes>
+void launch_shape(int shape, const ShrinkParams& p, Stream stream,
+                  std::index_sequence<kShapes...>) {
+  using Launch = void (*)(const ShrinkParams&, Stream);
+  static constexpr Launch kLaunches[] = {launch_traits<Traits<T, static_cast<int>(kShapes)>>...};
+  kLaunches[shape](p, stream);
 }
 
 }  // namespace
 
-void shrink_wgmma(const ShrinkParams& p, const ShrinkConfig& c, Stream stream) {
-  check(p.vector && p.tiles.tile_tokens == 64,
-        "lora_shrink: wgmma needs tiles of 64 tokens and rows of whole 16-byte pieces");
-  check(c.cluster_k == 1 || (c.cluster_k == 2 && p.h.num_slabs == 1),
-        "lora_shrink: a cluster holds 1 CTA, or 2 without slabs, got ", c.cluster_k);
+void shrink_wgmma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
+  constexpr std::size_t kCount = std::size(kWgmmaShapes);
+  check(p.vector && p.tiles.tile_tokens == 64 && static_cast<std::size_t>(c.shape) < kCount &&
+            (kWgmmaShapes[c.shape].share == Share::kLeaf) == c.split(),
+        "lora_shrink: wgmma needs tiles of 64 tokens and rows of whole 16-byte pieces, and leaves "
+        "partials from CTAs of one K chunk alone");
   device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
-    launch_typed<typename decltype(tag)::type>(p, c, stream);
+    launch_shape<typename decltype(tag)::type>(c.shape, p, stream,
+                                               std::make_index_sequence<kCount>());
   });
 }
 

@@ -9,6 +9,7 @@
 #include "device/barrier.cuh"
 #include "device/swizzle.cuh"
 #include "device/wgmma.cuh"
+#include "lora/config.h"
 #include "lora/cuda/params.cuh"
 #include "lora/cuda/rank_rows.cuh"
 #include "lora/cuda/store_sums.cuh"
@@ -19,22 +20,16 @@ namespace mortar::lora::cuda::wgmma_shrink {
 constexpr int kTileK = device::kSwizzleBytes / 2;  ///< elements of a stage
 constexpr int kProducers = 128;
 
-/// How much of K a CTA sums.
-enum class Share {
-  kAll,   ///< both halves of the leaves, the sums of the first one parked in shared memory
-  kHalf,  ///< one of them, the other by the other CTA of a cluster
-  kLeaf,  ///< one leaf
-};
-
-template <class T_, int kRows_, int kTiles_, int kStages_, int kMinCtas_, Share kShare_>
+template <class T_, int kShape>
 struct Traits {
   using T = T_;
-  static constexpr int kRows = kRows_;
-  static constexpr int kTiles = kTiles_;  ///< of 64 tokens, a consumer warpgroup each
+  static constexpr WgmmaShape kOf = kWgmmaShapes[kShape];
+  static constexpr int kRows = kOf.rows;
+  static constexpr int kTiles = kOf.tiles;  ///< of 64 tokens, a consumer warpgroup each
   static constexpr int kTokens = 64 * kTiles;
-  static constexpr int kStages = kStages_;
-  static constexpr int kMinCtas = kMinCtas_;
-  static constexpr Share kShare = kShare_;
+  static constexpr int kStages = kOf.stages;
+  static constexpr int kMinCtas = kOf.per_sm;
+  static constexpr Share kShare = kOf.share;
   static constexpr int kConsumers = 128 * kTiles;
   static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kSums = kRows / 2;  ///< sums of a thread

@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which kernel of each pass suits a problem, and in which shape.
+#include "lora/launch_choice.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace mortar::lora {
+namespace {
+
+/// Up to here tiles have 16 tokens, as a rule: the loads of weights are the work.
+constexpr std::int64_t kSmallTileTokens = 256;
+
+/// Tokens times ranks from which on tiles of 64 pay for fewer tokens than that. (200 tokens of one
+/// adapter, qkv: rank 64 11.8 us against 12.4, rank 128 16.7 against 34.5; but 128 tokens, rank 64,
+/// 11.9 against 9.8.)
+constexpr std::int64_t kHeavyRanks = 12000;
+
+/// Tokens of an adapter, and those times ranks, up to which tiles of 16 pay for more tokens than
+/// that: tiles of 64 would be mostly empty. (512 tokens, gate_up, rank 16: 256 adapters 140 us
+/// against 401, 21 adapters 36 against 42, 16 adapters 36 against 33. In parts, 1,024 tokens, down:
+/// 128 adapters 84 us against 123, 64 adapters 54 against 68, 32 adapters 44 against 43.)
+constexpr std::int64_t kLightTokens = 26, kLightPartsTokens = 17, kLightRanks = 1100;
+
+constexpr std::int64_t kLightBatch = 16 * 1024;  ///< more were not measured
+/// Bytes of partials of a tile from which on a kernel of its own adds them: every CTA of expand
+/// would. (qkv, one adapter, 16 tokens: rank 64 5.6 us against 6.3; but rank 32 5.0 against 4.1.)
+constexpr std::int64_t kFinishBytes = 48 << 10;
+
+/// Elements of B from which on a CTA of the decode kernel has long to stream.
+constexpr std::int64_t kLongStream = 16 * 1024;
+
+/// Tokens of an adapter if all of those loaded have as many.
+std::int64_t tokens_per_adapter(const LoraShape& s) {
+  return ceil_div(s.num_tokens, std::max<std::int64_t>(1, std::min(s.num_tokens, s.num_adapters)));
+}
+
+/// Tiles of 16 start sooner and waste less of a tile on few tokens of an adapter; tiles of 64 read
+/// weights less often.
+int best_tile_tokens(const LoraShape& s) {
+  const std::int64_t tokens = tokens_per_adapter(s);
+  if (s.num_tokens <= kSmallTileTokens) {
+    const bool heavy =
+        s.num_tokens > 64 && tokens >= 32 && s.num_tokens * s.max_rank >= kHeavyRanks;
+    return s.one_type && heavy ? 64 : 16;
+  }
+  // Without partials a CTA of tiles of 16 walks over all of K.
+  const int ranks = s.max_rank > kExpandPrefillMaxRank ? 64 : s.max_rank;
+  const int walk = partials_are_light(s) || s.hidden <= 4096 ? 1 : 2;
+  const bool light = tokens <= (s.one_type ? kLightTokens : kLightPartsTokens) &&
+                     walk * tokens * ranks <= kLightRanks;
+  return light && s.num_tokens <= kLightBatch ? 16 : 64;
+}
+
+/// Columns per CTA, close to `cols`, that cut the widest slice into blocks of equal width, so that
+/// the last CTA does not get a narrow remainder. The number of blocks is max_width / cols, rounded
+/// up where its fraction is 0.4 or more. The result is a multiple of `multiple`.
+int even_cols(const LoraShape& s, std::int64_t cols, int multiple) {
+  const std::int64_t blocks =
+      std::max<std::int64_t>(1, (5 * s.max_width() + 3 * cols) / (5 * cols));
+  const std::int64_t even = std::max<std::int64_t>(1, ceil_div(s.max_width(), blocks));
+  return static_cast<int>(round_up<std::int64_t>(even, multiple));
+}
+
+std::int64_t column_blocks(const LoraShape& s, int cols) {
+  std::int64_t blocks = 0;
+  for (int i = 0; i < s.num_slices; ++i) blocks += ceil_div<std::int64_t>(s.widths[i], cols);
+  return blocks;
+}
+
+/// The shape with the least estimated time: waves of CTAs times the rows of x and of A that one CTA
+/// reads. One CTA fits an SM, so 150 CTAs take two waves on 132 SMs, as long as 264 do. (8192
+/// tokens, K=4096, R=48: 2 tiles take 23.4 us for one adapter and 36.0 for 16, 3 tiles 24.5
+/// and 27.5.)
+struct ShapeCtas {
+  int shape = 0;
+  std::int64_t ctas = 0;
+};
+
+ShapeCtas best_half_shape(const LoraShape& s, const Machine& m) {
+  constexpr std::int64_t kStart = 64;  // a CTA's start and end, in rows
+  const std::int64_t groups = std::min(s.num_tokens, s.num_adapters);
+  const std::int64_t full = max_tiles(s.num_tokens, s.num_adapters, 64) - groups;
+  ShapeCtas best;
+  std::int64_t least = 0;
+  for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
+    const WgmmaShape& shape = kWgmmaShapes[i];
+    if (shape.share != Share::kHalf) continue;
+    // An adapter's tiles are taken in runs, and the host does not know how full the last run of
+    // each adapter is. Adapters with arbitrary numbers of tokens fill it by half on average, which
+    // adds half a run per adapter; if all runs are full, nothing is added. Up to 96 rank rows the
+    // first is assumed. Above that the second is: to assume the first wrongly costs more there.
+    const std::int64_t runs =
+        ceil_div<std::int64_t>(full, shape.tiles) + (s.rank_rows() <= 96 ? groups / 2 : 0);
+    const std::int64_t ctas = 2 * runs * ceil_div(s.rank_rows(), shape.rows);
+    const std::int64_t rows = 64 * shape.tiles + std::min(s.rank_rows(), shape.rows) + kStart;
+    const std::int64_t time = ceil_div<std::int64_t>(std::max<std::int64_t>(ctas, 1), m.sms) * rows;
+    if (least == 0 || time < least) {
+      least = time;
+      best = {i, ctas};
+    }
+  }
+  return best;
+}
+
+/// The narrowest shape of a share that holds all rank rows, or the widest.
+int narrowest_shape(const LoraShape& s, Share share) {
+  int best = -1;
+  for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
+    if (kWgmmaShapes[i].share != share) continue;
+    best = i;
+    if (kWgmmaShapes[i].rows >= s.rank_rows()) break;
+  }
+  return best;
+}
+
+ShrinkPlan prefill_shrink(const LoraShape& s, const Machine& m) {
+  ShrinkPlan c;
+  c.tile_tokens = 64;
+  const std::int64_t ctas =
+      ceil_div<std::int64_t>(s.num_tokens, 128) * ceil_div(s.rank_rows(), 192);
+  const bool wgmma = s.aligned_x && m.arch == 90;
+  const ShapeCtas half = best_half_shape(s, m);
+  // Splitting fills the chip; without need it only writes and reads partials. Many of them pay
+  // where the halves of K would leave two SMs in three idle. (471 tokens of rank 64, down of 28,672
+  // to 8,192: 28 us against 56; but 2,106 tokens of rank 128, 5,120 to 5,120, 47 against 38.)
+  const bool idle = partials_are_light(s) ? 4 * ctas < m.sms : wgmma && 3 * half.ctas <= m.sms;
+  if (num_leaves(s.hidden) > 1 && partials_fit(s) && idle) c.partials = Partials::kFinish;
+  if (wgmma) {
+    c.kernel = ShrinkKernel::kWgmma;
+    c.shape = c.split()       ? narrowest_shape(s, Share::kLeaf)
+              : ctas <= m.sms ? half.shape
+                              : narrowest_shape(s, Share::kAll);
+    c.rows = kWgmmaShapes[c.shape].rows;
+    return c;
+  }
+  constexpr int kNarrow = 1, kWide = 2;
+  c.kernel = ShrinkKernel::kMma;
+  c.shape = s.rank_rows() > 48 && kMmaShapes[kWide].smem() + kMmaStaticSmem <= m.max_smem ? kWide
+                                                                                          : kNarrow;
+  c.rows = kMmaShapes[c.shape].rows();
+  return c;
+}
+
+ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
+  ShrinkPlan c;
+  const std::int64_t leaves = num_leaves(s.hidden);
+  if (partials_are_light(s) && partials_fit(s)) {
+    const bool finish =
+        s.max_rank > kExpandPrefillMaxRank ||
+        std::min<std::int64_t>(16, tokens_per_adapter(s)) * leaves * h_width(s) * 4 >= kFinishBytes;
+    c.partials = finish ? Partials::kFinish : Partials::kExpand;
+  }
+  if (!s.aligned_x || !c.split()) {
+    c.rows = kMmaShapes[0].rows();
+    return c;
+  }
+  c.kernel = ShrinkKernel::kDecode;
+  // Where there are few tiles and leaves, rank rows are shared out as well: two CTAs per SM.
+  const std::int64_t ctas =
+      max_tiles(s.num_tokens, s.num_adapters, 16) * ceil_div<std::int64_t>(s.hidden, kDecodeK);
+  const std::int64_t shares = std::clamp<std::int64_t>(2 * m.sms / std::max<std::int64_t>(ctas, 1),
+                                                       1, ceil_div(s.rank_rows(), 16));
+  c.rows = std::min(round_up(static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares)), 16),
+                    decode_most_rows(s, m));
+  return c;
+}
+
+}  // namespace
+
+int decode_most_rows(const LoraShape& s, const Machine& m) {
+  const int ring = leaf_size(s.hidden) == kDecodeK ? 128 : 64;
+  return (16 + ring) * (kDecodeK + 8) * 2 + 6144 <= m.max_smem ? kDecodeMaxRows : 64;
+}
+
+int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m) {
+  if (h_width(s) <= kExpandPrefillMaxRank) return 5;
+  const int columns = std::min(3 * c.block_cols, c.cols);
+  return (16 + columns) * kLoraMaxRank * 2 + 2048 <= m.max_smem ? 3 : 2;
+}
+
+int prefill_smem(const LoraShape& s) {
+  const int ranks = !s.aligned_y || h_width(s) > 64 ? 128
+                    : h_width(s) > 32               ? 64
+                    : h_width(s) > 16               ? 32
+                                                    : 16;
+  const int stages = ranks == 16 ? 4 : 3, b_slots = ranks == 16 ? 4 : 2;
+  return stages * (64 * kPrefillCols * 2 + 64 * ranks * 2) + b_slots * kPrefillCols * ranks * 2;
+}
+
+ExpandPlan parts_expand(const LoraShape& s, const Machine& m) {
+  // As many CTAs of 16 or 32 tokens as run at once, three per SM.
+  ExpandPlan c;
+  c.kernel = ExpandKernel::kParts;
+  c.tile_tokens = best_tile_tokens(s);
+  const std::int64_t ctas = c.tile_tokens == 16 ? max_tiles(s.num_tokens, s.num_adapters, 16)
+                                                : ceil_div<std::int64_t>(s.num_tokens, 32);
+  c.cols = even_cols(
+      s, std::max<std::int64_t>(128, ceil_div<std::int64_t>(s.sum_widths() * ctas, 3 * m.sms)),
+      128);
+  return c;
+}
+
+int least_log_run(const LoraShape& s) { return h_width(s) > 16 || !s.aligned_y ? 1 : 0; }
+
+ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
+  ExpandPlan c;
+  c.kernel = ExpandKernel::kPrefill;
+  c.tile_tokens = 64;
+  c.cols = kPrefillCols;
+  c.per_sm = 2 * (prefill_smem(s) + kPrefillStaticSmem) <= m.sm_smem ? 2 : 1;
+  const std::int64_t steps =
+      max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kPrefillCols);
+  // Long runs reuse B, the more so the higher its rank; short ones spread evenly.
+  c.log_run = least_log_run(s);
+  const std::int64_t least_runs = c.log_run == 1 ? 10 : 24;
+  while (c.log_run < 3 && steps > (least_runs * m.sms * c.per_sm << c.log_run)) ++c.log_run;
+  return c;
+}
+
+ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
+  ExpandPlan c;
+  c.kernel = ExpandKernel::kDecode;
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
+  // A stage of the ring is a block of B of 8 to 16 KB: two CTAs fit an SM beside two of shrink.
+  c.block_cols = s.max_rank <= 16 ? 256 : s.max_rank <= 64 ? 128 : 32;
+  // As many CTAs as run at once (three per SM if each has long to stream), rather fewer, all with
+  // as many columns. (256 tokens of 64 adapters, qkv: 16.7 us with 1,536 columns, 19.4 with 1,024.)
+  const std::int64_t likely = std::min(s.num_tokens, tiles + tiles / 19);
+  std::int64_t cols =
+      std::max<std::int64_t>(1, ceil_div<std::int64_t>(s.sum_widths() * likely, 2 * m.sms));
+  if (s.max_rank <= 32 && cols * s.max_rank >= kLongStream)
+    cols = ceil_div<std::int64_t>(2 * cols, 3);
+  // Four blocks of B of rank 64 are all in flight at once, and let a third CTA fit the SM. (32
+  // tokens of 32 adapters, qkv: 22.3 us against 25.3, ragged ranks up to 64 17.6 against 21.3.)
+  const std::int64_t resident_cols = 4 * c.block_cols;
+  const std::int64_t resident = ceil_div<std::int64_t>(s.sum_widths(), resident_cols) * tiles;
+  if (s.max_rank > 32 && s.max_rank <= 64 && resident > 2 * m.sms && resident <= 3 * m.sms) {
+    cols = resident_cols;
+  }
+  // (One token, gate_up, rank 64: 4.2 us with 128 columns against 4.6 with 64; qkv 4.25 and 4.13.)
+  if (cols < c.block_cols && (s.max_rank <= 16 || 2 * cols <= c.block_cols)) {
+    c.block_cols = std::max(32, c.block_cols / 2);
+  }
+  c.cols = even_cols(s, cols, c.block_cols);
+  // Unaligned y has two kernels for all ranks, whose blocks are narrow.
+  if (!s.aligned_y) c.block_cols = 32;
+  c.stages = decode_stages(s, c, m);
+  return c;
+}
+
+ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
+  if (!s.one_type) return parts_expand(s, m);
+  const bool prefill = h_width(s) <= kExpandPrefillMaxRank && best_tile_tokens(s) == 64 &&
+                       prefill_smem(s) + kPrefillStaticSmem <= m.max_smem;
+  if (prefill) return prefill_expand(s, m);
+  ExpandPlan c = decode_expand(s, m);
+  c.tile_tokens = best_tile_tokens(s);  // those of 64 tokens come in quarters
+  return c;
+}
+
+ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m) {
+  ShrinkPlan c;
+  c.kernel = ShrinkKernel::kParts;
+  c.tile_tokens = best_tile_tokens(s);
+  const std::int64_t leaves = num_leaves(s.hidden);
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, c.tile_tokens);
+  const bool split = leaves > 1 && partials_fit(s);
+  const bool finish = c.tile_tokens > 16 || s.max_rank > kExpandPrefillMaxRank;
+  if (split) c.partials = finish ? Partials::kFinish : Partials::kExpand;
+  // Rank rows are shared out until there are two CTAs per SM.
+  const std::int64_t ctas = tiles * (split ? leaves : 1);
+  const std::int64_t shares = std::clamp<std::int64_t>(2 * m.sms / std::max<std::int64_t>(ctas, 1),
+                                                       1, ceil_div(s.rank_rows(), 16));
+  const int own = round_up(static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares)), 16);
+  c.rows = std::min(own, split ? kPartsMaxRows : kPartsMaxTotals);
+  return c;
+}
+
+ShrinkPlan choose_shrink(const LoraShape& s, const Machine& m) {
+  if (!s.one_type) return parts_shrink(s, m);
+  return best_tile_tokens(s) == 16 ? decode_shrink(s, m) : prefill_shrink(s, m);
+}
+
+/// Gives the CTAs of a small batch an SM each. CTAs of later calls, which start early, then prepare
+/// themselves on other SMs: beside them a CTA has to wait for its turn in everything. Expand takes
+/// whole SMs where those of two calls fit the chip; shrink where both kernels of a call do, as what
+/// does not fit starts late. (32 tokens of one adapter, us: qkv 3.4 against 3.8, gate_up 4.6
+/// against 4.9, down 3.5 against 4.1; where shrink does not fit, four tokens of four adapters,
+/// qkv, 4.5 against 3.5; where expand does not, 32 tokens of one adapter, gate_up, 7.6
+/// against 4.9.)
+void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand) {
+  if (shrink.partials != Partials::kExpand || expand.kernel != ExpandKernel::kDecode) return;
+  constexpr std::int64_t kShrinkPerSm = 4, kExpandPerSm = 3;  // as many as fit
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
+  const std::int64_t shrink_ctas =
+      tiles * ceil_div<std::int64_t>(s.hidden, kDecodeK) * ceil_div(s.rank_rows(), shrink.rows);
+  const std::int64_t expand_ctas = tiles * ceil_div<std::int64_t>(s.sum_widths(), expand.cols);
+  if (2 * expand_ctas <= m.sms && expand_ctas + shrink_ctas / kShrinkPerSm <= m.sms) {
+    expand.per_sm = 1;
+  }
+  const std::int64_t expand_sms =
+      expand.per_sm == 1 ? expand_ctas : ceil_div(expand_ctas, kExpandPerSm);
+  if (shrink_ctas + expand_sms <= m.sms) shrink.per_sm = 1;
+}
+
+}  // namespace mortar::lora

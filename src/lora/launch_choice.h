@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// The choices of a launch plan, kernel by kernel: what choose() and candidates() are made of.
+#pragma once
+
+#include "lora/launch_plan.h"
+
+namespace mortar::lora {
+
+inline constexpr int kPrefillStaticSmem = 9 * 1024;  ///< of the prefill expand: steps and segments
+inline constexpr int kMmaStaticSmem = 8 * 1024;      ///< of shrink_mma.cu: rank rows
+
+/// Shared memory of a CTA of the prefill expand beside that.
+int prefill_smem(const LoraShape& s);
+/// Runs of tiles that its two slots for B need, as a power of two.
+int least_log_run(const LoraShape& s);
+/// Rank rows that a CTA of the decode shrink may take: a ring of 128 rows, which leaves of 512
+/// elements have, is more than some devices hold.
+int decode_most_rows(const LoraShape& s, const Machine& m);
+/// Blocks of B in the ring of the decode expand: of ranks over 128 fewer, and two where the device
+/// has no room for three.
+int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m);
+
+ExpandPlan prefill_expand(const LoraShape& s, const Machine& m);
+ExpandPlan decode_expand(const LoraShape& s, const Machine& m);
+ExpandPlan parts_expand(const LoraShape& s, const Machine& m);
+ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m);
+
+ShrinkPlan choose_shrink(const LoraShape& s, const Machine& m);
+ExpandPlan choose_expand(const LoraShape& s, const Machine& m);
+void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand);
+
+}  // namespace mortar::lora

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launch plan as a whole: all that there are, the one that is chosen, and its text.
+#include "lora/launch_plan.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <iterator>
+#include <numeric>
+
+#include "lora/launch_choice.h"
+
+namespace mortar::lora {
+namespace {
+
+/// Every way of shrink that the device has for a problem, whatever its partials' way.
+std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
+  if (!s.one_type) return {parts_shrink(s, m)};
+  std::vector<ShrinkPlan> plans;
+  const bool splits = num_leaves(s.hidden) > 1 && partials_fit(s);
+  const auto partials = splits ? Partials::kFinish : Partials::kNone;
+  // Tiles of 16 lie along z of shrink's grids.
+  const bool few = max_tiles(s.num_tokens, s.num_adapters, 16) <= 32768;
+  if (s.aligned_x && partials_fit(s) && few) {
+    for (int rows = 16, last = 0; last < s.rank_rows(); rows += rows < 64 ? 16 : rows / 2) {
+      last = std::min({rows, decode_most_rows(s, m), round_up(s.rank_rows(), 16)});
+      for (const int per_sm : {0, 1}) {
+        plans.push_back({ShrinkKernel::kDecode, 0, 16, last, Partials::kFinish, per_sm});
+      }
+      if (last < rows) break;
+    }
+  }
+  for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)) && s.aligned_x && m.arch == 90;
+       ++i) {
+    const WgmmaShape& shape = kWgmmaShapes[i];
+    const bool leaf = shape.share == Share::kLeaf;
+    // A narrower CTA that holds all rank rows does less.
+    const bool narrower =
+        std::any_of(std::begin(kWgmmaShapes), std::end(kWgmmaShapes), [&](const WgmmaShape& other) {
+          return other.share == shape.share && other.tiles <= shape.tiles &&
+                 other.rows < shape.rows && other.rows >= s.rank_rows();
+        });
+    if (narrower || (leaf && !splits)) continue;
+    plans.push_back(
+        {ShrinkKernel::kWgmma, i, 64, shape.rows, leaf ? Partials::kFinish : Partials::kNone, 0});
+  }
+  for (int i = 0; i < static_cast<int>(std::size(kMmaShapes)); ++i) {
+    const MmaShape& shape = kMmaShapes[i];
+    if (shape.smem() + kMmaStaticSmem > m.max_smem || (shape.tokens() == 16 && !few)) continue;
+    ShrinkPlan c{ShrinkKernel::kMma, i, shape.tokens(), shape.rows(), Partials::kNone, 0};
+    plans.push_back(c);
+    c.partials = partials;
+    if (splits) plans.push_back(c);
+  }
+  return plans;
+}
+
+std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
+  if (!s.one_type) return {parts_expand(s, m)};
+  std::vector<ExpandPlan> plans;
+  if (h_width(s) <= kExpandPrefillMaxRank && prefill_smem(s) + kPrefillStaticSmem <= m.max_smem) {
+    ExpandPlan c = prefill_expand(s, m);
+    for (c.log_run = least_log_run(s); c.log_run <= 3; ++c.log_run) plans.push_back(c);
+  }
+  ExpandPlan c = decode_expand(s, m);
+  const int widest = !s.aligned_y || s.max_rank > 64 ? 32 : s.max_rank <= 16 ? 256 : 128;
+  for (c.block_cols = widest; c.block_cols >= std::max(32, widest / 4); c.block_cols /= 2) {
+    int last = 0;
+    for (int blocks = 1; blocks < 1024; blocks += std::max(1, blocks / 2)) {
+      const auto cols = ceil_div<std::int64_t>(s.max_width(), blocks);
+      c.cols = round_up(static_cast<int>(std::max<std::int64_t>(cols, 1)), c.block_cols);
+      if (c.cols == last) continue;
+      last = c.cols;
+      c.stages = decode_stages(s, c, m);
+      for (c.per_sm = 0; c.per_sm < 2; ++c.per_sm) plans.push_back(c);
+      if (cols <= c.block_cols) break;
+    }
+  }
+  return plans;
+}
+
+}  // namespace
+
+std::vector<LaunchPlan> candidates(const LoraShape& s, const Machine& m) {
+  std::vector<ShrinkPlan> shrinks{{}};
+  std::vector<ExpandPlan> expands{{}};
+  if (s.op != Op::kExpand) shrinks = shrink_plans(s, m);
+  if (s.op != Op::kShrink) expands = expand_plans(s, m);
+  std::vector<LaunchPlan> plans{choose(s, m)};
+  for (const ShrinkPlan& shrink : shrinks) {
+    for (const ExpandPlan& expand : expands) {
+      LaunchPlan plan{s, shrink, expand, 0};
+      if (plan.shrink.split()) plan.shrink.partials = Partials::kFinish;
+      plan.workspace_bytes = workspace_of(plan);
+      plans.push_back(plan);
+      const bool reads = expand.tile_tokens == 16;
+      if (s.op != Op::kApply || !shrink.split() || !reads) continue;
+      plan.shrink.partials = Partials::kExpand;
+      plan.workspace_bytes = workspace_of(plan);
+      plans.push_back(plan);
+    }
+  }
+  return plans;
+}
+
+std::int64_t LoraShape::sum_widths() const {
+  return std::accumulate(widths.begin(), widths.begin() + num_slices, std::int64_t{0});
+}
+std::int64_t LoraShape::max_width() const {
+  return *std::max_element(widths.begin(), widths.begin() + std::max(num_slices, 1));
+}
+
+LaunchPlan choose(const LoraShape& s, const Machine& m) {
+  LaunchPlan plan;
+  plan.shape = s;
+  if (s.op != Op::kExpand) plan.shrink = choose_shrink(s, m);
+  if (s.op != Op::kShrink) plan.expand = choose_expand(s, m);
+  if (s.op == Op::kApply) {
+    if (plan.expand.tile_tokens != 16 && plan.shrink.split()) {
+      plan.shrink.partials = Partials::kFinish;
+    }
+    give_room(s, m, plan.shrink, plan.expand);
+  } else if (plan.shrink.split()) {
+    plan.shrink.partials = Partials::kFinish;
+  }
+  plan.workspace_bytes = workspace_of(plan);
+  return plan;
+}
+
+std::int64_t workspace_of(const LaunchPlan& plan) {
+  const LoraShape& s = plan.shape;
+  if (s.op == Op::kExpand) return 0;
+  const std::int64_t partials = plan.shrink.split() ? partial_bytes(s) : 0;
+  const bool whole = s.op == Op::kApply && plan.shrink.partials != Partials::kExpand;
+  return partials + (whole ? finished_bytes(s) : 0);
+}
+
+std::string describe(const LaunchPlan& plan) {
+  const LoraShape& s = plan.shape;
+  std::string text;
+  const auto add = [&text](const char* format, auto... values) {
+    char part[160];
+    std::snprintf(part, sizeof(part), format, values...);
+    text += part;
+  };
+  constexpr const char* kOps[] = {"lora_apply", "lora_shrink", "lora_expand"};
+  add("%s of %lld tokens, %lld adapters, K %lld, ", kOps[static_cast<int>(s.op)],
+      static_cast<long long>(s.num_tokens), static_cast<long long>(s.num_adapters),
+      static_cast<long long>(s.hidden));
+  for (int i = 0; i < s.num_slices; ++i) {
+    add("%s%lld", i == 0 ? "N " : "+", static_cast<long long>(s.widths[i]));
+  }
+  add(", rank %d%s%s%s", s.max_rank, s.one_type ? "" : ", split-bf16",
+      s.aligned_x ? "" : ", unaligned x or A", s.aligned_y ? "" : ", unaligned y");
+  if (s.op != Op::kExpand) {
+    constexpr const char* kNames[] = {"decode", "wgmma", "mma", "split-bf16"};
+    constexpr const char* kShares[] = {"all of K a CTA", "half of K a CTA", "a K chunk a CTA"};
+    constexpr const char* kPartials[] = {"", ", a kernel adds the split-K partials",
+                                         ", expand adds the split-K partials"};
+    const ShrinkPlan& c = plan.shrink;
+    add("; shrink: %s, tiles of %d tokens, %d rank rows", kNames[static_cast<int>(c.kernel)],
+        c.tile_tokens, c.rows);
+    if (c.kernel == ShrinkKernel::kWgmma) {
+      const WgmmaShape& shape = kWgmmaShapes[c.shape];
+      add(", %d tiles and %s, %d stages", shape.tiles, kShares[static_cast<int>(shape.share)],
+          shape.stages);
+    }
+    if (c.per_sm > 0) add(", %d CTA an SM", c.per_sm);
+    add("%s", kPartials[static_cast<int>(c.partials)]);
+  }
+  if (s.op != Op::kShrink) {
+    constexpr const char* kNames[] = {"decode", "prefill", "split-bf16"};
+    const ExpandPlan& c = plan.expand;
+    add("; expand: %s, tiles of %d tokens, %d columns", kNames[static_cast<int>(c.kernel)],
+        c.tile_tokens, c.cols);
+    if (c.kernel == ExpandKernel::kDecode) {
+      add(" in stages of %d, %d stages", c.block_cols, c.stages);
+    }
+    if (c.kernel == ExpandKernel::kPrefill) add(", runs of %d tiles", 1 << c.log_run);
+    if (c.per_sm > 0) add(", %d CTA an SM", c.per_sm);
+  }
+  add("; workspace %lld bytes", static_cast<long long>(plan.workspace_bytes));
+  return text;
+}
+
+}  // namespace mortar::lora

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launch plan of a LoRA call on CUDA: which kernels it runs, in which shapes. choose() is a
+// pure function of sizes and of the device, called once a call.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/int_math.h"
+#include "lora/config.h"
+#include "lora/problem.h"
+
+namespace mortar::lora {
+
+/// What launch choices depend on beside the problem. The defaults are an H200.
+struct Machine {
+  int sms = 132;
+  int arch = 90;          ///< 10 * major + minor
+  int max_smem = 232448;  ///< bytes of shared memory that a CTA may have
+  int sm_smem = 233472;   ///< of an SM
+
+  friend bool operator==(const Machine&, const Machine&) = default;
+};
+
+enum class Op { kApply, kShrink, kExpand };
+
+/// What the choices look at.
+struct LoraShape {
+  Op op = Op::kApply;
+  std::int64_t num_tokens = 0, hidden = 0, num_adapters = 1;
+  std::array<std::int64_t, kLoraMaxSlices> widths{};
+  int num_slices = 1, max_rank = 0;
+  int h_columns = 0;      ///< rank columns that shrink writes per slice
+  bool one_type = true;   ///< x, weights and y of one 16-bit type
+  bool aligned_x = true;  ///< every row of x and A starts at a multiple of 16 bytes, and is whole
+  bool aligned_y = true;  ///< the same for the slices of y
+
+  std::int64_t sum_widths() const;
+  std::int64_t max_width() const;
+  int rank_rows() const { return num_slices * h_columns; }
+  friend bool operator==(const LoraShape&, const LoraShape&) = default;
+};
+
+struct LaunchPlan {
+  LoraShape shape;
+  ShrinkPlan shrink;
+  ExpandPlan expand;
+  std::int64_t workspace_bytes = 0;
+
+  friend bool operator==(const LaunchPlan&, const LaunchPlan&) = default;
+};
+
+/// The chosen plan, and others of every kernel and shape that the device can run.
+std::vector<LaunchPlan> candidates(const LoraShape& s, const Machine& m);
+/// Bytes of workspace that a plan's kernels use.
+std::int64_t workspace_of(const LaunchPlan& plan);
+/// The plan of a call.
+LaunchPlan choose(const LoraShape& s, const Machine& m);
+/// The plan as one line: the problem, the kernels and what each was given.
+std::string describe(const LaunchPlan& plan);
+
+/// Columns of a slice of h in the workspace.
+inline std::int64_t h_width(const LoraShape& s) { return round_up(s.max_rank, 8); }
+
+/// Bytes of the partials of a split shrink.
+inline std::int64_t partial_bytes(const LoraShape& s) {
+  return num_leaves(s.hidden) * s.num_tokens * s.num_slices * h_width(s) * 4;
+}
+
+/// Bytes of h once it is complete: one value per token, slice and rank, no split-K partials.
+inline std::int64_t finished_bytes(const LoraShape& s) {
+  return s.num_tokens * s.num_slices * h_width(s) * (s.one_type ? 2 : 4);
+}
+
+/// So many bytes of partials with their h cost little: 4 MB stay in L2, and 1 % of the bytes of a
+/// 16-bit x is little beside what the op moves anyway.
+inline std::int64_t light_partials(const LoraShape& s) {
+  return std::max<std::int64_t>(4 << 20, s.num_tokens * s.hidden * 2 / 100);
+}
+inline bool partials_are_light(const LoraShape& s) {
+  return partial_bytes(s) + finished_bytes(s) <= light_partials(s);
+}
+/// Bytes that they may take, the documented limit: twice h in float32, and 16 MB. With split-bf16
+/// more than the light ones do not pay. (1,334 tokens of rank 512, gate_up of 1,024 to 2 x 3,072,
+/// float32 adapters: 466 us against 444; 1,538 tokens of 58 adapters, rank 256: 198 against 166.)
+inline std::int64_t partial_budget(const LoraShape& s) {
+  if (!s.one_type) return light_partials(s);
+  return 2 * s.num_tokens * s.num_slices * s.max_rank * 4 + (16 << 20);
+}
+/// Whether all of a split shrink's partials fit their budget, with h beside them, and 32 bits.
+inline bool partials_fit(const LoraShape& s) {
+  const std::int64_t partials = partial_bytes(s);
+  return partials + finished_bytes(s) <= partial_budget(s) && partials < std::int64_t{1} << 32;
+}
+
+/// Workspace of the two ops whatever is chosen: partials where there may be any, and for lora_apply
+/// h whole beside them.
+inline std::int64_t most_workspace(const LoraShape& s) {
+  const std::int64_t partials = partials_fit(s) ? partial_bytes(s) : 0;
+  return s.op == Op::kShrink ? partials : finished_bytes(s) + partials;
+}
+
+}  // namespace mortar::lora

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch plans of LoRA on a GPU: every kernel in every shape, forced by injection, gives the bits
+// of the plan that is chosen, which agrees with fp64. No test is generated without a GPU.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <iterator>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lora_expect.h"
+#if MORTAR_HAS_CUDA
+#include "device/launch.cuh"
+#include "lora/cuda/backend.cuh"
+#include "lora/launch_plan.h"
+
+namespace mortar::testing {
+namespace {
+
+using lora::LaunchPlan;
+
+constexpr DType kBF16 = DType::kBFloat16;
+
+std::vector<Device> gpus() {
+  return has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}} : std::vector<Device>{};
+}
+
+lora::Machine this_machine() {
+  const device::DeviceInfo& d = device::current_device();
+  return {d.num_sms, d.arch, d.max_smem, d.sm_smem};
+}
+
+lora::LoraShape shape_of(const LoraOperands& op) {
+  lora::LoraShape s;
+  s.num_tokens = op.c.tokens;
+  s.hidden = op.c.hidden;
+  s.num_adapters = op.c.adapters;
+  std::copy(op.c.widths.begin(), op.c.widths.end(), s.widths.begin());
+  s.num_slices = static_cast<int>(op.c.widths.size());
+  s.max_rank = s.h_columns = op.max_rank();
+  s.aligned_x = s.aligned_y = !op.c.strided;
+  return s;
+}
+
+class LoraLaunch : public ::testing::TestWithParam<Device> {
+ protected:
+  static LoraCase case_of(std::int64_t tokens, std::int64_t hidden,
+                          const std::vector<std::int64_t>& widths, const std::vector<int>& ranks) {
+    LoraCase c;
+    c.x = c.w = c.y = kBF16;
+    c.tokens = tokens;
+    c.hidden = hidden;
+    c.widths = widths;
+    c.ranks = ranks;
+    return c;
+  }
+
+  /// y after each candidate, all of which must have the same bits; those of the first agree with
+  /// fp64. Adds what ran to `ran_`.
+  void expect_same_bits(const LoraCase& c) {
+    LoraOperands op(c, GetParam());
+    const GuardedTensor original = op.y;
+    expect_apply_matches(op);
+    const std::vector<std::uint8_t> want = bytes_of(op.y);
+    const std::vector<LaunchPlan> all = lora::candidates(shape_of(op), this_machine());
+    for (const LaunchPlan& plan : all) {
+      // Every shrink with one expand, and every expand with one shrink.
+      const bool first = plan.shrink.kernel == all[0].shrink.kernel &&
+                         plan.shrink.rows == all[0].shrink.rows && plan.shrink.per_sm == 0;
+      if (!(plan.expand == all[0].expand) && !(plan.expand == all.back().expand) && !first)
+        continue;
+      const lora::cuda::InjectedPlan injected(plan);
+      restore_y(op, original);
+      run_apply(op);
+      op.y.download();
+      EXPECT_TRUE(op.y.guards_intact()) << describe(plan);
+      EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
+      ran_.insert({static_cast<int>(plan.shrink.kernel), plan.shrink.shape});
+    }
+  }
+
+  static std::vector<std::uint8_t> bytes_of(GuardedTensor& t) {
+    t.download();
+    const Tensor view = t.host();
+    const auto* p = t.data<std::uint8_t>();
+    return {p, p + view.numel() * dtype_size(view.dtype)};
+  }
+
+  std::set<std::pair<int, int>> ran_;  ///< kernels of shrink and rows of their tables
+};
+
+/// Few and many tokens of an adapter, short and long K chunks, an odd number of them, edges of
+/// tiles, columns and ranks.
+TEST_P(LoraLaunch, EveryPlanGivesTheSameBits) {
+  expect_same_bits(case_of(7, 1040, {96, 40}, {16, 8, 24}));
+  expect_same_bits(case_of(150, 1544, {264, 40}, {16}));
+  expect_same_bits(case_of(197, 4616, {384, 136}, {32, 8, 24}));
+  expect_same_bits(case_of(260, 776, {520}, {64, 5, 40}));
+  expect_same_bits(case_of(333, 1288, {264, 72, 64}, {48, 64, 3}));
+  expect_same_bits(case_of(200, 1032, {264, 128}, {128, 100, 64}));
+  expect_same_bits(case_of(90, 1032, {264}, {4, 12, 2}));
+  expect_same_bits(case_of(130, 520, {264, 40}, {200, 129, 40}));
+  LoraCase strided = case_of(133, 1040, {96, 40}, {16, 8, 24});
+  strided.strided = true;
+  expect_same_bits(strided);
+  if (this_machine().arch != 90) return;
+  for (std::size_t i = 0; i < std::size(lora::kWgmmaShapes); ++i) {
+    EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kWgmma), static_cast<int>(i)}))
+        << "row " << i << " of kWgmmaShapes never ran";
+  }
+  for (std::size_t i = 0; i < std::size(lora::kMmaShapes); ++i) {
+    EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kMma), static_cast<int>(i)}))
+        << "row " << i << " of kMmaShapes never ran";
+  }
+}
+
+TEST_P(LoraLaunch, AnotherProblemsPlanIsRefused) {
+  LoraOperands op(case_of(7, 1040, {96, 40}, {16}), GetParam());
+  lora::LoraShape other = shape_of(op);
+  ++other.num_tokens;
+  const LaunchPlan plan = lora::choose(other, this_machine());
+  const lora::cuda::InjectedPlan injected(plan);
+  EXPECT_THROW(run_apply(op), Error);
+  op.y.download();
+  EXPECT_TRUE(op.y.all_unchanged());
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraLaunch);
+INSTANTIATE_TEST_SUITE_P(Gpu, LoraLaunch, ::testing::ValuesIn(gpus()),
+                         [](const auto&) { return std::string("cuda"); });
+
+}  // namespace
+}  // namespace mortar::testing
+
+#endif  // MORTAR_HAS_CUDA
