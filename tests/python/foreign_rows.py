@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a benchmark with a peer that dies in one of them; found by name in another process."""
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 from harness import Case, Provider, Traffic
+
+#: What the peer `wrong` writes, by the process that it runs in.
+MAIN, SPAWNED = 20.0, 40.0
 
 
 class Row(Case):
@@ -34,7 +38,8 @@ class Row(Case):
             return lambda: torch.add(s["x"], 1, out=s["y"])
 
         def wrong(s):
-            return lambda: s["y"].fill_(os.getpid())
+            spawned = multiprocessing.parent_process() is not None
+            return lambda: s["y"].fill_(SPAWNED if spawned else MAIN)
 
         def die(s):
             return os.abort
