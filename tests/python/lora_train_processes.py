@@ -54,6 +54,9 @@ def main(kind: str, rank: int, rendezvous: str, result: str, device: str) -> Non
     half = x[rank * ROWS // 2 : (rank + 1) * ROWS // 2]
     model(half).square().mean().backward()
     torch.save(gradients(model), result)
+    # DDP must not be the group's last owner: it would wait, with Python's lock held, for gloo's
+    # threads, which need the lock to end.
+    del model
     dist.destroy_process_group()
 
 

@@ -65,6 +65,9 @@ def worker(rank: int, kind: str, folder: str) -> None:
              for n, p in inner.state_dict().items()}  # fmt: skip
     if rank == 0:
         torch.save(state, os.path.join(folder, "state.pt"))
+    # DDP must not be the group's last owner: it would wait, with Python's lock held, for gloo's
+    # threads, which need the lock to end.
+    del model, inner
     dist.destroy_process_group()
 
 
