@@ -34,6 +34,19 @@ void check_hidden(const ArgCheck& arg, const Tensor& x, const LoraWeights& weigh
         " columns as a has, got ", x.shape[1]);
 }
 
+/// x, the weights and y of lora_apply, checked.
+lora::ApplyProblem apply_problem(const ArgCheck& arg, const Tensor& x, const LoraWeights& weights,
+                                 const Tensor& y, std::int64_t offset) {
+  lora::ApplyProblem p;
+  p.x = lora::check_x(arg, x);
+  p.num_tokens = x.shape[0];
+  p.weights = lora::check_weights(arg, weights, Needs::kBoth, x.device);
+  check_hidden(arg, x, weights);
+  p.y = lora::check_y(arg, y, weights, offset, p.num_tokens, x.device);
+  p.offset = offset;
+  return p;
+}
+
 void check_plan_range(const ArgCheck& arg, std::int64_t num_tokens, std::int64_t num_adapters) {
   check(num_tokens >= 0 && num_tokens <= kLoraMaxTokens, arg.op(),
         ": number of tokens must be 0 to ", kLoraMaxTokens, ", got ", num_tokens);
@@ -162,16 +175,10 @@ void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& g
                 const Tensor& y, std::int64_t offset, float scale, bool add_inputs,
                 const Tensor& workspace, Stream stream) {
   const ArgCheck arg("lora_apply");
-  lora::ApplyProblem p;
-  p.x = lora::check_x(arg, x);
-  p.num_tokens = x.shape[0];
-  p.weights = lora::check_weights(arg, weights, Needs::kBoth, x.device);
-  check_hidden(arg, x, weights);
-  p.y = lora::check_y(arg, y, weights, offset, p.num_tokens, x.device);
+  lora::ApplyProblem p = apply_problem(arg, x, weights, y, offset);
   p.groups = lora::check_groups(arg, groups, p.num_tokens, weights.num_adapters, x.device);
   check(groups.plan.defined(), arg.op(), ": groups must be a plan, got segments, which serve ",
         "lora_shrink and lora_expand");
-  p.offset = offset;
   p.scale = scale;
   p.add_inputs = add_inputs;
   const Backend& be = backend(arg, x.device);
@@ -196,13 +203,7 @@ std::int64_t lora_apply_workspace(const Tensor& x, const LoraWeights& weights) {
 std::string lora_launch_plan(const Tensor& x, const LoraWeights& weights, const Tensor& y,
                              std::int64_t offset) {
   const ArgCheck arg("lora_launch_plan");
-  lora::ApplyProblem p;
-  p.x = lora::check_x(arg, x);
-  p.num_tokens = x.shape[0];
-  p.weights = lora::check_weights(arg, weights, Needs::kBoth, x.device);
-  check_hidden(arg, x, weights);
-  p.y = lora::check_y(arg, y, weights, offset, p.num_tokens, x.device);
-  p.offset = offset;
+  const lora::ApplyProblem p = apply_problem(arg, x, weights, y, offset);
   return backend(arg, x.device).describe_apply(p);
 }
 
