@@ -42,22 +42,16 @@ inline std::ostream& operator<<(std::ostream& out, const NormCase& c) {
 class NormTrial {
  public:
   NormTrial(const NormCase& c_, Device device_, unsigned random) : c(c_), device(device_) {
-    std::mt19937 rng(random);
-    std::normal_distribution<double> normal;
-    std::uniform_real_distribution<double> uniform(0.5, 2.0);
-    const auto fill = [&](Array& a, std::int64_t n, auto& distribution) {
-      a.resize(static_cast<std::size_t>(n));
-      for (double& v : a) v = distribution(rng);
-    };
-    fill(x_values, c.rows * c.columns, normal);
-    if (is_float8()) fill(x_scale_values, c.rows * c.columns / c.x_group, uniform);
-    fill(weight_values, c.columns, uniform);
-    if (c.residual) fill(residual_values, c.rows * c.columns, normal);
+    Draws draws(random);
+    x_values = draws.normal(c.rows * c.columns);
+    if (is_float8()) x_scale_values = draws.factors(c.rows * c.columns / c.x_group);
+    weight_values = draws.factors(c.columns);
+    if (c.residual) residual_values = draws.normal(c.rows * c.columns);
     scale = ScaleTensor(c.rows, c.columns, c.scaling, c.group, c.by_columns, device);
     scale_t = ScaleTensor(c.columns, c.rows, c.scaling, c.group, c.by_columns, device);
     if (c.given) {
-      scale.fill(rng);
-      if (c.scaling != Fp8Scaling::kTensor) scale_t.fill(rng);
+      scale.fill(draws.engine());
+      if (c.scaling != Fp8Scaling::kTensor) scale_t.fill(draws.engine());
     }
   }
 

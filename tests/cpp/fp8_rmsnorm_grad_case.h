@@ -36,21 +36,15 @@ inline double unit_of(DType dtype) {
 class GradTrial {
  public:
   GradTrial(const GradCase& c_, Device device_, unsigned random) : c(c_), device(device_) {
-    std::mt19937 rng(random);
-    std::normal_distribution<double> normal;
-    std::uniform_real_distribution<double> uniform(0.5, 2.0);
-    const auto fill = [&](Array& a, std::int64_t n, auto& distribution) {
-      a.resize(static_cast<std::size_t>(n));
-      for (double& v : a) v = distribution(rng);
-    };
     const std::int64_t elements = c.rows * c.columns;
-    fill(x_values, elements, normal);
-    fill(dy_values, elements, normal);
-    fill(residual_values, elements, normal);
-    fill(scale_values, elements / c.x_group, uniform);
-    fill(weight_values, c.columns, uniform);
-    fill(rstd_values, c.rows, uniform);
-    fill(dw_values, c.columns, normal);
+    Draws draws(random);
+    x_values = draws.normal(elements);
+    dy_values = draws.normal(elements);
+    residual_values = draws.normal(elements);
+    scale_values = draws.factors(elements / c.x_group);
+    weight_values = draws.factors(c.columns);
+    rstd_values = draws.factors(c.rows);
+    dw_values = draws.normal(c.columns);
   }
 
   const GradCase c;

@@ -47,6 +47,29 @@ inline void set_value(GuardedTensor& t, std::int64_t index, double value) {
   });
 }
 
+/// Random values of a trial, one after another.
+class Draws {
+ public:
+  explicit Draws(unsigned seed) : engine_(seed) {}
+
+  Array normal(std::int64_t count) { return draw(count, normal_); }
+  /// Of 0.5 to 2, for what values are multiplied by.
+  Array factors(std::int64_t count) { return draw(count, factors_); }
+  std::mt19937& engine() { return engine_; }
+
+ private:
+  template <class Distribution>
+  Array draw(std::int64_t count, Distribution& distribution) {
+    Array values(static_cast<std::size_t>(count));
+    for (double& v : values) v = distribution(engine_);
+    return values;
+  }
+
+  std::mt19937 engine_;
+  std::normal_distribution<double> normal_;
+  std::uniform_real_distribution<double> factors_{0.5, 2.0};
+};
+
 /// All elements, row by row.
 inline Array values_of(const GuardedTensor& t) {
   Array values;
