@@ -6,10 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import increment_version
 
 from ._ffi import lib, torch_function
-from ._library import define, is_eager, shortcut
+from ._library import define, increment_version, is_eager, shortcut
 
 _forward = lib.dynamic_conv_forward
 _backward = lib.dynamic_conv_backward
@@ -269,7 +268,7 @@ def step_into(
     tensors = (x, kernels, state, slots, y)
     if is_eager(x) and _step_now(id(tensors), silu):
         if grad:
-            increment_version(state)
+            increment_version((state,))
     else:
         _decode_into(x, kernels, state, slots, y, silu)
     return y

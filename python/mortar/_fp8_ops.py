@@ -19,11 +19,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 from ._ffi import lib, torch_function
-from ._library import define, is_eager
+from ._library import define, increment_version
 
 SCALINGS = ("tensor", "row", "group")
 NUMERICS = ("fast", "compat")
@@ -46,13 +45,15 @@ _INSTEAD = {
 
 def refuse_gradient(function: str, *tensors: torch.Tensor | None) -> None:
     """Raises where a gradient would be lost."""
-    for tensor in tensors:
-        # What is no tensor at all is named later, by require_tensors.
-        if tensor is not None and getattr(tensor, "requires_grad", False):
-            raise RuntimeError(
-                f"{function}: has no gradient of its own, but an argument requires one; use "
-                f"{_INSTEAD[function]} or call it under torch.no_grad()"
-            )
+    try:
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                raise RuntimeError(
+                    f"{function}: has no gradient of its own, but an argument requires one; use "
+                    f"{_INSTEAD[function]} or call it under torch.no_grad()"
+                )
+    except AttributeError:
+        pass  # of what is no tensor at all: require_tensors names it later
 
 
 def _rmsnorm_impl(
@@ -65,7 +66,8 @@ def _rmsnorm_impl(
         x, x_scale, weight, eps, weight_offset, residual, scaling, group, pow2_scale, given_scale,
         numerics, rng, q, scale, q_t, scale_t, amax, rstd, normed, None,
     )  # fmt: skip
-    note_writes(residual, q, q_t, amax, rstd, normed, *(() if given_scale else (scale, scale_t)))
+    scales = () if given_scale else (scale, scale_t)
+    note_writes((residual, q, q_t, amax, rstd, normed, *scales))
 
 
 def _backward_impl(
@@ -76,7 +78,7 @@ def _backward_impl(
     _backward(
         dy, x, x_scale, weight, weight_offset, rstd, residual_grad, dx, dw, accumulate_dw, None
     )
-    note_writes(dx, dw)
+    note_writes((dx, dw))
 
 
 def _quantize_impl(
@@ -88,10 +90,10 @@ def _quantize_impl(
         y, scaling, group, pow2_scale, given_scale, numerics, rng, q, scale, q_t, scale_t, amax,
         None,
     )  # fmt: skip
-    note_writes(q, q_t, amax, *(() if given_scale else (scale, scale_t)))
+    note_writes((q, q_t, amax, *(() if given_scale else (scale, scale_t))))
 
 
-def note_writes(*tensors: torch.Tensor | None) -> None:
+def note_writes(tensors: tuple[torch.Tensor | None, ...]) -> None:
     """Tells autograd, as PyTorch's own in-place ops do: a backward that needs what they held before
     then says so."""
     if _is_grad_enabled():
@@ -120,10 +122,10 @@ _quantize_op = define(
 
 
 # ---- eager calls -------------------------------------------------------------------------------
-# Each takes the tensors of its op in one tuple, None for the workspace last, those of which
-# autograd must know that they are written, and then the other values, and skips the dispatcher
-# where nothing traces or intercepts the call. Errors name the function and not what lies below.
-# Whoever calls has seen to gradients.
+# Each takes whether the call is eager (_library.is_eager of its first tensor), the tensors of its
+# op in one tuple, None for the workspace last, those of which autograd must know that they are
+# written, and the other values. An eager call skips the dispatcher. Errors name the function and
+# not what lies below. Whoever calls has seen to gradients.
 
 # Operands of each function as they lie in its tuple: their names, and whether they may be None.
 _OUTPUTS = tuple((name, True) for name in ("q", "scale", "q_t", "scale_t", "amax"))
@@ -153,39 +155,36 @@ _BACKWARD = _Function(*["fp8_rmsnorm_backward"] * 2, _BACKWARD_OPERANDS, _backwa
 _QUANTIZE = _Function(*["fp8_quantize"] * 2, _QUANTIZE_OPERANDS, _quantize_op)
 
 
-def rmsnorm_into(tensors: tuple, written: tuple, *values) -> None:
-    _run_into(_NORM, _forward_now, tensors, written, values)
+def rmsnorm_into(eager: bool, tensors: tuple, written: tuple, values: tuple) -> None:
+    _run_into(_NORM, eager and _forward_now, tensors, written, values)
 
 
-def backward_into(tensors: tuple, written: tuple, *values) -> None:
-    _run_into(_BACKWARD, _backward_now, tensors, written, values)
+def backward_into(eager: bool, tensors: tuple, written: tuple, values: tuple) -> None:
+    _run_into(_BACKWARD, eager and _backward_now, tensors, written, values)
 
 
-def quantize_into(tensors: tuple, written: tuple, *values) -> None:
-    _run_into(_QUANTIZE, _quantize_now, tensors, written, values)
+def quantize_into(eager: bool, tensors: tuple, written: tuple, values: tuple) -> None:
+    _run_into(_QUANTIZE, eager and _quantize_now, tensors, written, values)
 
 
-def _run_into(
-    function: _Function, now: Callable[..., int], tensors: tuple, written: tuple, values: tuple
-) -> None:
+def _run_into(function: _Function, now, tensors: tuple, written: tuple, values: tuple) -> None:
     try:
-        if is_eager(tensors[0]) and now(id(tensors), *values):
-            if written:
-                note_writes(*written)
-            return
-        require_tensors(function.name, function.operands, tensors)
-        _below_autograd(function.op, tensors, written, values)
+        if not (now and now(id(tensors), *values)):
+            return _run_op(function, tensors, written, values)
     except (TypeError, ValueError) as error:
         require_tensors(function.name, function.operands, tensors)
         raise _renamed(error, function.library, function.name) from None
+    if written:
+        note_writes(written)
 
 
-def _below_autograd(op, tensors: tuple, written: tuple, values: tuple) -> None:
-    """The op by way of the dispatcher, for tensors that may require a gradient."""
+def _run_op(function: _Function, tensors: tuple, written: tuple, values: tuple) -> None:
+    """By way of the dispatcher but below autograd, for tensors that may require a gradient."""
+    require_tensors(function.name, function.operands, tensors)
     with torch.no_grad():
-        op(*tensors[:-1], *values)
+        function.op(*tensors[:-1], *values)
     if not is_compiling():
-        note_writes(*written)
+        note_writes(written)
 
 
 def _renamed(error: Exception, inner: str, outer: str) -> Exception:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._fp8_ops import NUMERICS, SCALINGS, require_tensors
+from ._new_tensors import Allocator, dense_strides
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALING_INDEX = {name: i for i, name in enumerate(SCALINGS)}
@@ -16,7 +17,6 @@ _NUMERICS_INDEX = {name: i for i, name in enumerate(NUMERICS)}
 _TRANSPOSES = (False, True, "only")
 _GIVEN_SCALES = (("scale", True), ("scale", True))
 _F32 = torch.float32
-_empty = torch.empty
 
 
 class Fp8Output(NamedTuple):
@@ -41,6 +41,11 @@ class Fp8Output(NamedTuple):
     residual: Tensor | None = None
     #: y in bfloat16, in the shape of x
     normed: Tensor | None = None
+
+
+def record(fields: tuple) -> Fp8Output:
+    """Fp8Output(*fields), in half the time."""
+    return tuple.__new__(Fp8Output, fields)
 
 
 #: All of a call but its tensors, checked: fp8_dtype, format (as the operators take it, scaling
@@ -72,15 +77,15 @@ def settings(
         raise _unknown(function, "numerics", numerics, _NUMERICS_INDEX)
     if type(group) is not int:
         raise TypeError(f"{function}: group must be an int, got {type(group).__name__}")
-    if scale_layout != "row" and not (scale_layout == "col" and index == 2):
+    col = scale_layout == "col"
+    if scale_layout != "row" and not (col and index == 2):
         raise ValueError(
             f"{function}: scale_layout must be 'row', or 'col' with scaling='group', "
             f"got {scale_layout!r} with scaling={scaling!r}"
         )
-    if transpose not in _TRANSPOSES:
+    if transpose is not False and transpose not in _TRANSPOSES:
         raise ValueError(f"{function}: transpose must be False, True or 'only', got {transpose!r}")
     form = (index, group, bool(pow2_scale), given_scale, chain)
-    col = scale_layout == "col"
     return fp8_dtype, form, col, transpose, bool(normed), stochastic, eps, weight_offset
 
 
@@ -102,65 +107,65 @@ def _given_scales(function: str, scale, index: int, transpose) -> tuple[Tensor |
     return pair
 
 
-def _new_scale(rows: int, length: int, index: int, group: int, col: bool, device) -> Tensor:
+def _new_scale(rows: int, length: int, index: int, group: int, col: bool, empty) -> Tensor:
     if index == 0:
-        return _empty((), dtype=_F32, device=device)
+        return empty((), (), _F32)
     if index == 1:
-        return _empty(rows, dtype=_F32, device=device)
+        return empty((rows,), (1,), _F32)
     groups = -(-length // max(group, 1))
     if not col:
-        return _empty(rows, groups, dtype=_F32, device=device)
-    return _empty(groups, -(-rows // 4) * 4, dtype=_F32, device=device).t()[:rows]
+        return empty((rows, groups), dense_strides((rows, groups)), _F32)
+    padded = -(-rows // 4) * 4
+    return empty((groups, padded), dense_strides((groups, padded)), _F32).t()[:rows]
 
 
 def new_outputs(
-    function: str, name: str, y: Tensor, chosen: Settings, scale
-) -> tuple[int, tuple[Tensor | None, ...]]:
-    """M, and q, scale, q_t, scale_t and amax for y [..., N]: unfilled, but for given scales."""
-    dtype, (index, group, _, given_scale, _), col, transpose, *_ = chosen
-    shape, device = y.shape, y.device
+    function: str, name: str, y: Tensor, chosen: Settings, scale, empty: Allocator
+) -> tuple[tuple[Tensor | None, ...], int, tuple[int, ...], tuple[int, ...]]:
+    """q, scale, q_t, scale_t and amax for y [..., N], unfilled, but for given scales; and M, the
+    shape of y and its strides if it were dense."""
+    dtype, (index, group, _, given_scale, _), col, transpose, _, _, _, _ = chosen
+    shape = tuple(y.shape)
     if len(shape) < 2:
-        raise ValueError(f"{function}: {name} must have at least 2 dimensions, got {tuple(shape)}")
-    rows, hidden = shape[0] if len(shape) == 2 else shape[:-1].numel(), shape[-1]
+        raise ValueError(f"{function}: {name} must have at least 2 dimensions, got {shape}")
+    rows, hidden = shape if len(shape) == 2 else (y.shape[:-1].numel(), shape[-1])
+    strides = dense_strides(shape)
     if dtype is None:
-        dtype = y.dtype if y.dtype in _FP8 else _FP8[0]
+        dtype = y.dtype
+        if dtype not in _FP8:
+            dtype = _FP8[0]
     q = scales = q_t = scales_t = amax = None
     if given_scale:
         scales, scales_t = _given_scales(function, scale, index, transpose)
     if transpose != "only":
-        q = _empty(*shape, dtype=dtype, device=device)
+        q = empty(shape, strides, dtype)
     if transpose:
-        q_t = _empty(hidden, rows, dtype=dtype, device=device)
+        q_t = empty((hidden, rows), dense_strides((hidden, rows)), dtype)
         if index != 0 and scales_t is None:
-            scales_t = _new_scale(hidden, rows, index, group, col, device)
+            scales_t = _new_scale(hidden, rows, index, group, col, empty)
     if scales is None and (q is not None or index == 0):
-        scales = _new_scale(rows, hidden, index, group, col, device)
+        scales = _new_scale(rows, hidden, index, group, col, empty)
     if index == 0:
-        amax = _empty((), dtype=_F32, device=device)
-    return rows, (q, scales, q_t, scales_t, amax)
+        amax = empty((), (), _F32)
+    return (q, scales, q_t, scales_t, amax), rows, shape, strides
 
 
 def given_outputs(
     function: str, out: Fp8Output, chosen: Settings, scale
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
     """q, scale, q_t, scale_t and amax of a record that the caller brings, and what is written."""
+    # A starred name would be a list, which takes as long as all other names together.
+    dtype, (index, _, _, given_scale, _), _, transpose, normed, _, _, _ = chosen
     if type(out) is not Fp8Output:
         raise TypeError(f"{function}: out must be an Fp8Output, got {type(out).__name__}")
-    dtype, (index, _, _, given_scale, _), _, transpose, normed, *_ = chosen
-    q, scales, q_t, scales_t, rstd, amax, residual, y = out
-    if (q is None) != (transpose == "only") or (q_t is None) == bool(transpose):
-        raise ValueError(
-            f"{function}: out must have what transpose={transpose!r} makes, got "
-            f"{'no q' if q is None else 'q'} and {'no q_t' if q_t is None else 'q_t'}"
-        )
-    if (y is None) == normed:
-        raise ValueError(
-            f"{function}: out must have what normed={normed} makes, got "
-            f"{'no normed' if y is None else 'normed'}"
-        )
-    held = getattr(q_t if q is None else q, "dtype", None)
-    if dtype is not None and held != dtype:
-        raise TypeError(f"{function}: out must have q and q_t of fp8_dtype={dtype}, got {held}")
+    q, scales, q_t, scales_t, rstd, amax, _, y = out
+    if (
+        (q is None) != (transpose == "only")
+        or (q_t is None) == bool(transpose)
+        or (y is None) == normed
+        or dtype is not None
+    ):
+        _check_given(function, out, dtype, transpose, normed)
     if given_scale:
         scales, scales_t = _given_scales(function, scale, index, transpose)
         return (q, scales, q_t, scales_t, amax), (q, q_t, amax, rstd, y)
@@ -171,7 +176,25 @@ def given_outputs(
                 "scaling='tensor', got two"
             )
         scales_t = None
-    return (q, scales, q_t, scales_t, amax), (q, scales, q_t, scales_t, amax, rstd, y)
+    made = q, scales, q_t, scales_t, amax
+    return made, (*made, rstd, y)
+
+
+def _check_given(function: str, out: Fp8Output, dtype, transpose, normed) -> None:
+    q, q_t = out.q, out.q_t
+    if (q is None) != (transpose == "only") or (q_t is None) == bool(transpose):
+        raise ValueError(
+            f"{function}: out must have what transpose={transpose!r} makes, got "
+            f"{'no q' if q is None else 'q'} and {'no q_t' if q_t is None else 'q_t'}"
+        )
+    if (out.normed is None) == normed:
+        raise ValueError(
+            f"{function}: out must have what normed={normed} makes, got "
+            f"{'no normed' if out.normed is None else 'normed'}"
+        )
+    held = getattr(q_t if q is None else q, "dtype", None)
+    if dtype is not None and held != dtype:
+        raise TypeError(f"{function}: out must have q and q_t of fp8_dtype={dtype}, got {held}")
 
 
 def draw(device: torch.device) -> Tensor:

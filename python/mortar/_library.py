@@ -14,6 +14,8 @@ from torch._C import _len_torch_dispatch_stack as _num_dispatch_modes
 from torch._C._functorch import maybe_current_level as _functorch_level
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+#: What torch.autograd.graph.increment_version comes to for a tuple or list of tensors.
+increment_version = torch._C._increment_version
 _library = torch.library.Library("mortar", "FRAGMENT")
 _Tensor = torch.Tensor
 

@@ -13,12 +13,11 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from ._ffi import lib
-from ._library import define, shortcut
+from ._library import define, increment_version, shortcut
 
 # Bound once: an attribute look-up per call would cost as much as an argument.
 _plan, _shrink, _expand, _apply = lib.lora_plan, lib.lora_shrink, lib.lora_expand, lib.lora_apply
 _is_grad_enabled = torch.is_grad_enabled
-increment_version = torch.autograd.graph.increment_version
 
 
 def remember_sizes(plan: torch.Tensor, num_tokens: int, num_adapters: int) -> None:
@@ -62,7 +61,7 @@ def guard_tangents(op: str, tensors) -> None:
         )
 
 
-def guard_autograd(op: str, tensors, written: torch.Tensor) -> None:
+def guard_autograd(op: str, tensors, *written: torch.Tensor) -> None:
     """With gradients enabled: refuses tensors that want one, and tells autograd of the write."""
     if forward_ad._current_level >= 0:
         guard_tangents(op, tensors)
@@ -221,7 +220,7 @@ def _fake(op: str):
     def fake(*args, **kwargs):
         if _is_grad_enabled():
             leaves = [a for arg in args for a in (arg if isinstance(arg, list) else [arg])]
-            guard_autograd(op, [t for t in leaves if isinstance(t, torch.Tensor)], [])
+            guard_autograd(op, [t for t in leaves if isinstance(t, torch.Tensor)])
 
     return fake
 

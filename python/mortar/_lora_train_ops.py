@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import increment_version
 
-from ._library import define, is_eager
+from ._library import define, increment_version, is_eager
 from ._lora_train_calls import (
     Layer,
     Rows,
@@ -27,6 +26,7 @@ from ._lora_train_calls import (
     run_backward,
     run_forward,
 )
+from ._new_tensors import allocator_like, dense_strides
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -87,11 +87,17 @@ def _train_out(x, base, a, b, y, h, rng, offsets, plan, widths, places, scales, 
 def _gradient_buffers(dy, a, b, wants, dx_dtype) -> list[Tensor | None]:
     """dx, with the leading dimensions of dy, then every dA, then every dB; None where it is not
     wanted."""
-    first, dx = dy[0], None
+    first = dy[0]
+    empty = allocator_like(first, is_eager(first))
+    found: list[Tensor | None] = [None] * len(wants)
     if wants[0]:
-        dx = first.new_empty((*first.shape[:-1], a[0].shape[1]), dtype=dx_dtype)
-    weights = zip((*a, *b), wants[1:], strict=True)
-    return [dx, *[w.new_empty(w.shape) if wanted else None for w, wanted in weights]]
+        shape = (*first.shape[:-1], a[0].shape[1])
+        found[0] = empty(shape, dense_strides(shape), dx_dtype)
+    for i, weight in enumerate((*a, *b), 1):
+        if wants[i]:
+            shape = tuple(weight.shape)
+            found[i] = empty(shape, dense_strides(shape), weight.dtype)
+    return found
 
 
 def gradients(layer: Layer, rows: Rows, dy, x, h, a, b, wants, dx_dtype) -> list[Tensor | None]:
@@ -203,20 +209,22 @@ def refuse_gradient(op: str, x, base, a, b) -> None:
 def forward_outputs(call: Call, x, base, a, b, save_h: bool) -> tuple[list[Tensor], Tensor | None]:
     """y of every slice in the leading dimensions of x, and h if it is saved."""
     layer = call.layer
-    if not call.in_place and (not is_eager(x) or x.is_meta):
+    eager = is_eager(x) and not x.is_meta
+    if not (call.in_place or eager):
         args = (as_rows(x), [as_rows(t) for t in base], a, b, *call.rows, *layer)
         *flat, h = _op(*args, call.dtype, save_h)
         return [t.view(*x.shape[:-1], t.shape[-1]) for t in flat], h if save_h else None
+    empty, lead = allocator_like(x, eager), tuple(x.shape[:-1])
     h = None
     if save_h:
-        count = math.prod(x.shape[:-1])
-        h = x.new_empty(count, hidden_width(layer, a), dtype=a[0].dtype)
+        shape = (lead[0] if len(lead) == 1 else math.prod(lead), hidden_width(layer, a))
+        h = empty(shape, dense_strides(shape), a[0].dtype)
     if call.in_place:
         y = list(base)
         flat_base = flat = [as_read(t) if t.is_contiguous() else t.view(-1, t.shape[-1]) for t in y]
     else:
-        lead = x.shape[:-1]
-        y = [x.new_empty((*lead, width), dtype=call.dtype) for width in layer.widths]
+        shapes = [(*lead, width) for width in layer.widths]
+        y = [empty(shape, dense_strides(shape), call.dtype) for shape in shapes]
         flat, flat_base = [as_read(t) for t in y], [as_read(t) for t in base]
     run_forward(layer, call.rows, as_read(x), h, flat, flat_base, a, b)
     return y, h

@@ -28,12 +28,22 @@ from ._fp8_ops import (
     require_tensors,
     rmsnorm_into,
 )
-from ._fp8_outputs import Fp8Output, Settings, draw, given_outputs, new_outputs, settings
+from ._fp8_outputs import (
+    Fp8Output,
+    Settings,
+    draw,
+    given_outputs,
+    new_outputs,
+    record,
+    settings,
+)
+from ._library import is_eager
+from ._new_tensors import allocator_like, dense_strides
 
 __all__ = ["Fp8Output", "fp8_quantize", "fp8_rmsnorm", "fp8_rmsnorm_backward", "traffic"]
 
 _F32, _BF16 = torch.float32, torch.bfloat16
-_empty, _is_grad_enabled = torch.empty, torch.is_grad_enabled
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def fp8_rmsnorm(
@@ -104,20 +114,23 @@ def fp8_rmsnorm(
     chosen = settings("fp8_rmsnorm", fp8_dtype, scaling, group, scale is not None, pow2_scale,
                       scale_layout, transpose, normed, stochastic, numerics, eps,
                       weight_offset)  # fmt: skip
-    return Fp8Output(*normalise(x, x_scale, weight, residual, chosen, scale, out))
+    return normalise(x, x_scale, weight, residual, chosen, scale, out)
 
 
 def normalise(
-    x, x_scale, weight, residual, chosen: Settings, scale=None, out=None
-) -> tuple[Tensor | None, ...]:
-    """`fp8_rmsnorm` of tensors that may require gradients. Returns the fields of Fp8Output."""
+    x, x_scale, weight, residual, chosen: Settings, scale=None, out=None, eager=None
+) -> Fp8Output:
+    """`fp8_rmsnorm` of tensors that may require gradients. `eager`: is_eager(x) where known."""
     _, form, _, _, normed, stochastic, eps, weight_offset = chosen
-    if not isinstance(x, Tensor):
-        require_tensors("fp8_rmsnorm", (("x", False),), (x,))
+    if eager is None:
+        if not isinstance(x, Tensor):
+            require_tensors("fp8_rmsnorm", (("x", False),), (x,))
+        eager = is_eager(x)
     if out is None:
-        rows, made = new_outputs("fp8_rmsnorm", "x", x, chosen, scale)
-        rstd = _empty(rows, dtype=_F32, device=x.device)
-        y = _empty(*x.shape, dtype=_BF16, device=x.device) if normed else None
+        empty = allocator_like(x, eager)
+        made, rows, shape, strides = new_outputs("fp8_rmsnorm", "x", x, chosen, scale, empty)
+        rstd = empty((rows,), (1,), _F32)
+        y = empty(shape, strides, _BF16) if normed else None
         written = () if residual is None else (residual,)
     else:
         made, written = given_outputs("fp8_rmsnorm", out, chosen, scale)
@@ -127,10 +140,10 @@ def normalise(
     q, scales, q_t, scales_t, amax = made
     rng = draw(x.device) if stochastic else None
     tensors = (x, x_scale, weight, residual, rng, q, scales, q_t, scales_t, amax, rstd, y, None)
-    rmsnorm_into(tensors, written, eps, weight_offset, *form)
+    rmsnorm_into(eager, tensors, written, (eps, weight_offset, *form))
     if q_t is not None and form[0] == 0:
         scales_t = scales
-    return q, scales, q_t, scales_t, rstd, amax, residual, y
+    return record((q, scales, q_t, scales_t, rstd, amax, residual, y))
 
 
 def fp8_rmsnorm_backward(
@@ -171,19 +184,32 @@ def fp8_rmsnorm_backward(
         raise ValueError("fp8_rmsnorm_backward: dw must be given with accumulate_dw, got None")
     if _is_grad_enabled():
         refuse_gradient("fp8_rmsnorm_backward", dy, x, x_scale, weight, residual_grad)
+    return differentiate(
+        dy, x, x_scale, weight, rstd, weight_offset, residual_grad, dx, dw, accumulate_dw
+    )
+
+
+def differentiate(
+    dy, x, x_scale, weight, rstd, weight_offset=0.0, residual_grad=None, dx=None, dw=None,
+    accumulate_dw=False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`fp8_rmsnorm_backward` of tensors that may require gradients."""
+    eager = is_eager(dy)
     written = () if dx is None else (dx,)
     if dx is None:
         if not isinstance(dy, Tensor):
             require_tensors("fp8_rmsnorm_backward", (("dy", False),), (dy,))
-        dx = _empty(*dy.shape, dtype=dy.dtype, device=dy.device)
+        shape = tuple(dy.shape)
+        dx = allocator_like(dy, eager)(shape, dense_strides(shape), dy.dtype)
     if dw is None:
         if not isinstance(weight, Tensor):
             require_tensors("fp8_rmsnorm_backward", (("weight", False),), (weight,))
-        dw = _empty(*weight.shape, dtype=weight.dtype, device=weight.device)
+        shape = tuple(weight.shape)
+        dw = allocator_like(weight, eager)(shape, dense_strides(shape), weight.dtype)
     else:
         written = (*written, dw)
     tensors = (dy, x, x_scale, weight, rstd, residual_grad, dx, dw, None)
-    backward_into(tensors, written, weight_offset, accumulate_dw)
+    backward_into(eager, tensors, written, (weight_offset, accumulate_dw))
     return dx, dw
 
 
@@ -211,17 +237,18 @@ def fp8_quantize(
         refuse_gradient("fp8_quantize", y)
     chosen = settings("fp8_quantize", fp8_dtype, scaling, group, scale is not None, pow2_scale,
                       scale_layout, transpose, False, stochastic, numerics, 0.0, 0.0)  # fmt: skip
+    eager = is_eager(y)
     if out is None:
-        _, made = new_outputs("fp8_quantize", "y", y, chosen, scale)
+        made, *_ = new_outputs("fp8_quantize", "y", y, chosen, scale, allocator_like(y, eager))
         written = ()
     else:
         made, written = given_outputs("fp8_quantize", out, chosen, scale)
     rng, form = draw(y.device) if stochastic else None, chosen[1]
-    quantize_into((y, rng, *made, None), written, *form)
+    quantize_into(eager, (y, rng, *made, None), written, form)
     q, scales, q_t, scales_t, amax = made
     if q_t is not None and form[0] == 0:
         scales_t = scales
-    return Fp8Output(q, scales, q_t, scales_t, None, amax)
+    return record((q, scales, q_t, scales_t, None, amax, None, None))
 
 
 class Traffic(NamedTuple):

@@ -2,8 +2,9 @@
 #include "core/check.h"
 
 #include <array>
-#include <utility>
+#include <string>
 
+#include "core/byte_span.h"
 #include "core/dtype_visitor.h"
 
 namespace mortar {
@@ -14,19 +15,6 @@ std::string dtype_names(std::initializer_list<DType> dtypes) {
   std::string names;
   for (DType d : dtypes) names += concat(names.empty() ? "" : " or ", dtype_name(d));
   return names;
-}
-
-/// Bytes [first, last) that a view may touch.
-std::pair<std::uintptr_t, std::uintptr_t> byte_span(const Tensor& t) {
-  const auto base = reinterpret_cast<std::uintptr_t>(t.data);
-  if (t.numel() == 0) return {base, base};
-  std::int64_t low = 0, high = 0;
-  for (int d = 0; d < t.ndim; ++d) {
-    const std::int64_t reach = (t.shape[d] - 1) * t.strides[d];
-    (reach < 0 ? low : high) += reach;
-  }
-  const std::int64_t size = dtype_size(t.dtype);
-  return {base + low * size, base + (high + 1) * size};
 }
 
 /// True for two matrices of one row stride whose rows lie side by side within that stride.
@@ -124,10 +112,7 @@ void ArgCheck::fail_without_cuda(Device device) const {
 void ArgCheck::disjoint(const Tensor& a, const char* a_name, const Tensor& b,
                         const char* b_name) const {
   if (!a.defined() || !b.defined() || a.device != b.device) return;
-  const auto [a_first, a_last] = byte_span(a);
-  const auto [b_first, b_last] = byte_span(b);
-  const bool empty = a_first == a_last || b_first == b_last;
-  if (empty || a_last <= b_first || b_last <= a_first || rows_interleave(a, b)) return;
+  if (!byte_span(a).meets(byte_span(b)) || rows_interleave(a, b)) return;
   fail_with(ErrorKind::kValue, op_, ": ", a_name, " and ", b_name,
             " must not overlap in memory, got views that do");
 }

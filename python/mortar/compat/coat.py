@@ -20,9 +20,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .._fp8_outputs import settings
+from .._new_tensors import part
+from ..fp8 import differentiate, normalise
 from ..fp8 import fp8_quantize as _quantize
-from ..fp8 import fp8_rmsnorm as _rmsnorm
-from ..fp8 import fp8_rmsnorm_backward as _rmsnorm_backward
 from ._install import Replacements, found
 
 __all__ = [
@@ -36,17 +37,18 @@ __all__ = [
 _LEAST_SCALE = 1e-10
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _BY_NAME = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+_UPPER_HALF = 1 if sys.byteorder == "little" else 0
 _NUM_WARPS = 8  # what the originals hand from the forward to the backward; nothing here reads it
 
 
 def _rows(t: Tensor) -> Tensor:
     """[B, T, N] as [B T, N], [M, N] as it is; copied only where the strides leave no other way."""
-    return t.reshape(-1, t.shape[-1]) if t.ndim == 3 else t
+    return t.detach().reshape(-1, t.shape[-1]) if t.ndim == 3 else t
 
 
 def _dense(t: Tensor) -> Tensor:
     """The rows of t dense, as the originals read them whatever the strides are."""
-    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.detach().contiguous()
 
 
 def _check_group(function: str, x: Tensor, s_x: Tensor, QB: int) -> None:
@@ -57,7 +59,6 @@ def _check_group(function: str, x: Tensor, s_x: Tensor, QB: int) -> None:
         )
 
 
-@torch.no_grad()
 def fp8_rmsnorm_forward(
     x: Tensor, s_x: Tensor, w: Tensor, QB: int, eps: float, transpose_output_2d: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, int]]:
@@ -69,17 +70,18 @@ def fp8_rmsnorm_forward(
     `fp8_rmsnorm_backward`.
     """
     _check_group("fp8_rmsnorm_forward", x, s_x, QB)
-    rows = _dense(_rows(x))
-    out = _rmsnorm(rows, w, x_scale=_rows(s_x), eps=eps, transpose=True, numerics="compat")
+    chosen = settings("fp8_rmsnorm", None, "tensor", 128, False, False, "row", True, False, False,
+                      "compat", eps, 0.0)  # fmt: skip
+    qy, scale, qy_t, _, rstd, *_ = normalise(_dense(_rows(x)), _rows(s_x), w, None, chosen)
     # The scale is a bfloat16 value in float32: its upper half is that bfloat16.
-    s_y = out.scale.view(1).view(torch.bfloat16)[1 if sys.byteorder == "little" else 0]
-    qy, qy_t = out.q.view(x.shape), out.q_t
-    if x.ndim == 3 and not transpose_output_2d:
-        qy_t = qy_t.view(x.shape[0], -1, x.shape[-1])
-    return qy, s_y, qy_t, (w, out.rstd, _NUM_WARPS)
+    s_y = part(scale.view(1).view(torch.bfloat16), _UPPER_HALF)
+    if x.ndim == 3:
+        qy = qy.view(x.shape)
+        if not transpose_output_2d:
+            qy_t = qy_t.view(x.shape[0], -1, x.shape[-1])
+    return qy, s_y, qy_t, (w, rstd, _NUM_WARPS)
 
 
-@torch.no_grad()
 def fp8_rmsnorm_backward(
     x: Tensor, s_x: Tensor, g: Tensor, w: Tensor, v: Tensor, QB: int, num_warps: int
 ) -> tuple[Tensor, Tensor]:
@@ -88,9 +90,9 @@ def fp8_rmsnorm_backward(
     g: as x, bfloat16, float16 or float32, of any strides; v: rstd [M]; num_warps is not read.
     """
     _check_group("fp8_rmsnorm_backward", x, s_x, QB)
-    rows, g_rows = _dense(_rows(x)), _dense(_rows(g))
-    dx, dw = _rmsnorm_backward(g_rows, rows, w, v, x_scale=_rows(s_x))
-    return dx.to(torch.bfloat16).view(g.shape), dw
+    dx, dw = differentiate(_dense(_rows(g)), _dense(_rows(x)), _rows(s_x), w, v)
+    dx = dx if dx.dtype == torch.bfloat16 else dx.to(torch.bfloat16)
+    return dx.view(g.shape) if g.ndim == 3 else dx, dw
 
 
 @torch.no_grad()

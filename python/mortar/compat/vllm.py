@@ -34,9 +34,9 @@ from typing import NamedTuple
 import torch
 
 from .._ffi import WRITTEN, lib, torch_function
-from .._library import define, is_eager, shortcut
+from .._library import define, increment_version, is_eager, shortcut
 from .._lora_memory import ANY_STREAM, Memory
-from .._lora_ops import guard_autograd, increment_version, wants_gradient
+from .._lora_ops import guard_autograd
 
 __all__ = ["lora_expand", "lora_shrink"]
 
@@ -153,35 +153,41 @@ _EXPAND = _defined(
 def _memory_of(lora_ids: torch.Tensor) -> Memory:
     """Workspaces are the metadata's, as they are a plan's: its tensors are the same in every layer
     of a step. They hang on the one that vLLM does not slice anew for each call."""
-    memory = getattr(lora_ids, "_mortar_memory", None)
-    if memory is None:
+    try:
+        return lora_ids._mortar_memory
+    except AttributeError:
         memory = lora_ids._mortar_memory = Memory()
-    return memory
+        return memory
 
 
 def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> bool:
     """Whether an eager call is done."""
-    for t in (output, *weights):
-        if t.is_neg():  # the dispatcher resolves it
-            return False
     grad = _is_grad_enabled()
-    if grad and wants_gradient((inputs, output, *weights)):
+    if output.is_neg() or (grad and (inputs.requires_grad or output.requires_grad)):
         return False
-    groups, active = _groups(metadata)
-    if op is _EXPAND:
-        tensors = (inputs, output, *groups, None, None, None, *weights)
-        done = _expand_now(id(tensors), *last, *active, 0)
+    for t in weights:
+        if t.is_neg() or (grad and t.requires_grad):  # the dispatcher resolves it, or refuses it
+            return False
+    mapping, sorted_tokens, counts, starts, ids, _, active = metadata
+    if type(active) is int:
+        groups = (None, sorted_tokens, ids, counts, starts, None, None, None, None, *weights)
+        last = (*last, active)
     else:
-        kept = _memory_of(metadata[4])
+        groups = (None, sorted_tokens, ids, counts, starts, active, None, None, None, *weights)
+    if op is _EXPAND:
+        tensors = (inputs, output, *groups)
+        done = _expand_now(id(tensors), *last, 0)
+    else:
+        kept = _memory_of(ids)
         memory, stream = kept.get()
         while True:
-            tensors = (inputs, output, memory, metadata[0], *groups, None, None, None, *weights)
-            done = _shrink_now(id(tensors), stream, *last, *active, len(weights))
+            tensors = (inputs, output, memory, mapping, *groups)
+            done = _shrink_now(id(tensors), stream, *last, len(weights))
             if done <= WRITTEN:
                 break
             memory, stream = kept.more(inputs, done), ANY_STREAM
     if grad and done:
-        increment_version(output)
+        increment_version((output,))
     return bool(done)
 
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .._fp8_ops import NUMERICS, SCALINGS
-from .._fp8_outputs import Settings, settings
+from .._fp8_outputs import Settings, record, settings
 from .._library import is_eager
+from .._new_tensors import spread
 from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm_backward, normalise
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -31,7 +32,7 @@ def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
 def _carrier(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
-    return _nan(dtype, device).expand(*shape)  # a torch.Size takes twice as long to read
+    return spread(_nan(dtype, device), shape)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -97,8 +98,6 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, source, weight, residual, others):
         x, x_scale, rstd, updated, y, ctx.weight_offset = others
-        if y is None:
-            y = _carrier(x.shape, _wide(source.dtype), x.device)
         if updated is None:
             ctx.save_for_backward(x, x_scale, weight, rstd)
             return y
@@ -236,24 +235,36 @@ class Fp8RMSNorm(nn.Module):
             is wanted, the carrier of y (see above); what consumes q must send the gradient of y
             there, as `mortar.nn.fp8_linear` does. `residual` has its gradient too.
         """
-        return _norm(x, x_scale, self.weight, residual, carrier, self.settings)
+        # The attribute itself goes through nn.Module's __getattr__, 0.4 us.
+        weight = self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight
+        return _norm(x, x_scale, weight, residual, carrier, self.settings)
 
 
 def _norm(x, x_scale, weight, residual, carrier, chosen: Settings) -> Fp8Output:
     source = x if carrier is None else carrier
     if not (_is_grad_enabled() and _wants_gradient(source, weight, residual)):
-        return Fp8Output(*normalise(x, x_scale, weight, residual, chosen))
-    if source.dtype in _FP8 and source.requires_grad:
-        raise TypeError(
-            "Fp8RMSNorm: carrier must be given with an 8-bit x that requires a gradient, got None"
-        )
+        return normalise(x, x_scale, weight, residual, chosen)
+    dtype = source.dtype
+    if dtype in _FP8:
+        if source.requires_grad:
+            raise TypeError(
+                "Fp8RMSNorm: carrier must be given with an 8-bit x that requires a gradient, got "
+                "None"
+            )
+        dtype = torch.bfloat16
     updated = None if residual is None else residual.detach().clone()
-    q, scale, q_t, scale_t, rstd, amax, _, y = normalise(x, x_scale, weight, updated, chosen)
-    connect = _make_differentiable if is_eager(x) else _Gradient.apply
+    eager = is_eager(x)
+    made = normalise(x, x_scale, weight, updated, chosen, eager=eager)
+    q, scale, q_t, scale_t, rstd, amax, _, y = made
+    if y is None:
+        y = _carrier(x.shape, dtype, x.device)
+    connect = _make_differentiable if eager else _Gradient.apply
     y = connect(source, weight, residual, (x, x_scale, rstd, updated, y, chosen[-1]))
     if residual is not None:
         y, updated = y
-    return Fp8Output(q, scale, q_t, scale_t, rstd, amax, updated, y)
+    return record((q, scale, q_t, scale_t, rstd, amax, updated, y))
 
 
 def _wants_gradient(source: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
