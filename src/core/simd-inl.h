@@ -52,17 +52,21 @@ HWY_INLINE FloatVec widen(HalfVec bits) {
   }
 }
 
+/// The nearest bfloat16 in the upper half of every lane; the lower one holds nothing.
+HWY_INLINE BitsVec nearest_bf16(FloatVec v) {
+  const BitsTag u32;
+  const BitsVec bits = hn::BitCast(u32, v);
+  const BitsVec odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(u32, 1u));
+  const BitsVec nearest = hn::Add(hn::Add(bits, hn::Set(u32, 0x7fffu)), odd);
+  const BitsVec quiet = hn::Or(bits, hn::Set(u32, 0x400000u));  // adding to a NaN could carry
+  return hn::IfThenElse(hn::RebindMask(u32, hn::IsNaN(v)), quiet, nearest);
+}
+
 template <class T>
 HWY_INLINE HalfVec narrow(FloatVec v) {
   if constexpr (std::is_same_v<T, BFloat16>) {
-    const BitsTag u32;
-    const BitsVec bits = hn::BitCast(u32, v);
-    const BitsVec high = hn::ShiftRight<16>(bits);
-    const BitsVec odd = hn::And(high, hn::Set(u32, 1u));
-    const BitsVec nearest = hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(u32, 0x7fffu)), odd));
-    const BitsVec quiet = hn::Or(high, hn::Set(u32, 0x40u));  // adding to a NaN could carry
-    const BitsVec chosen = hn::IfThenElse(hn::RebindMask(u32, hn::IsNaN(v)), quiet, nearest);
-    return hn::DemoteTo(HalfTag(), hn::BitCast(hn::RebindToSigned<BitsTag>(), chosen));
+    const BitsVec high = hn::ShiftRight<16>(nearest_bf16(v));
+    return hn::DemoteTo(HalfTag(), hn::BitCast(hn::RebindToSigned<BitsTag>(), high));
   } else if constexpr (kHasFloat16) {
     return hn::BitCast(HalfTag(), hn::DemoteTo(hn::Rebind<hwy::float16_t, FloatTag>(), v));
   } else {
@@ -113,6 +117,22 @@ HWY_INLINE void store_f32(FloatVec v, T* p) {
   } else {
     hn::StoreU(narrow<T>(v), HalfTag(), reinterpret_cast<std::uint16_t*>(p));
   }
+}
+
+/// store_f32 of two vectors, the second behind the first: bfloat16 are packed and stored together.
+template <class T>
+HWY_INLINE void store_f32(FloatVec first, FloatVec second, T* p) {
+#if HWY_TARGET != HWY_SCALAR
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const hn::Repartition<std::uint16_t, FloatTag> u16;
+    const auto low = hn::BitCast(u16, nearest_bf16(first));
+    const auto high = hn::BitCast(u16, nearest_bf16(second));
+    hn::StoreU(hn::ConcatOdd(u16, high, low), u16, reinterpret_cast<std::uint16_t*>(p));
+    return;
+  }
+#endif
+  store_f32(first, p);
+  store_f32(second, p + kLanes);
 }
 
 /// Whether a vector of T can be written past the caches: Highway's Stream writes at least 16 bytes.

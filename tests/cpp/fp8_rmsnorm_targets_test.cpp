@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU's row kernels, once for every instruction set of this machine and once in plain code.
 #include "fp8_rmsnorm_case.h"
+#include "fp8_rmsnorm_grad_case.h"
 #include "simd_targets.h"
 
 namespace mortar::testing {
@@ -49,6 +50,30 @@ TEST_P(Fp8RmsNormTarget, TailsOfColumns) {
                           .scaling = Fp8Scaling::kGroup,
                           .group = 16},
                          Device{});
+  }
+}
+
+TEST_P(Fp8RmsNormTarget, BackwardOfEveryDtype) {
+  for (DType dy : {kF32, kF16, kBF16}) {
+    for (DType x : {kE4M3, kE5M2, kF32, kF16, kBF16}) {
+      for (std::int64_t columns : {16, 1040}) {
+        GradTrial trial({.rows = 21, .columns = columns, .x = x, .dy = dy, .residual_grad = true},
+                        Device{}, 1);
+        trial.run();
+        trial.expect_right();
+      }
+    }
+  }
+}
+
+TEST_P(Fp8RmsNormTarget, BackwardWithTailsOfColumns) {
+  for (std::int64_t columns = 1; columns <= 67; ++columns) {
+    for (bool adds : {false, true}) {
+      GradTrial trial({.rows = 17, .columns = columns, .x = kBF16, .residual_grad = adds}, Device{},
+                      1);
+      trial.run();
+      trial.expect_right();
+    }
   }
 }
 

@@ -29,6 +29,7 @@ class Backward {
         k_(row_kernels({.x = p.input.x.dtype,
                         .x_scale = p.input.x_scale.dtype,
                         .weight = p.weight.dtype,
+                        .z = z_dtype(p.input, {}),
                         .side = p.dy.dtype,
                         .dw = p.dw.dtype})) {}
 
@@ -41,15 +42,17 @@ class Backward {
 
  private:
   struct Scratch {
-    alignas(64) float z[kRun + kPadding], dy[kRun + kPadding], dz[kRun + kPadding];
-    alignas(64) float dw[kRun + kPadding];
+    alignas(64) float z[kRun + kPadding], dw[kRun + kPadding];
   };
 
   float* partial(std::int64_t chunk) const { return memory_.partials + chunk * padded(columns_); }
 
-  void load(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s) const {
-    k_.widen_x(element(p_.input.x, row, c), scale_at(p_.input, row, c), p_.input.x_group, n, s.z);
-    k_.widen_side(element(p_.dy, row, c), n, s.dy);
+  /// z of a run, of z_dtype(): where it lies, or widened into scratch.
+  const void* z(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s) const {
+    const void* x = element(p_.input.x, row, c);
+    if (dtype_size(p_.input.x.dtype) > 1) return x;
+    k_.widen_x(x, scale_at(p_.input, row, c), p_.input.x_group, n, s.z);
+    return s.z;
   }
 
   /// Has a run of a row come into the second-level cache while others are computed on: the sums of
@@ -72,32 +75,31 @@ class Backward {
   }
 
   void run_block(std::int64_t chunk, std::int64_t first, std::int64_t last, Scratch& s) const {
-    float c_of_row[RowChunks::kBlock];  // rstd^2 * mean(dy * w * z)
+    float c_of_row[RowChunks::kBlock] = {};  // rstd^2 * mean(dy * w * z)
     for (std::int64_t row = first; row < last && p_.dx.given(); ++row) {
       Sums sums;
       for_runs(columns_, [&](std::int64_t c, std::int64_t n) {
-        load(row, c, n, s);
-        k_.dot(s.dy, memory_.weight + c, s.z, n, &sums);
+        k_.dot(element(p_.dy, row, c), memory_.weight + c, z(row, c, n, s), n, &sums);
       });
       const float rstd = p_.rstd[row];
       c_of_row[row - first] = sums.total() / static_cast<float>(columns_) * (rstd * rstd);
     }
+    const bool adds = p_.dx.given() && p_.residual_grad.given();
     for_runs(columns_, [&](std::int64_t c, std::int64_t n) {
       std::fill_n(s.dw, padded(n), 0.0f);
       for (std::int64_t row = first; row < last; ++row) {
         ask_for<false>(p_.input.x, row + RowChunks::kBlock, c, n);
         ask_for<false>(p_.dy, row + RowChunks::kBlock, c, n);
         if (p_.dx.given()) ask_for<true>(p_.dx, row + 1, c, n);
-        load(row, c, n, s);
-        const float rstd = p_.rstd[row];
-        if (p_.dw.given()) k_.weight_gradient(s.dy, s.z, rstd, n, s.dw);
-        if (!p_.dx.given()) continue;
-        k_.gradient(s.dy, memory_.weight + c, s.z, rstd, c_of_row[row - first], n, s.dz);
-        if (p_.residual_grad.given()) {
-          k_.widen_side(element(p_.residual_grad, row, c), n, s.dy);
-          k_.add(s.dy, n, s.dz);
-        }
-        k_.narrow_side(s.dz, n, element(p_.dx, row, c));
+        k_.gradients({.dy = element(p_.dy, row, c),
+                      .z = z(row, c, n, s),
+                      .added = adds ? element(p_.residual_grad, row, c) : nullptr,
+                      .w = memory_.weight + c,
+                      .rstd = p_.rstd[row],
+                      .c = c_of_row[row - first],
+                      .n = n,
+                      .dw = p_.dw.given() ? s.dw : nullptr,
+                      .dx = p_.dx.given() ? element(p_.dx, row, c) : nullptr});
       }
       if (p_.dw.given()) k_.add(s.dw, n, partial(chunk) + c);
     });

@@ -53,7 +53,8 @@ HWY_INLINE FloatVec widen8(const T* p) {
   return hn::Or(value, hn::BitCast(f32, sign));
 }
 
-/// Codes of one byte, in lanes of 32 bits. kStochastic: by the draws at p.
+/// Codes in the low bytes of lanes of 32 bits; what lies above them is of no account. kStochastic: by
+/// the draws at p.
 template <class T, bool kStochastic>
 HWY_INLINE BitsVec narrow8(FloatVec v, const std::uint32_t* p) {
   const FloatTag f32;
@@ -79,18 +80,18 @@ HWY_INLINE BitsVec narrow8(FloatVec v, const std::uint32_t* p) {
     const auto up = hn::VecFromMask(i32, hn::Lt(random, threshold));  // -1 where it goes up
     units = hn::BitCast(u32, hn::Sub(below, up));
   } else {
+    // The power of two that is added has no bits in the low byte.
     const BitsVec shift = hn::Add(power, hn::Set(u32, (23u - kMantissa) << 23));
-    const FloatVec sum = hn::Add(hn::BitCast(f32, clamped), hn::BitCast(f32, shift));
-    units = hn::Sub(hn::BitCast(u32, sum), shift);
+    units = hn::BitCast(u32, hn::Add(hn::BitCast(f32, clamped), hn::BitCast(f32, shift)));
   }
   const BitsVec exponent = hn::ShiftRight<23 - kMantissa>(power);
   const BitsVec code = hn::Sub(hn::Add(units, exponent), hn::Set(u32, kLeast << kMantissa));
-  const BitsVec sign = hn::And(hn::ShiftRight<24>(bits), hn::Set(u32, 0x80u));
-  return hn::IfThenElse(nan, hn::Set(u32, std::uint32_t{kFloat8NaN}), hn::Or(code, sign));
+  const BitsVec both = hn::OrAnd(code, hn::ShiftRight<24>(bits), hn::Set(u32, 0x80u));
+  return hn::IfThenElse(nan, hn::Set(u32, std::uint32_t{kFloat8NaN}), both);
 }
 
 HWY_INLINE void store8(BitsVec codes, std::uint8_t* to) {
-  hn::StoreU(hn::DemoteTo(ByteTag(), hn::BitCast(IntTag(), codes)), ByteTag(), to);
+  hn::StoreU(hn::TruncateTo(ByteTag(), codes), ByteTag(), to);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -18,6 +18,7 @@ namespace mortar::fp8_rmsnorm::cpu {
 namespace {
 
 constexpr std::int64_t kBlockRows = 64, kMostBlockRows = 128;
+constexpr std::int64_t kLeastGroup = 16;
 
 /// float32 [padded N] of weight + offset; [M] of rstd; uint32 [chunks, padded N] of column maxima,
 /// where there are scales by columns.
@@ -40,7 +41,7 @@ struct Workspace {
 };
 
 struct Scratch {
-  alignas(64) float z[kRun + kPadding], y[kRun + kPadding], t[kRun + kPadding];
+  alignas(64) float z[kRun + kPadding], y[kRun + kPadding];
   alignas(64) float factors[kRun + kPadding];    ///< by which the columns are multiplied for q_t
   alignas(64) float q_factors[kRun + kPadding];  ///< and for q
   alignas(64) std::uint32_t maxima[kRun + kPadding], draws[kRun + kPadding];
@@ -65,6 +66,7 @@ class Forward {
         k_(row_kernels({.x = p.input.x.dtype,
                         .x_scale = p.input.x_scale.dtype,
                         .weight = p.weight.dtype,
+                        .z = z_dtype(p.input, p.residual),
                         .side = p.residual.dtype,
                         .q = p.out.dtype})) {}
 
@@ -112,25 +114,28 @@ class Forward {
     if (norm_) {
       Sums sums;
       for_runs(in_.hidden, [&](std::int64_t c, std::int64_t n) {
-        load(row, c, n, /*first=*/true, s);
-        k_.sum_squares(s.z, memory_.weight + c, n, &sums, &maxima);
+        if (p_.residual.given()) add_to_residual(row, c, n, s);
+        k_.sum_squares(z(row, c, n, s), memory_.weight + c, n, &sums, &maxima);
       });
       const float mean = sums.total() / static_cast<float>(in_.hidden);
       rstd_[row] = 1.0f / std::sqrt(mean + p_.eps);
     }
     std::uint32_t most = maxima.total();
-    const bool by_elements = needs_amax() && (!norm_ || compat_);
-    if (by_elements || columns != nullptr) {
+    if (needs_amax() && (!norm_ || compat_)) {
       Maxima of_y;
       for_runs(in_.hidden, [&](std::int64_t c, std::int64_t n) {
+        if (!norm_) return k_.max_row(z(row, c, n, s), n, &of_y);
         make_y(row, c, n, s);
-        k_.max_row(s.y, n, &of_y);
-        if (columns != nullptr) k_.max_columns(s.y, n, columns + c);
+        k_.max_row_y(s.y, n, &of_y);
       });
       most = of_y.total();
     } else if (norm_) {
       // Rounding keeps order, so the largest |z w| times rstd is the largest |y|, to the bit.
       most = std::bit_cast<std::uint32_t>(std::bit_cast<float>(most) * rstd_[row]) & 0x7fffffffu;
+    }
+    if (columns != nullptr) {
+      for_runs(in_.hidden,
+               [&](std::int64_t c, std::int64_t n) { max_columns(row, c, n, s, columns + c); });
     }
     if (out_.scaling == Scaling::kRow && needs_amax()) {
       out_.scale.data[row * out_.scale.row_stride] =
@@ -224,8 +229,7 @@ class Forward {
     if (out_.scaling == Scaling::kGroup && !out_.given_scale) {
       std::fill_n(s.maxima, padded(n), 0u);
       for (std::int64_t row = first; row < last; ++row) {
-        make_y(row, c, n, s);
-        k_.max_columns(s.y, n, s.maxima);
+        max_columns(row, c, n, s, s.maxima);
       }
       for (std::int64_t i = 0; i < n; ++i) {
         scale[(c + i) * out_.scale_t.row_stride] =
@@ -242,17 +246,14 @@ class Forward {
   void emit_run(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s,
                 std::uint8_t* tile) const {
     const bool whole = out_.scaling == Scaling::kTensor;
-    const bool y_is_needed = !norm_ || divides_ || out_.scaling == Scaling::kGroup ||
-                             p_.normed.given() || (out_.q_t.given() && !whole);
-    if (y_is_needed) {
+    const bool grouped = out_.scaling == Scaling::kGroup;
+    const bool own = out_.q_t.given() && !whole;  // q_t has scales of its own
+    const bool makes_y =
+        divides_ || grouped || p_.normed.given() || (own && out_.scaling == Scaling::kRow);
+    if (makes_y) {
       make_y(row, c, n, s);
       if (compat_) k_.round_bf16(n, s.y);
       if (p_.normed.given()) k_.narrow_bf16(s.y, n, element(p_.normed, row, c));
-    } else {  // rstd / scale as one factor
-      const float scale = out_.scale.data[row * out_.scale.row_stride];
-      const float factor = rstd_[row] * inverse_of(scale);
-      load(row, c, n, /*first=*/false, s);
-      k_.normalise(s.z, memory_.weight + c, std::isinf(factor) ? kLargestFloat : factor, n, s.t);
     }
     const std::uint32_t* draws = nullptr;
     if (out_.rng != nullptr) {
@@ -260,59 +261,73 @@ class Forward {
       draws = s.draws;
     }
     if (out_.q.given() || whole) {
-      if (y_is_needed) scale_run(row, c, n, s);
       void* q = out_.q.given() ? element(out_.q, row, c) : nullptr;
-      if (whole && out_.q_t.given()) {
-        k_.narrow_q(s.t, draws, n, tile);
-        if (q != nullptr) std::memcpy(q, tile, static_cast<std::size_t>(n));
+      void* first = whole && out_.q_t.given() ? tile : q;
+      const float* scale = out_.scale.data + row * out_.scale.row_stride;
+      if (grouped) {
+        find_group_factors(row, c, n, s);
+        k_.quantise_each(s.y, s.q_factors, draws, n, first);
+      } else if (divides_) {
+        k_.quantise_divided(s.y, *scale, draws, n, first);
+      } else if (makes_y) {
+        k_.quantise_y(s.y, nullptr, inverse_of(*scale), draws, n, first);
+      } else if (norm_) {  // rstd / scale as one factor
+        const float factor = rstd_[row] * inverse_of(*scale);
+        k_.quantise(z(row, c, n, s), memory_.weight + c,
+                    std::isinf(factor) ? kLargestFloat : factor, draws, n, first);
       } else {
-        k_.narrow_q(s.t, draws, n, q);
+        k_.quantise(z(row, c, n, s), nullptr, inverse_of(*scale), draws, n, first);
       }
+      if (q != nullptr && q != first) std::memcpy(q, first, static_cast<std::size_t>(n));
     }
-    if (out_.q_t.given() && !whole) {
-      k_.multiply_each(s.y, s.factors, n, s.t);
-      k_.narrow_q(s.t, draws, n, tile);
-    }
+    if (own) k_.quantise_each(s.y, s.factors, draws, n, tile);
   }
 
-  /// t = y / scale for q, with scales of groups made on the way.
-  void scale_run(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s) const {
+  /// Scales of q's groups, if they are not given, and 1 / scale for each element.
+  void find_group_factors(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s) const {
     const Scales& scale = out_.scale;
     float* of_row = scale.data + row * scale.row_stride;
-    if (divides_) return k_.divide(s.y, *of_row, n, s.t);
-    if (out_.scaling != Scaling::kGroup) return k_.multiply(s.y, inverse_of(*of_row), n, s.t);
     const std::int64_t group = out_.group;
-    if (!out_.given_scale) k_.max_groups(s.y, out_.group, n, s.t);  // t: one maximum a group
+    float maxima[kRun / kLeastGroup];
+    if (!out_.given_scale) k_.max_groups(s.y, out_.group, n, maxima);
     for (std::int64_t i = 0; i * group < n; ++i) {
       float& of_group = of_row[(c / group + i) * scale.group_stride];
-      if (!out_.given_scale) of_group = scale_of(s.t[i], largest_, out_.pow2_scale);
+      if (!out_.given_scale) of_group = scale_of(maxima[i], largest_, out_.pow2_scale);
       std::fill_n(s.q_factors + i * group, std::min(group, padded(n) - i * group),
                   inverse_of(of_group));
     }
-    k_.multiply_each(s.y, s.q_factors, n, s.t);
   }
 
-  /// y of a run, before any rounding of compat.
+  /// y of a run into scratch, before any rounding of compat.
   void make_y(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s) const {
     if (!norm_) return k_.widen_x(element(in_.x, row, c), nullptr, 0, n, s.y);
-    load(row, c, n, /*first=*/false, s);
     const auto normalise = compat_ ? k_.normalise_compat : k_.normalise;
-    normalise(s.z, memory_.weight + c, rstd_[row], n, s.y);
+    normalise(z(row, c, n, s), memory_.weight + c, rstd_[row], n, s.y);
   }
 
-  /// z of a run. The first time the residual is added to and written; then it is what is read.
-  void load(std::int64_t row, std::int64_t c, std::int64_t n, bool first, Scratch& s) const {
-    void* residual = p_.residual.given() ? element(p_.residual, row, c) : nullptr;
-    if (residual == nullptr || first) {
-      k_.widen_x(element(in_.x, row, c), scale_at(in_, row, c), in_.x_group, n, s.z);
-    }
-    if (residual == nullptr) return;
-    if (first) {
-      k_.widen_side(residual, n, s.y);
-      k_.add(s.y, n, s.z);
-      k_.narrow_side(s.z, n, residual);
-    }
-    k_.widen_side(residual, n, s.z);
+  /// Raises maxima of columns to |y| of a run.
+  void max_columns(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s,
+                   std::uint32_t* maxima) const {
+    const float* weight = norm_ ? memory_.weight + c : nullptr;
+    k_.max_columns(z(row, c, n, s), weight, norm_ ? rstd_[row] : 1.0f, n, maxima);
+  }
+
+  /// z of a run, of z_dtype(): where it lies, or widened into scratch.
+  const void* z(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s) const {
+    if (p_.residual.given()) return element(p_.residual, row, c);
+    const void* x = element(in_.x, row, c);
+    if (dtype_size(in_.x.dtype) > 1) return x;
+    k_.widen_x(x, scale_at(in_, row, c), in_.x_group, n, s.z);
+    return s.z;
+  }
+
+  /// The residual becomes z.
+  void add_to_residual(std::int64_t row, std::int64_t c, std::int64_t n, Scratch& s) const {
+    void* residual = element(p_.residual, row, c);
+    k_.widen_x(element(in_.x, row, c), scale_at(in_, row, c), in_.x_group, n, s.z);
+    k_.widen_side(residual, n, s.y);
+    k_.add(s.y, n, s.z);
+    k_.narrow_side(s.z, n, residual);
   }
 
   const ForwardProblem& p_;

@@ -57,6 +57,13 @@ inline const void* scale_at(const Input& in, std::int64_t row, std::int64_t colu
   return in.x_group > 0 ? element(in.x_scale, row, column / in.x_group) : nullptr;
 }
 
+/// The dtype of the z that row kernels read: 8-bit x goes through float32 scratch, all else is read
+/// where it lies. The residual, once x is added to it, is z.
+inline DType z_dtype(const Input& in, const Rows& residual) {
+  if (residual.given()) return residual.dtype;
+  return dtype_size(in.x.dtype) == 1 ? DType::kFloat32 : in.x.dtype;
+}
+
 /// Runs body(column, n) for the runs of a row.
 template <class Body>
 void for_runs(std::int64_t columns, const Body& body) {

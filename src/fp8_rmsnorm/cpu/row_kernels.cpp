@@ -2,10 +2,11 @@
 // The row kernels, once per instruction set.
 //
 // y[i] = (z[i] * w[i]) * rstd, q[i] = fp8(y[i] / s) and the rest of what a row needs
-// bytes  = only x, x_scale and the outputs cross memory; float32 rows of kRun elements stay in the
-//          first-level cache
-// limit  : instructions. AVX2 takes about 3 for each element of a forward with a transpose, twice
-//          what memory would ask for on one core and less on many.
+// bytes  = only x, x_scale and the outputs cross memory; what lies in scratch, at most kRun
+//          elements a row, stays in the first-level cache
+// limit  : instructions where rows are in a cache, else memory as well. A forward of bfloat16 with a
+//          transpose takes about 2 of AVX-512 for each element: 0.4 for the sum of squares, 1.2 for
+//          codes, 0.4 to turn bytes over.
 #include "fp8_rmsnorm/cpu/row_kernels.h"
 
 #include <cstring>
@@ -20,18 +21,13 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 // After highway.h: these are included once per target.
-#include "fp8_rmsnorm/cpu/float8-inl.h"
+#include "fp8_rmsnorm/cpu/backward_rows-inl.h"
+#include "fp8_rmsnorm/cpu/forward_rows-inl.h"
 #include "fp8_rmsnorm/cpu/transpose-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace mortar::fp8_rmsnorm::cpu {
 namespace HWY_NAMESPACE {
-
-constexpr int kVectors = kLanesOfSum / static_cast<int>(kLanes);  ///< of 32 lanes
-
-HWY_INLINE FloatVec at(const float* p) { return hn::Load(FloatTag(), p); }
-HWY_INLINE void put(FloatVec v, float* p) { hn::Store(v, FloatTag(), p); }
-HWY_INLINE BitsVec magnitude(FloatVec v) { return hn::BitCast(BitsTag(), hn::Abs(v)); }
 
 template <class T>
 HWY_INLINE FloatVec load(const T* p) {
@@ -39,22 +35,6 @@ HWY_INLINE FloatVec load(const T* p) {
     return widen8(p);
   } else {
     return load_f32(p);
-  }
-}
-
-/// body(i) for every vector of scratch, padding included.
-template <class Body>
-HWY_INLINE void for_vectors(std::int64_t n, const Body& body) {
-  for (std::int64_t i = 0; i < n; i += kPadding) {
-    for (std::int64_t j = 0; j < kPadding; j += kLanes) body(i + j);
-  }
-}
-
-/// body(i, j) for every vector of scratch, where j counts those of 32 lanes.
-template <class Body>
-HWY_INLINE void for_lanes(std::int64_t n, const Body& body) {
-  for (std::int64_t i = 0; i < n; i += kLanesOfSum) {
-    for (int j = 0; j < kVectors; ++j) body(i + j * kLanes, j);
   }
 }
 
@@ -109,29 +89,6 @@ void narrow(const float* from, std::int64_t n, void* to) {
   std::memcpy(p + i, tail, static_cast<std::size_t>(n - i) * sizeof(T));
 }
 
-template <class T, bool kStochastic>
-HWY_INLINE void narrow_row8(const float* from, const std::uint32_t* draws, std::int64_t n,
-                            std::uint8_t* to) {
-  std::int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    store8(narrow8<T, kStochastic>(at(from + i), draws + i), to + i);
-  }
-  if (i >= n) return;
-  std::uint8_t tail[kLanes];
-  store8(narrow8<T, kStochastic>(at(from + i), draws + i), tail);
-  std::memcpy(to + i, tail, static_cast<std::size_t>(n - i));
-}
-
-template <class T>
-void narrow_q(const float* from, const std::uint32_t* draws, std::int64_t n, void* to) {
-  auto* bytes = static_cast<std::uint8_t*>(to);
-  if (draws != nullptr) {
-    narrow_row8<T, true>(from, draws, n, bytes);
-  } else {
-    narrow_row8<T, false>(from, nullptr, n, bytes);
-  }
-}
-
 void add(const float* a, std::int64_t n, float* to) {
   for_vectors(n, [&](std::int64_t i) { put(hn::Add(at(to + i), at(a + i)), to + i); });
 }
@@ -142,69 +99,11 @@ void add_constant(float a, std::int64_t n, float* to) {
   clear_padding(n, to);
 }
 
-void normalise(const float* z, const float* w, float factor, std::int64_t n, float* y) {
-  const FloatVec f = hn::Set(FloatTag(), factor);
-  for_vectors(n, [&](std::int64_t i) { put(hn::Mul(hn::Mul(at(z + i), at(w + i)), f), y + i); });
-}
-
-void normalise_compat(const float* z, const float* w, float rstd, std::int64_t n, float* y) {
-  const FloatVec r = hn::Set(FloatTag(), rstd);
-  for_vectors(n, [&](std::int64_t i) { put(hn::Mul(hn::Mul(at(z + i), r), at(w + i)), y + i); });
-}
-
 void round_bf16(std::int64_t n, float* y) {
   for_vectors(n, [&](std::int64_t i) {
     BFloat16 rounded[kLanes];
     store_f32(at(y + i), rounded);
     put(load_f32(rounded), y + i);
-  });
-}
-
-void multiply(const float* y, float factor, std::int64_t n, float* to) {
-  const FloatVec f = hn::Set(FloatTag(), factor);
-  for_vectors(n, [&](std::int64_t i) { put(hn::Mul(at(y + i), f), to + i); });
-}
-
-void multiply_each(const float* y, const float* factors, std::int64_t n, float* to) {
-  for_vectors(n, [&](std::int64_t i) { put(hn::Mul(at(y + i), at(factors + i)), to + i); });
-}
-
-void divide(const float* y, float divisor, std::int64_t n, float* to) {
-  const FloatVec d = hn::Set(FloatTag(), divisor);
-  for_vectors(n, [&](std::int64_t i) { put(hn::Div(at(y + i), d), to + i); });
-}
-
-void sum_squares(const float* z, const float* w, std::int64_t n, Sums* sums, Maxima* maxima) {
-  const BitsTag u32;
-  FloatVec sum[kVectors];
-  BitsVec most[kVectors];
-  for (int j = 0; j < kVectors; ++j) {
-    sum[j] = at(sums->lane + j * kLanes);
-    most[j] = hn::Load(u32, maxima->lane + j * kLanes);
-  }
-  for_lanes(n, [&](std::int64_t i, int j) {
-    const FloatVec v = at(z + i);
-    sum[j] = hn::MulAdd(v, v, sum[j]);
-    most[j] = hn::Max(most[j], magnitude(hn::Mul(v, at(w + i))));
-  });
-  for (int j = 0; j < kVectors; ++j) {
-    put(sum[j], sums->lane + j * kLanes);
-    hn::Store(most[j], u32, maxima->lane + j * kLanes);
-  }
-}
-
-void max_row(const float* y, std::int64_t n, Maxima* maxima) {
-  const BitsTag u32;
-  BitsVec most[kVectors];
-  for (int j = 0; j < kVectors; ++j) most[j] = hn::Load(u32, maxima->lane + j * kLanes);
-  for_lanes(n, [&](std::int64_t i, int j) { most[j] = hn::Max(most[j], magnitude(at(y + i))); });
-  for (int j = 0; j < kVectors; ++j) hn::Store(most[j], u32, maxima->lane + j * kLanes);
-}
-
-void max_columns(const float* y, std::int64_t n, std::uint32_t* maxima) {
-  const BitsTag u32;
-  for_vectors(n, [&](std::int64_t i) {
-    hn::Store(hn::Max(hn::Load(u32, maxima + i), magnitude(at(y + i))), u32, maxima + i);
   });
 }
 
@@ -217,31 +116,6 @@ void max_groups(const float* y, int group, std::int64_t n, float* maxima) {
     const std::uint32_t bits = hn::GetLane(hn::MaxOfLanes(u32, most));
     *maxima++ = std::bit_cast<float>(bits);
   }
-}
-
-void dot(const float* dy, const float* w, const float* z, std::int64_t n, Sums* sums) {
-  FloatVec sum[kVectors];
-  for (int j = 0; j < kVectors; ++j) sum[j] = at(sums->lane + j * kLanes);
-  for_lanes(n, [&](std::int64_t i, int j) {
-    sum[j] = hn::MulAdd(hn::Mul(at(dy + i), at(w + i)), at(z + i), sum[j]);
-  });
-  for (int j = 0; j < kVectors; ++j) put(sum[j], sums->lane + j * kLanes);
-}
-
-void gradient(const float* dy, const float* w, const float* z, float rstd, float c, std::int64_t n,
-              float* dz) {
-  const FloatVec r = hn::Set(FloatTag(), rstd), coefficient = hn::Set(FloatTag(), c);
-  for_vectors(n, [&](std::int64_t i) {
-    const FloatVec g = hn::Mul(at(dy + i), at(w + i));
-    put(hn::Mul(hn::NegMulAdd(at(z + i), coefficient, g), r), dz + i);
-  });
-}
-
-void weight_gradient(const float* dy, const float* z, float rstd, std::int64_t n, float* dw) {
-  const FloatVec r = hn::Set(FloatTag(), rstd);
-  for_vectors(n, [&](std::int64_t i) {
-    put(hn::MulAdd(at(dy + i), hn::Mul(at(z + i), r), at(dw + i)), dw + i);
-  });
 }
 
 /// Kernels of x without scales, or null where its dtype needs them.
@@ -280,23 +154,31 @@ RowKernels kernels_of(const RowTypes& types) {
   k.narrow_side = narrow_of(types.side);
   k.narrow_dw = narrow_of(types.dw);
   k.narrow_bf16 = &narrow<BFloat16>;
-  k.narrow_q = visit_dtype<Float8DTypes>(
-      types.q, "fp8_rmsnorm", [](auto tag) { return &narrow_q<typename decltype(tag)::type>; });
   k.add = add;
   k.add_constant = add_constant;
-  k.normalise = normalise;
-  k.normalise_compat = normalise_compat;
   k.round_bf16 = round_bf16;
-  k.multiply = multiply;
-  k.multiply_each = multiply_each;
-  k.divide = divide;
-  k.sum_squares = sum_squares;
-  k.max_row = max_row;
-  k.max_columns = max_columns;
+  k.max_row_y = max_row<float>;
   k.max_groups = max_groups;
-  k.dot = dot;
-  k.gradient = gradient;
-  k.weight_gradient = weight_gradient;
+  visit_dtype<FloatDTypes>(types.z, "fp8_rmsnorm", [&](auto z_tag) {
+    using Z = typename decltype(z_tag)::type;
+    k.normalise = normalise<Z>;
+    k.normalise_compat = normalise_compat<Z>;
+    k.sum_squares = sum_squares<Z>;
+    k.max_row = max_row<Z>;
+    k.max_columns = max_columns<Z>;
+    visit_dtype<Float8DTypes>(types.q, "fp8_rmsnorm", [&](auto q_tag) {
+      using Q = typename decltype(q_tag)::type;
+      k.quantise = quantise<Z, Q>;
+      k.quantise_y = quantise<float, Q>;
+      k.quantise_each = quantise_each<Q>;
+      k.quantise_divided = quantise_divided<Q>;
+    });
+    visit_dtype<FloatDTypes>(types.side, "fp8_rmsnorm", [&](auto side_tag) {
+      using Side = typename decltype(side_tag)::type;
+      k.dot = dot<Z, Side>;
+      k.gradients = gradients<Z, Side>;
+    });
+  });
   k.draw = draw;
   k.transpose = transpose;
   return k;

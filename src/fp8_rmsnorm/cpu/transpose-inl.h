@@ -23,11 +23,12 @@ using namespace mortar::HWY_NAMESPACE;
 
 inline constexpr int kBlock = 16;
 
-/// The 16 x 16 bytes at p become those at `to`, column by column.
-HWY_INLINE void transpose_block(const std::uint8_t* p, std::int64_t pitch, std::uint8_t* to) {
+/// The 16 x 16 bytes at p become columns at `to`, `stride` bytes apart.
+HWY_INLINE void transpose_block(const std::uint8_t* p, std::int64_t pitch, std::uint8_t* to,
+                                std::int64_t stride) {
 #if HWY_TARGET == HWY_SCALAR
   for (int r = 0; r < kBlock; ++r) {
-    for (int c = 0; c < kBlock; ++c) to[c * kBlock + r] = p[r * pitch + c];
+    for (int c = 0; c < kBlock; ++c) to[c * stride + r] = p[r * pitch + c];
   }
 #else
   const hn::Full128<std::uint8_t> d;
@@ -45,26 +46,30 @@ HWY_INLINE void transpose_block(const std::uint8_t* p, std::int64_t pitch, std::
   shuffle(b, a);
   shuffle(a, b);
   shuffle(b, a);
-  for (int c = 0; c < kBlock; ++c) hn::Store(a[c], d, to + c * kBlock);
+  for (int c = 0; c < kBlock; ++c) hn::StoreU(a[c], d, to + c * stride);
 #endif
 }
 
 inline void transpose(const std::uint8_t* from, std::int64_t pitch, std::int64_t rows,
                       std::int64_t columns, std::uint8_t* to, std::int64_t stride) {
-  alignas(16) std::uint8_t block[kBlock * kBlock];
+  std::uint8_t block[kBlock * kBlock];
   for (std::int64_t c = 0; c < columns; c += kBlock) {
-    const std::int64_t last = std::min<std::int64_t>(kBlock, columns - c);
+    const std::int64_t wide = std::min<std::int64_t>(kBlock, columns - c);
+    // The lines of the next columns, which no processor would guess, come while these are turned.
+    for (std::int64_t i = c + kBlock; i < std::min(c + 2 * kBlock, columns); ++i) {
+      for (std::int64_t r = 0; r < rows; r += 64) __builtin_prefetch(to + i * stride + r, 1, 3);
+    }
     for (std::int64_t r = 0; r < rows; r += kBlock) {
-      transpose_block(from + r * pitch + c, pitch, block);
-      if (rows - r >= kBlock) {  // a size that is known makes it one vector
-        for (std::int64_t i = 0; i < last; ++i) {
-          std::memcpy(to + (c + i) * stride + r, block + i * kBlock, kBlock);
-        }
+      const std::int64_t high = std::min<std::int64_t>(kBlock, rows - r);
+      const std::uint8_t* p = from + r * pitch + c;
+      std::uint8_t* at = to + c * stride + r;
+      if (wide == kBlock && high == kBlock) {
+        transpose_block(p, pitch, at, stride);
         continue;
       }
-      const auto bytes = static_cast<std::size_t>(rows - r);
-      for (std::int64_t i = 0; i < last; ++i) {
-        std::memcpy(to + (c + i) * stride + r, block + i * kBlock, bytes);
+      transpose_block(p, pitch, block, kBlock);
+      for (std::int64_t i = 0; i < wide; ++i) {
+        std::memcpy(at + i * stride, block + i * kBlock, static_cast<std::size_t>(high));
       }
     }
   }
