@@ -53,8 +53,8 @@ HWY_INLINE FloatVec widen8(const T* p) {
   return hn::Or(value, hn::BitCast(f32, sign));
 }
 
-/// Codes in the low bytes of lanes of 32 bits; what lies above them is of no account. kStochastic: by
-/// the draws at p.
+/// Codes in the low bytes of lanes of 32 bits; what lies above them is of no account. kStochastic:
+/// by the draws at p.
 template <class T, bool kStochastic>
 HWY_INLINE BitsVec narrow8(FloatVec v, const std::uint32_t* p) {
   const FloatTag f32;

@@ -4,9 +4,9 @@
 // y[i] = (z[i] * w[i]) * rstd, q[i] = fp8(y[i] / s) and the rest of what a row needs
 // bytes  = only x, x_scale and the outputs cross memory; what lies in scratch, at most kRun
 //          elements a row, stays in the first-level cache
-// limit  : instructions where rows are in a cache, else memory as well. A forward of bfloat16 with a
-//          transpose takes about 2 of AVX-512 for each element: 0.4 for the sum of squares, 1.2 for
-//          codes, 0.4 to turn bytes over.
+// limit  : instructions where rows are in a cache, else memory as well. A forward of bfloat16 with
+//          a transpose takes about 2 of AVX-512 for each element: 0.4 for the sum of squares, 1.2
+//          for codes, 0.4 to turn bytes over.
 #include "fp8_rmsnorm/cpu/row_kernels.h"
 
 #include <cstring>
