@@ -12,7 +12,7 @@
 namespace mortar::lora {
 
 enum class ShrinkKernel { kDecode, kWgmma, kMma, kParts };
-enum class ExpandKernel { kDecode, kPrefill, kParts };
+enum class ExpandKernel { kDecode, kPrefill, kWide, kParts };
 /// Who adds the split-K partials that shrink leaves, one for each leaf of K.
 enum class Partials {
   kNone,    ///< there are none: a CTA or a cluster of shrink sums all of K
@@ -37,9 +37,8 @@ inline constexpr WgmmaShape kWgmmaShapes[] = {
     {48, 1, 14, 1, Share::kHalf}, {48, 2, 9, 1, Share::kHalf},  {48, 3, 6, 1, Share::kHalf},
     {96, 1, 10, 1, Share::kHalf}, {96, 2, 6, 1, Share::kHalf},  {96, 3, 5, 1, Share::kHalf},
     {144, 2, 5, 1, Share::kHalf}, {192, 2, 4, 1, Share::kHalf}, {16, 1, 4, 4, Share::kLeaf},
-    {48, 2, 4, 2, Share::kLeaf},  {96, 2, 7, 1, Share::kLeaf},  {144, 2, 6, 1, Share::kLeaf},
-    {192, 2, 5, 1, Share::kLeaf}, {48, 2, 3, 2, Share::kAll},   {96, 2, 6, 1, Share::kAll},
-    {144, 2, 4, 1, Share::kAll},  {192, 2, 3, 1, Share::kAll},
+    {48, 2, 4, 2, Share::kLeaf},  {96, 2, 7, 1, Share::kLeaf},  {48, 2, 3, 2, Share::kAll},
+    {96, 2, 6, 1, Share::kAll},   {144, 2, 4, 1, Share::kAll},  {192, 2, 3, 1, Share::kAll},
 };
 
 /// Shapes of shrink_mma.cu: warps along tokens (16 each) and along rank rows, fragments of 8 rank
@@ -65,8 +64,16 @@ struct ShrinkPlan {
   friend bool operator==(const ShrinkPlan&, const ShrinkPlan&) = default;
 };
 
+/// Shapes of expand_wide.cu: tiles of 64 tokens and columns of a CTA, stages of its ring, and CTAs
+/// per SM.
+struct WideShape {
+  int tiles, cols, stages, per_sm;
+};
+inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2}, {2, 128, 3, 2}};
+
 struct ExpandPlan {
   ExpandKernel kernel = ExpandKernel::kDecode;
+  int shape = 0;  ///< row of kWideShapes
   int tile_tokens = 16;
   int cols = 128;        ///< columns of a block: what a CTA takes at a time
   int block_cols = 128;  ///< columns whose B lies in a stage of the ring, decode kernel

@@ -117,14 +117,15 @@ int narrowest_shape(const LoraShape& s, Share share) {
 ShrinkPlan prefill_shrink(const LoraShape& s, const Machine& m) {
   ShrinkPlan c;
   c.tile_tokens = 64;
-  const std::int64_t ctas =
-      ceil_div<std::int64_t>(s.num_tokens, 128) * ceil_div(s.rank_rows(), 192);
+  const std::int64_t columns = ceil_div(s.rank_rows(), 192);
+  const std::int64_t ctas = ceil_div<std::int64_t>(s.num_tokens, 128) * columns;
+  const std::int64_t most_ctas = max_tiles(s.num_tokens, s.num_adapters, 128) * columns;
   const bool wgmma = s.aligned_x && m.arch == 90;
   const ShapeCtas half = best_half_shape(s, m);
   // Splitting fills the chip; without need it only writes and reads partials. Many of them pay
   // where the halves of K would leave two SMs in three idle. (471 tokens of rank 64, down of 28,672
   // to 8,192: 28 us against 56; but 2,106 tokens of rank 128, 5,120 to 5,120, 47 against 38.)
-  const bool idle = partials_are_light(s) ? 4 * ctas < m.sms : wgmma && 3 * half.ctas <= m.sms;
+  const bool idle = partials_are_light(s) ? 4 * most_ctas < m.sms : wgmma && 3 * half.ctas <= m.sms;
   if (num_leaves(s.hidden) > 1 && partials_fit(s) && idle) c.partials = Partials::kFinish;
   if (wgmma) {
     c.kernel = ShrinkKernel::kWgmma;
@@ -145,7 +146,14 @@ ShrinkPlan prefill_shrink(const LoraShape& s, const Machine& m) {
 ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
   ShrinkPlan c;
   const std::int64_t leaves = num_leaves(s.hidden);
-  if (partials_are_light(s) && partials_fit(s)) {
+  // Above rank 128 a kernel adds partials. Without them there is one kernel less, and CTAs walk
+  // over all of K: as fast where an SM has two of them. (us, without and with: 9 tokens of 191
+  // adapters, rank 512, 5,120 to 3 x 1,280, 62 and 71; 32 of 75, rank 256, 5,120 to 5,120, 41 and
+  // 47.)
+  const std::int64_t walks = max_tiles(s.num_tokens, s.num_adapters, 16) *
+                             ceil_div<std::int64_t>(s.rank_rows(), kMmaShapes[0].rows());
+  const bool whole = s.max_rank > kExpandPrefillMaxRank && walks >= 2 * m.sms;
+  if (partials_are_light(s) && partials_fit(s) && !whole) {
     const bool finish =
         s.max_rank > kExpandPrefillMaxRank ||
         std::min<std::int64_t>(16, tokens_per_adapter(s)) * leaves * h_width(s) * 4 >= kFinishBytes;
@@ -161,8 +169,13 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
       max_tiles(s.num_tokens, s.num_adapters, 16) * ceil_div<std::int64_t>(s.hidden, kDecodeK);
   const std::int64_t shares = std::clamp<std::int64_t>(2 * m.sms / std::max<std::int64_t>(ctas, 1),
                                                        1, ceil_div(s.rank_rows(), 16));
-  c.rows = std::min(round_up(static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares)), 16),
-                    decode_most_rows(s, m));
+  // Of very many rows a CTA takes few, all of them in flight at once. (us, 32 and 256 rows: 9
+  // tokens of 191 adapters, rank 512, 5,120 to 3 x 1,280, 71 and 85; 8 of 11, rank 256, 1,024 to
+  // 2,048 + 2 x 1,024, 13.6 and 20.4.)
+  constexpr int kManyRows = 192, kFewRows = 32;
+  const int most = s.rank_rows() > kManyRows ? kFewRows : decode_most_rows(s, m);
+  const auto own = static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares));
+  c.rows = std::min(round_up(own, 16), most);
   return c;
 }
 
@@ -218,6 +231,17 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
   return c;
 }
 
+bool runs_wide(const LoraShape& s, const Machine& m) { return m.arch == 90 && s.op == Op::kApply; }
+
+ExpandPlan wide_expand(int shape) {
+  ExpandPlan c;
+  c.kernel = ExpandKernel::kWide;
+  c.shape = shape;
+  c.tile_tokens = 64;
+  c.cols = kWideShapes[shape].cols;
+  return c;
+}
+
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   ExpandPlan c;
   c.kernel = ExpandKernel::kDecode;
@@ -249,13 +273,38 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   return c;
 }
 
+/// Tiles of 64, unless they would be mostly empty, or too few to fill the chip. (us, prefill
+/// against decode behind one shrink: 374 tokens of 23 adapters, rank 64, qkv, 30 and 21; 4,468 of
+/// 257, rank 128, 3,584 to 3,584 + 2 x 512, 427 and 407; 297 of 3, rank 128, 3,072 to 1,024, 16 and
+/// 9; but 2,093 of 49, rank 128, 3,072 to 1,024, 32 and 38.)
+bool suits_prefill(const LoraShape& s, const Machine& m) {
+  if (h_width(s) > kExpandPrefillMaxRank || best_tile_tokens(s) != 64 ||
+      prefill_smem(s) + kPrefillStaticSmem > m.max_smem) {
+    return false;
+  }
+  const std::int64_t steps =
+      max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kPrefillCols);
+  return s.op != Op::kApply || (tokens_per_adapter(s) > kLightTokens && steps > m.sms);
+}
+
+/// High ranks, unless there are so few tiles and columns that the narrow CTAs of the decode kernel
+/// share them out better. (us, wide against decode: one token, rank 256, 4,096 to 2 x 14,336, 9.2
+/// and 12.9; 23 of 4 adapters, rank 256, 3,584 to 3,584, 9.9 and 12.1; 66 of 17, rank 256, 5,120 to
+/// 3 x 5,120, 92 and 95; but 4 tokens of one adapter, rank 512, 1,024 to 4,096, 10.1 and 6.7.)
+bool suits_wide(const LoraShape& s, const Machine& m) {
+  if (h_width(s) <= kExpandPrefillMaxRank || !runs_wide(s, m)) return false;
+  const std::int64_t ctas =
+      max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kWideShapes[0].cols);
+  return best_tile_tokens(s) == 64 || 4 * ctas >= 3 * m.sms;
+}
+
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
   if (!s.one_type) return parts_expand(s, m);
-  const bool prefill = h_width(s) <= kExpandPrefillMaxRank && best_tile_tokens(s) == 64 &&
-                       prefill_smem(s) + kPrefillStaticSmem <= m.max_smem;
-  if (prefill) return prefill_expand(s, m);
+  if (suits_prefill(s, m)) return prefill_expand(s, m);
+  if (suits_wide(s, m)) return wide_expand(tokens_per_adapter(s) > 64 ? 1 : 0);
   ExpandPlan c = decode_expand(s, m);
-  c.tile_tokens = best_tile_tokens(s);  // those of 64 tokens come in quarters
+  // Tiles of 64 tokens come in quarters: where tiles of 16 would be more than a grid has rows.
+  if (max_tiles(s.num_tokens, s.num_adapters, 16) > 65535) c.tile_tokens = 64;
   return c;
 }
 

@@ -13,6 +13,8 @@ inline constexpr int kMmaStaticSmem = 8 * 1024;      ///< of shrink_mma.cu: rank
 int prefill_smem(const LoraShape& s);
 /// Runs of tiles that its two slots for B need, as a power of two.
 int least_log_run(const LoraShape& s);
+/// Whether the wide expand can run: it reads the op's own h.
+bool runs_wide(const LoraShape& s, const Machine& m);
 /// Rank rows that a CTA of the decode shrink may take: a ring of 128 rows, which leaves of 512
 /// elements have, is more than some devices hold.
 int decode_most_rows(const LoraShape& s, const Machine& m);
@@ -21,6 +23,7 @@ int decode_most_rows(const LoraShape& s, const Machine& m);
 int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m);
 
 ExpandPlan prefill_expand(const LoraShape& s, const Machine& m);
+ExpandPlan wide_expand(int shape);
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m);
 ExpandPlan parts_expand(const LoraShape& s, const Machine& m);
 ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m);

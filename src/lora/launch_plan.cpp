@@ -61,6 +61,9 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
     ExpandPlan c = prefill_expand(s, m);
     for (c.log_run = least_log_run(s); c.log_run <= 3; ++c.log_run) plans.push_back(c);
   }
+  for (int i = 0; i < static_cast<int>(std::size(kWideShapes)) && runs_wide(s, m); ++i) {
+    plans.push_back(wide_expand(i));
+  }
   ExpandPlan c = decode_expand(s, m);
   const int widest = !s.aligned_y || s.max_rank > 64 ? 32 : s.max_rank <= 16 ? 256 : 128;
   for (c.block_cols = widest; c.block_cols >= std::max(32, widest / 4); c.block_cols /= 2) {
@@ -149,8 +152,9 @@ std::string describe(const LaunchPlan& plan) {
   for (int i = 0; i < s.num_slices; ++i) {
     add("%s%lld", i == 0 ? "N " : "+", static_cast<long long>(s.widths[i]));
   }
-  add(", rank %d%s%s%s", s.max_rank, s.one_type ? "" : ", split-bf16",
-      s.aligned_x ? "" : ", unaligned x or A", s.aligned_y ? "" : ", unaligned y");
+  add(", rank %d%s%s%s%s", s.max_rank, s.one_type ? "" : ", split-bf16",
+      s.aligned_x ? "" : ", unaligned x or A", s.aligned_y ? "" : ", unaligned y",
+      s.b_by_8 ? ", rows of B by 8 bytes" : "");
   if (s.op != Op::kExpand) {
     constexpr const char* kNames[] = {"decode", "wgmma", "mma", "split-bf16"};
     constexpr const char* kShares[] = {"all of K a CTA", "half of K a CTA", "a K chunk a CTA"};
@@ -168,12 +172,15 @@ std::string describe(const LaunchPlan& plan) {
     add("%s", kPartials[static_cast<int>(c.partials)]);
   }
   if (s.op != Op::kShrink) {
-    constexpr const char* kNames[] = {"decode", "prefill", "split-bf16"};
+    constexpr const char* kNames[] = {"decode", "prefill", "wide", "split-bf16"};
     const ExpandPlan& c = plan.expand;
     add("; expand: %s, tiles of %d tokens, %d columns", kNames[static_cast<int>(c.kernel)],
         c.tile_tokens, c.cols);
     if (c.kernel == ExpandKernel::kDecode) {
       add(" in stages of %d, %d stages", c.block_cols, c.stages);
+    }
+    if (c.kernel == ExpandKernel::kWide) {
+      add(", %d tiles, %d stages", kWideShapes[c.shape].tiles, kWideShapes[c.shape].stages);
     }
     if (c.kernel == ExpandKernel::kPrefill) add(", runs of %d tiles", 1 << c.log_run);
     if (c.per_sm > 0) add(", %d CTA an SM", c.per_sm);

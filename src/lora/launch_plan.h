@@ -37,6 +37,7 @@ struct LoraShape {
   bool one_type = true;   ///< x, weights and y of one 16-bit type
   bool aligned_x = true;  ///< every row of x and A starts at a multiple of 16 bytes, and is whole
   bool aligned_y = true;  ///< the same for the slices of y
+  bool b_by_8 = false;    ///< rows of stacked B start at multiples of 8 bytes, not of 16: rank 4
 
   std::int64_t sum_widths() const;
   std::int64_t max_width() const;

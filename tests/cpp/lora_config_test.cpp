@@ -149,6 +149,7 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
     }
     if (kMachines[i % 4].arch != 90) {
       EXPECT_NE(shrink.kernel, ShrinkKernel::kWgmma);
+      EXPECT_NE(expand.kernel, ExpandKernel::kWide);
     }
     if (s.op != Op::kApply) {
       EXPECT_NE(shrink.partials, Partials::kExpand);
@@ -181,7 +182,7 @@ TEST(LoraConfig, CandidatesFitTheirProblem) {
 /// Every row of a table of shapes is the best for some problem.
 TEST(LoraConfig, EveryShapeIsChosenSomewhere) {
   std::mt19937 random(13);
-  std::set<int> wgmma, mma;
+  std::set<int> wgmma, mma, wide;
   for (int i = 0; i < 60'000; ++i) {
     const LaunchPlan plan = choose(random_shape(random), kMachines[i % 4]);
     if (plan.shape.op != Op::kExpand && plan.shrink.kernel == ShrinkKernel::kWgmma) {
@@ -190,9 +191,13 @@ TEST(LoraConfig, EveryShapeIsChosenSomewhere) {
     if (plan.shape.op != Op::kExpand && plan.shrink.kernel == ShrinkKernel::kMma) {
       mma.insert(plan.shrink.shape);
     }
+    if (plan.shape.op != Op::kShrink && plan.expand.kernel == ExpandKernel::kWide) {
+      wide.insert(plan.expand.shape);
+    }
   }
   EXPECT_EQ(wgmma.size(), std::size(kWgmmaShapes)) << ::testing::PrintToString(wgmma);
   EXPECT_EQ(mma.size(), std::size(kMmaShapes)) << ::testing::PrintToString(mma);
+  EXPECT_EQ(wide.size(), std::size(kWideShapes)) << ::testing::PrintToString(wide);
 }
 
 TEST(LoraConfig, APlanSaysWhichKernelsRun) {
@@ -214,6 +219,7 @@ TEST(LoraConfig, KernelsForOneTypeOf16BitsRefuseAnyOther) {  // before a launch:
     EXPECT_THROW(cuda::shrink_mma(shrink, {}, {}), Error) << dtype_name(dtype);
     EXPECT_THROW(cuda::expand_decode(expand, {}), Error) << dtype_name(dtype);
     EXPECT_THROW(cuda::expand_prefill(expand, {}), Error) << dtype_name(dtype);
+    EXPECT_THROW(cuda::expand_wide(expand, {}, {}), Error) << dtype_name(dtype);
   }
 }
 

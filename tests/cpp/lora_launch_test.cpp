@@ -21,8 +21,6 @@ namespace {
 
 using lora::LaunchPlan;
 
-constexpr DType kBF16 = DType::kBFloat16;
-
 std::vector<Device> gpus() {
   return has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}} : std::vector<Device>{};
 }
@@ -41,15 +39,17 @@ lora::LoraShape shape_of(const LoraOperands& op) {
   s.num_slices = static_cast<int>(op.c.widths.size());
   s.max_rank = s.h_columns = op.max_rank();
   s.aligned_x = s.aligned_y = !op.c.strided;
+  s.b_by_8 = op.max_rank() % 8 == 4 && !op.c.strided;
   return s;
 }
 
 class LoraLaunch : public ::testing::TestWithParam<Device> {
  protected:
   static LoraCase case_of(std::int64_t tokens, std::int64_t hidden,
-                          const std::vector<std::int64_t>& widths, const std::vector<int>& ranks) {
+                          const std::vector<std::int64_t>& widths, const std::vector<int>& ranks,
+                          DType dtype = DType::kBFloat16) {
     LoraCase c;
-    c.x = c.w = c.y = kBF16;
+    c.x = c.w = c.y = dtype;
     c.tokens = tokens;
     c.hidden = hidden;
     c.widths = widths;
@@ -78,6 +78,7 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
       EXPECT_TRUE(op.y.guards_intact()) << describe(plan);
       EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
       ran_.insert({static_cast<int>(plan.shrink.kernel), plan.shrink.shape});
+      if (plan.expand.kernel == lora::ExpandKernel::kWide) wide_ran_.insert(plan.expand.shape);
     }
   }
 
@@ -88,6 +89,7 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
     return {p, p + view.numel() * dtype_size(view.dtype)};
   }
 
+  std::set<int> wide_ran_;             ///< rows of kWideShapes
   std::set<std::pair<int, int>> ran_;  ///< kernels of shrink and rows of their tables
 };
 
@@ -102,6 +104,12 @@ TEST_P(LoraLaunch, EveryPlanGivesTheSameBits) {
   expect_same_bits(case_of(200, 1032, {264, 128}, {128, 100, 64}));
   expect_same_bits(case_of(90, 1032, {264}, {4, 12, 2}));
   expect_same_bits(case_of(130, 520, {264, 40}, {200, 129, 40}));
+  expect_same_bits(case_of(130, 520, {264, 40}, {201, 129, 40}, DType::kFloat16));
+  expect_same_bits(case_of(150, 264, {520, 40}, {4, 2, 3}));
+  expect_same_bits(case_of(150, 264, {520, 40}, {4, 2, 3}, DType::kFloat16));
+  LoraCase long_run = case_of(200, 264, {264, 136}, {8, 40, 512});
+  long_run.map = Map::kOneAdapter;
+  expect_same_bits(long_run);
   LoraCase strided = case_of(133, 1040, {96, 40}, {16, 8, 24});
   strided.strided = true;
   expect_same_bits(strided);
@@ -110,6 +118,7 @@ TEST_P(LoraLaunch, EveryPlanGivesTheSameBits) {
     EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kWgmma), static_cast<int>(i)}))
         << "row " << i << " of kWgmmaShapes never ran";
   }
+  EXPECT_EQ(wide_ran_.size(), std::size(lora::kWideShapes));
   for (std::size_t i = 0; i < std::size(lora::kMmaShapes); ++i) {
     EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kMma), static_cast<int>(i)}))
         << "row " << i << " of kMmaShapes never ran";

@@ -40,6 +40,20 @@ bool allows_vectors(const RowsView& y, const WeightsView& w, std::int64_t offset
   return ok;
 }
 
+/// Whether all rows of stacked B, and not those of 16, start at multiples of 8 bytes: rank 4.
+bool rows_by_8(const WeightsView& w) {
+  bool by_8 = w.table == nullptr, by_16 = true;
+  for (int i = 0; i < w.num_slices && by_8; ++i) {
+    const StackedSlice& slice = w.slices[i];
+    const auto start = reinterpret_cast<std::uintptr_t>(slice.b);
+    const auto strides = static_cast<std::uint64_t>(slice.b_row_stride) |
+                         static_cast<std::uint64_t>(slice.b_adapter_stride);
+    by_8 = start % 8 == 0 && strides % 4 == 0;
+    by_16 = by_16 && start % 16 == 0 && strides % 8 == 0;
+  }
+  return by_8 && !by_16;
+}
+
 LoraShape shape_of(Op op, std::int64_t num_tokens, const WeightsView& w) {
   LoraShape s;
   s.op = op;
@@ -70,6 +84,7 @@ LoraShape shape_of(const ApplyProblem& p) {
   s.one_type = s.one_type && p.x.dtype == p.weights.dtype && p.y.dtype == p.weights.dtype;
   s.aligned_x = allows_vectors(p.x, p.weights);
   s.aligned_y = allows_vectors(p.y, p.weights, p.offset);
+  s.b_by_8 = s.one_type && rows_by_8(p.weights);
   return s;
 }
 
@@ -136,6 +151,7 @@ void run_expand(ExpandParams p, const LaunchPlan& plan, Stream stream) {
   const ExpandPlan& c = plan.expand;
   p.tiles = tiles_of(plan.shape, c.tile_tokens);
   p.vector_y = plan.shape.aligned_y;
+  p.b_by_8 = plan.shape.b_by_8;
   p.cols = c.cols;
   p.block_cols = c.block_cols;
   p.stages = c.stages;
@@ -150,6 +166,8 @@ void run_expand(ExpandParams p, const LaunchPlan& plan, Stream stream) {
       return expand_decode(p, stream);
     case ExpandKernel::kPrefill:
       return expand_prefill(p, stream);
+    case ExpandKernel::kWide:
+      return expand_wide(p, c, stream);
     case ExpandKernel::kParts:
       return expand_parts(p, stream);
   }

@@ -42,6 +42,8 @@ void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream);
 void expand_decode(const ExpandParams& p, Stream stream);
 /// The same for tiles of 64 tokens, h not in slabs and ranks up to kExpandPrefillMaxRank.
 void expand_prefill(const ExpandParams& p, Stream stream);
+/// The same for high ranks, on the tensor cores of sm_90a.
+void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream);
 /// The same for every pair of dtypes, on tensor cores that multiply parts of values.
 void expand_parts(const ExpandParams& p, Stream stream);
 

@@ -28,12 +28,13 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kTokens = 16;  ///< of a tile
 
-template <class T_, bool kVectorY_, bool kPlan_, int kLogPieces_>
+template <class T_, bool kVectorY_, bool kPlan_, int kLogPieces_, bool kBy8_ = false>
 struct Traits {
   using T = T_;
   using Ranks = RankTile<kLogPieces_>;
   static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
   static constexpr bool kPlan = kPlan_;        ///< tokens are grouped by a plan, else by segments
+  static constexpr bool kBy8 = kBy8_;          ///< rows of B start at multiples of 8 bytes
   /// Groups of 32 columns of a warp, 128 apart: blocks of low ranks are wider.
   static constexpr int kGroups = kLogPieces_ == 1 ? 2 : 1;
   /// Blocks of B in the ring. Of the largest ranks fewer, and two where the device has no room for
@@ -154,8 +155,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   T* ring = h_tile + kTokens * Ranks::kPitch;
   const int stage_elts = p.block_cols * Ranks::kPitch;
   const int blocks = ceil_div(block.cols, p.block_cols);
-  const BCopy<T, Ranks, kThreads> copy(static_cast<const T*>(w.b) + block.first * w.b_row_stride,
-                                       w.b_row_stride, w.rank);
+  const BCopy<T, Ranks, kThreads, Tr::kBy8> copy(
+      static_cast<const T*>(w.b) + block.first * w.b_row_stride, w.b_row_stride, w.rank);
   const int stages = Tr::kLargest ? p.stages : Tr::kStages;
   int copied = 0, copy_stage = 0;
   const auto copy_next = [&] {
@@ -251,9 +252,9 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 // ---- host ---------------------------------------------------------------------------------------
 
-template <class T, bool kVectorY, bool kPlan, int kLogPieces>
+template <class T, bool kVectorY, bool kPlan, int kLogPieces, bool kBy8 = false>
 void launch_ranks(ExpandParams p, Stream stream) {
-  using Tr = Traits<T, kVectorY, kPlan, kLogPieces>;
+  using Tr = Traits<T, kVectorY, kPlan, kLogPieces, kBy8>;
   check(p.block_cols % 32 == 0 && p.block_cols <= Tr::kGroups * kThreads && p.stages >= 2 &&
             p.stages <= Tr::kStages,
         "lora_expand: no decode kernel for ", p.stages, " stages of ", p.block_cols, " columns");
@@ -277,6 +278,11 @@ void launch_plan(ExpandParams p, Stream stream) {
   // Unaligned y has two kernels for all ranks: that saves more megabytes than anyone's
   // microseconds.
   if constexpr (kVectorY) {
+    if constexpr (kPlan) {
+      if (p.h.width <= 16 && p.b_by_8) {
+        return launch_ranks<T, kVectorY, kPlan, 1, true>(p, stream);
+      }
+    }
     if (p.h.width <= 16) return launch_ranks<T, kVectorY, kPlan, 1>(p, stream);
     if (p.h.width <= 32) return launch_ranks<T, kVectorY, kPlan, 2>(p, stream);
     if (p.h.width <= 64) return launch_ranks<T, kVectorY, kPlan, 3>(p, stream);

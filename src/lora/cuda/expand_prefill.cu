@@ -77,7 +77,7 @@ struct Worker {
     if (t.live && t.fresh) copy_b(t);
   }
   __device__ __forceinline__ void copy_b(const StepSlot& t) const {
-    const BCopy<T, Ranks, kWorkers> copy(static_cast<const T*>(t.b), t.b_stride, t.rank);
+    const BCopy<T, Ranks, kWorkers, Tr::kBy8> copy(static_cast<const T*>(t.b), t.b_stride, t.rank);
     copy.block(b_tile(t.b_slot), 0, t.cols);
   }
 
@@ -256,9 +256,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- host ---------------------------------------------------------------------------------------
 
-template <class T, bool kVectorY, bool kPlan, bool kOwnH, int kLogPieces>
+template <class T, bool kVectorY, bool kPlan, bool kOwnH, int kLogPieces, bool kBy8 = false>
 void launch_ranks(const ExpandParams& p, Stream stream) {
-  using Tr = Traits<T, kVectorY, kPlan, kOwnH, kLogPieces>;
+  using Tr = Traits<T, kVectorY, kPlan, kOwnH, kLogPieces, kBy8>;
   device::Launch l;
   l.threads = kThreads;
   l.smem = Tr::kSmem;
@@ -276,6 +276,11 @@ template <class T, bool kVectorY, bool kPlan, bool kOwnH>
 void launch_h(const ExpandParams& p, Stream stream) {
   // Unaligned y has one kernel for all ranks: it saves more megabytes than anyone's microseconds.
   if constexpr (kVectorY) {
+    if constexpr (kOwnH) {
+      if (p.h.width <= 16 && p.b_by_8) {
+        return launch_ranks<T, kVectorY, kPlan, kOwnH, 1, true>(p, stream);
+      }
+    }
     if (p.h.width <= 16) return launch_ranks<T, kVectorY, kPlan, kOwnH, 1>(p, stream);
     if (p.h.width <= 32) return launch_ranks<T, kVectorY, kPlan, kOwnH, 2>(p, stream);
     if (p.h.width <= 64) return launch_ranks<T, kVectorY, kPlan, kOwnH, 3>(p, stream);

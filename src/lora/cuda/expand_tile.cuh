@@ -77,8 +77,16 @@ __device__ __forceinline__ SliceWeights weights_of(const ExpandParams& p, const 
 /// Bytes of a 16-byte piece of which `left` elements exist.
 __device__ __forceinline__ int piece_bytes(int left) { return 2 * max(0, min(left, 8)); }
 
-/// A thread's share of copying columns of B: always the same piece of every kStep-th row.
-template <class T, class Ranks, int kThreads>
+/// cp.async of 8 bytes, of which `bytes` are read, the others zeros. L1 keeps what it read, so not
+/// for what a predecessor may have written.
+__device__ __forceinline__ void cp_async_8(std::uint32_t dst, const void* src, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(bytes)
+               : "memory");
+}
+
+/// A thread's share of copying columns of B: always the same piece of every kStep-th row. kBy8: B's
+/// rows start at multiples of 8 bytes.
+template <class T, class Ranks, int kThreads, bool kBy8 = false>
 struct BCopy {
   static constexpr int kStep = kThreads >> Ranks::kLogPieces;
   const T* src;         ///< this thread's piece of its first row
@@ -95,9 +103,19 @@ struct BCopy {
     if (column >= round_up(rank, 16)) row0 = 1 << 20;  // no MMA step reads this piece
   }
 
-  /// Rows [first, first + cols). Asynchronous if `vector`.
+  /// Rows [first, first + cols). Asynchronous if `vector` or kBy8.
   __device__ __forceinline__ void block(T* b_tile, std::int64_t first, int cols) const {
     const T* at = src + first * stride;
+    if constexpr (kBy8) {
+      const int bytes = piece_bytes(left), lower = min(bytes, 8);
+      for (int c = row0; c < cols; c += kStep, at += kStep * stride) {
+        const std::uint32_t dst =
+            device::smem_address(b_tile + Ranks::place(permuted(c), Ranks::own_piece()));
+        cp_async_8(dst, at, lower);
+        cp_async_8(dst + 8, at + (bytes > 8 ? 4 : 0), bytes - lower);
+      }
+      return;
+    }
     if (!vector) {
       for (int c = row0; c < cols; c += kStep, at += kStep * stride) {
         *reinterpret_cast<uint4*>(b_tile + Ranks::place(permuted(c), Ranks::own_piece())) =

@@ -67,6 +67,7 @@ struct ExpandParams {
   int log_run = 0;     ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel
   int block_start[kLoraMaxSlices + 1] = {};  ///< first column block of each slice
   bool vector_y = false;  ///< every row and block of y is 16-byte aligned and whole
+  bool b_by_8 = false;    ///< rows of B start at multiples of 8 bytes, not of 16
 };
 
 /// Runs of kTiles tiles of 2^log_tile tokens that so many tokens of an adapter make: shifts and a
