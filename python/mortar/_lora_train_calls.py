@@ -10,7 +10,6 @@ from typing import NamedTuple
 from torch import Tensor, arange, float64, int64, zeros
 
 from ._ffi import lib, torch_function
-from ._library import is_eager
 from .reference import lora_train as reference
 
 _forward, _backward = lib.lora_train_forward, lib.lora_train_backward
@@ -35,7 +34,12 @@ class Layer(_LayerFields):
         """One adapter, one slice: what most calls are, and whose host time counts."""
         return len(self.places) == len(self.widths) == len(self.p) == 1
 
-    @property
+    @functools.cached_property
+    def no_adds(self) -> tuple[bool, ...]:
+        """add_a and add_b of every adapter and slice where gradients are new tensors."""
+        return (False, False) * (len(self.widths) * len(self.p))
+
+    @functools.cached_property
     def sizes(self) -> tuple[int, int, bool]:
         return len(self.widths), len(self.p), self.drops_delta
 
@@ -107,6 +111,11 @@ def _exact(layer: Layer, rows: Rows, a, b, num_rows: int) -> reference.Problem:
     )  # fmt: skip
 
 
+def interleaved_adds(layer: Layer, add_a: Sequence, add_b: Sequence) -> list[bool]:
+    """`adds` of run_backward from one flag of each for every pair."""
+    return [bool(value) for value in _matrices(layer, add_a, add_b)]
+
+
 def _matrices(layer: Layer, left: Sequence, right: Sequence) -> Sequence:
     """One of each in turn for every adapter and slice, of one for every pair."""
     if layer.is_single:
@@ -114,8 +123,9 @@ def _matrices(layer: Layer, left: Sequence, right: Sequence) -> Sequence:
     return _interleave(layer.spread(left, None), layer.spread(right, None))
 
 
-def run_forward(layer: Layer, rows: Rows, x, h, y, base, a, b) -> None:
-    """Writes y (a list) and, unless it is None, h. What has more than two dimensions is dense."""
+def run_forward(layer: Layer, rows: Rows, x, h, y, base, a, b, eager: bool) -> None:
+    """Writes y (a list) and, unless it is None, h. What has more than two dimensions is dense.
+    `eager`: is_eager(x)."""
     if x.dtype is float64:
         x, y, base = as_rows(x), [as_rows(t) for t in y], [as_rows(t) for t in base]
         results = reference.forward(_exact(layer, rows, a, b, x.shape[0]), x, base or None)
@@ -124,7 +134,7 @@ def run_forward(layer: Layer, rows: Rows, x, h, y, base, a, b) -> None:
         return
     base = base or [None] * len(y)
     tensors = (x, h, None, *rows, *y, *base, *_matrices(layer, a, b))
-    if is_eager(x) and _forward_now(id(tensors), *layer.sizes, *layer.numbers):
+    if eager and _forward_now(id(tensors), *layer.sizes, *layer.numbers):
         return
     pairs = _interleave(
         layer.spread(a, None), layer.spread(b, None), layer.spread(layer.scales, 1.0)
@@ -132,13 +142,13 @@ def run_forward(layer: Layer, rows: Rows, x, h, y, base, a, b) -> None:
     _forward(*layer.sizes, x, h, None, *rows, *layer.p, *y, *base, *pairs)
 
 
-def run_backward(layer: Layer, rows: Rows, dy, x, h, dx, add_dx, a, b, grads) -> None:
-    """grads: (da, db, add_a, add_b) of every pair, None for a frozen one. What has more than two
-    dimensions is dense."""
-    da, db, add_a, add_b = zip(*grads, strict=True)
-    adds = [bool(value) for value in _matrices(layer, add_a, add_b)]
+def run_backward(
+    layer: Layer, rows: Rows, dy, x, h, dx, add_dx, a, b, da, db, adds: Sequence[bool], eager: bool
+) -> None:
+    """da, db: of every pair, None for a frozen one. adds: add_a and add_b in turn for every adapter
+    and slice. What has more than two dimensions is dense. `eager`: is_eager(dy[0])."""
     tensors = (x, h, dx, None, *rows, *dy, *_matrices(layer, a, b), *_matrices(layer, da, db))
-    if is_eager(dy[0]) and _backward_now(id(tensors), *layer.sizes, add_dx, *layer.numbers, *adds):
+    if eager and _backward_now(id(tensors), *layer.sizes, add_dx, *layer.numbers, *adds):
         return
     pairs = _interleave(
         layer.spread(a, None), layer.spread(b, None), layer.spread(layer.scales, 1.0)

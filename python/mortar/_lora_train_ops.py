@@ -23,6 +23,7 @@ from ._lora_train_calls import (
     as_rows,
     exact_gradients,
     hidden_width,
+    interleaved_adds,
     run_backward,
     run_forward,
 )
@@ -51,7 +52,8 @@ def _train(
 ):
     layer = _layer(widths, places, scales, p, drops_delta)
     *y, h = outputs = _outputs(x, a, layer, dtype, save_h)
-    run_forward(layer, Rows(rng, offsets, plan), x, h if save_h else None, y, base, a, b)
+    h = h if save_h else None
+    run_forward(layer, Rows(rng, offsets, plan), x, h, y, base, a, b, is_eager(x))
     return outputs
 
 
@@ -79,16 +81,16 @@ def _train_autograd(
 def _train_out(x, base, a, b, y, h, rng, offsets, plan, widths, places, scales, p, drops_delta):
     refuse_gradient("lora_train_out", x, base, a, b)
     layer = _layer(widths, places, scales, p, drops_delta)
-    run_forward(layer, Rows(rng, offsets, plan), x, h, y, base, a, b)
+    run_forward(layer, Rows(rng, offsets, plan), x, h, y, base, a, b, is_eager(x))
     if _is_grad_enabled():
         increment_version([*y, *([] if h is None else [h])])
 
 
-def _gradient_buffers(dy, a, b, wants, dx_dtype) -> list[Tensor | None]:
+def _gradient_buffers(dy, a, b, wants, dx_dtype, eager: bool) -> list[Tensor | None]:
     """dx, with the leading dimensions of dy, then every dA, then every dB; None where it is not
     wanted."""
     first = dy[0]
-    empty = allocator_like(first, is_eager(first))
+    empty = allocator_like(first, eager)
     found: list[Tensor | None] = [None] * len(wants)
     if wants[0]:
         shape = (*first.shape[:-1], a[0].shape[1])
@@ -100,7 +102,9 @@ def _gradient_buffers(dy, a, b, wants, dx_dtype) -> list[Tensor | None]:
     return found
 
 
-def gradients(layer: Layer, rows: Rows, dy, x, h, a, b, wants, dx_dtype) -> list[Tensor | None]:
+def gradients(
+    layer: Layer, rows: Rows, dy, x, h, a, b, wants, dx_dtype, eager: bool
+) -> list[Tensor | None]:
     """New tensors: dx, with the leading dimensions of dy, then every dA, then every dB; None where
     it is not wanted."""
     if dy[0].dtype is torch.float64:
@@ -108,13 +112,13 @@ def gradients(layer: Layer, rows: Rows, dy, x, h, a, b, wants, dx_dtype) -> list
         dx, *found = exact_gradients(layer, rows, flat, None if x is None else as_rows(x), a, b)
         found = [dx.view(*lead, dx.shape[1]), *found]
         return [value if wanted else None for value, wanted in zip(found, wants, strict=True)]
-    out = _gradient_buffers(dy, a, b, wants, dx_dtype)
-    pairs = len(a)
-    never = (False,) * pairs
-    grads = zip(out[1 : 1 + pairs], out[1 + pairs :], never, never, strict=True)
-    dx = None if out[0] is None else as_read(out[0])
-    read, x = [as_read(g) for g in dy], None if x is None else as_read(x)
-    run_backward(layer, rows, read, x, h, dx, False, a, b, grads)
+    out = _gradient_buffers(dy, a, b, wants, dx_dtype, eager)
+    dx, pairs = out[0], len(a)
+    run_backward(
+        layer, rows, [as_read(g) for g in dy], None if x is None else as_read(x), h,
+        None if dx is None else as_read(dx), False, a, b, out[1 : 1 + pairs], out[1 + pairs :],
+        layer.no_adds, eager,
+    )  # fmt: skip
     return out
 
 
@@ -123,14 +127,14 @@ def _train_backward(
 ):
     layer = _layer(widths, places, scales, p, drops_delta)
     rows = Rows(rng, offsets, plan)
-    found = gradients(layer, rows, dy, x, h, a, b, wants, dx_dtype)
+    found = gradients(layer, rows, dy, x, h, a, b, wants, dx_dtype, is_eager(dy[0]))
     return [g for g in found if g is not None]
 
 
 def _train_backward_fake(
     dy, x, h, a, b, rng, offsets, plan, widths, places, scales, p, drops_delta, wants, dx_dtype
 ):
-    return [g for g in _gradient_buffers(dy, a, b, wants, dx_dtype) if g is not None]
+    return [g for g in _gradient_buffers(dy, a, b, wants, dx_dtype, False) if g is not None]
 
 
 def _train_backward_out(
@@ -138,11 +142,12 @@ def _train_backward_out(
     rng, offsets, plan, widths, places, scales, p, drops_delta,
 ):  # fmt: skip
     layer = _layer(widths, places, scales, p, drops_delta)
-    grads = [[None, None, False, False] for _ in a]
-    for column, pairs, given, adds in ((0, da_pairs, da, add_da), (1, db_pairs, db, add_db)):
-        for pair, grad, add in zip(pairs, given, adds, strict=True):
-            grads[pair][column], grads[pair][column + 2] = grad, add
-    run_backward(layer, Rows(rng, offsets, plan), dy, x, h, dx, add_dx, a, b, grads)
+    grads, adds = [[None] * len(a), [None] * len(a)], [[False] * len(a), [False] * len(a)]
+    for column, pairs, given, flags in ((0, da_pairs, da, add_da), (1, db_pairs, db, add_db)):
+        for pair, grad, add in zip(pairs, given, flags, strict=True):
+            grads[column][pair], adds[column][pair] = grad, add
+    run_backward(layer, Rows(rng, offsets, plan), dy, x, h, dx, add_dx, a, b, *grads,
+                 interleaved_adds(layer, *adds), is_eager(dy[0]))  # fmt: skip
     if _is_grad_enabled():
         increment_version([*da, *db, *([] if dx is None else [dx])])
 
@@ -226,7 +231,7 @@ def forward_outputs(call: Call, x, base, a, b, save_h: bool) -> tuple[list[Tenso
         shapes = [(*lead, width) for width in layer.widths]
         y = [empty(shape, dense_strides(shape), call.dtype) for shape in shapes]
         flat, flat_base = [as_read(t) for t in y], [as_read(t) for t in base]
-    run_forward(layer, call.rows, as_read(x), h, flat, flat_base, a, b)
+    run_forward(layer, call.rows, as_read(x), h, flat, flat_base, a, b, eager)
     return y, h
 
 
@@ -237,7 +242,7 @@ def found_gradients(layer, rows, dy, x, h, a, b, wants, dx_dtype) -> list[Tensor
         return [None] * len(wants)
     first = dy[0]
     if is_eager(first) and not first.is_meta:
-        return gradients(layer, rows, dy, x, h, a, b, wants, dx_dtype)
+        return gradients(layer, rows, dy, x, h, a, b, wants, dx_dtype, True)
     flat, flat_x = [as_rows(g) for g in dy], None if x is None else as_rows(x)
     made = iter(_backward_op(flat, flat_x, h, a, b, *rows, *layer, wants, dx_dtype))
     found = [next(made) if wanted else None for wanted in wants]

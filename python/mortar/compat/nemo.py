@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import _lora_train_ops as ops
+from .._library import is_eager
 from ._install import Replacements, found
 
 __all__ = [
@@ -72,7 +73,8 @@ def lora_forward_wrapper(
             f"lora_forward_wrapper: res must have shape {(x.shape[0], b.shape[0])}, got "
             f"{tuple(res.shape)}"
         )
-    ops.run_forward(_layer(b.shape[0], scale), _NO_ROWS, x, None, [res], [], [a], [b])
+    layer = _layer(b.shape[0], scale)
+    ops.run_forward(layer, _NO_ROWS, x, None, [res], [], [a], [b], is_eager(x))
     return res
 
 
@@ -92,9 +94,9 @@ def lora_da_dx_update_wrapper(
     a, b = _one_dtype(lora_A, lora_B)
     da = dy.new_empty(xt.shape[0], a.shape[0], dtype=dtype)
     dx = dy.new_empty(dy.shape[0], a.shape[1], dtype=dtype)
-    grads = [(da.t(), None, False, False)]
     layer = _layer(b.shape[0], scale)
-    ops.run_backward(layer, _NO_ROWS, [dy], xt.t(), None, dx, False, [a], [b], grads)
+    ops.run_backward(layer, _NO_ROWS, [dy], xt.t(), None, dx, False, [a], [b], [da.t()], [None],
+                     layer.no_adds, is_eager(dy))  # fmt: skip
     return da, dx
 
 
@@ -108,9 +110,9 @@ def lora_db_update_wrapper(
     db = dy.new_empty(dy.shape[1], lora_A.shape[0], dtype=dtype)
     # dB does not read B: one zero stands for every element.
     b = lora_A.new_zeros(1, 1).expand(db.shape)
-    grads = [(None, db, False, False)]
     layer = _layer(db.shape[0], scale)
-    ops.run_backward(layer, _NO_ROWS, [dy], xt.t(), None, None, False, [lora_A], [b], grads)
+    ops.run_backward(layer, _NO_ROWS, [dy], xt.t(), None, None, False, [lora_A], [b], [None], [db],
+                     layer.no_adds, is_eager(dy))  # fmt: skip
     return db
 
 
