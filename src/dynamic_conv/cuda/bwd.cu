@@ -8,62 +8,28 @@
 // B=8 T=4096 D=3072 W=4, bf16: 2.215 GB -> 517 us at 4.28 TB/s (copy roof of an H200)
 // limit  : DRAM bandwidth, half of it writes. Step t adds to dx of steps t - W + 1 .. t, which wait
 //          in registers; the oldest is complete and stored. A chunk of C steps walks W - 1 more to
-//          complete its own dx: (W - 1) / C more reads, mostly from L2. With few tokens the trips
-//          to memory count: a chunk of up to 12 steps, those included, is then read at once
-// wrong when: rows are not aligned to the vectors, or dtypes differ -> the scalar traits
-#include "device/async_copy.cuh"
+//          complete its own dx: (W - 1) / C more reads, mostly from L2
+// wrong when: rows are not aligned to the vectors, or dtypes differ -> the scalar traits; too few
+//          tokens for all SMs, so that trips to memory count -> bwd_short.cu
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
-#include "device/sigmoid.cuh"
 #include "dynamic_conv/cuda/backend.cuh"
-#include "dynamic_conv/cuda/dispatch.cuh"
-#include "dynamic_conv/cuda/tile.cuh"
+#include "dynamic_conv/cuda/backward.cuh"
 
 namespace mortar::dynamic_conv::cuda {
 namespace {
 
 constexpr int kLoadRegisters = 24;  ///< of the steps in flight: 4 steps at W = 4, 16-bit
-/// Of chunks that are read at once: 12 steps at W = 4 (16-bit), 9 at W = 8 (float32).
-constexpr int kShortLoadRegisters = 90;
 /// W = 3 (8 x 4096 x 3072, bf16, H200): 517 us in chunks of 96 steps, 530 in chunks of 64 or 128;
 /// all other widths gain up to 4 % from 128.
 constexpr int most_steps(int width) { return width == 3 ? 96 : 128; }
 /// Fewer, longer chunks beat more threads: 1 x 4096 x 3072, W = 4, H200: 76.5 us with 372 an SM in
 /// chunks of 128 steps, 79 us with 1,490 in chunks of 32.
 constexpr int kThreadsPerSm = 400;
-/// CTAs of a short kernel that an SM must hold: 168 registers a thread.
-constexpr int kShortCtas = 3;
 
-struct Params {
-  BackwardProblem problem;
-  std::int64_t x_step, k_step, dy_step, dx_step, dk_step;  ///< bytes
-  Grid grid;
-
-  explicit Params(const BackwardProblem& p)
-      : problem(p),
-        x_step(step_bytes(p.x, p.shape.x_dtype)),
-        k_step(step_bytes(p.k, p.shape.k_dtype)),
-        dy_step(step_bytes(p.dy, p.shape.x_dtype)),
-        dx_step(step_bytes(p.dx, p.shape.x_dtype)),
-        dk_step(step_bytes(p.dk, p.shape.k_dtype)) {}
-};
-
-/// Steps whose loads are in flight together. A `kShort` kernel takes chunks whose steps, with the
-/// W - 1 more that complete dx, are all of them.
-template <class Traits, bool kShort>
-constexpr int kGroup = kShort ? std::min(kShortLoadRegisters / step_registers<Traits>(2), 12)
-                              : steps_ahead<Traits>(2, kLoadRegisters);
-
-/// Whether there is a short kernel: not for W = 1, whose chunks need no more steps than their own,
-/// nor for rows of few bytes, which only odd sizes have.
+/// Steps whose loads are in flight together.
 template <class Traits>
-constexpr bool kHasShort = Traits::kVector&& Traits::kWidth > 1 &&
-                           Traits::kChannels == vector_channels<typename Traits::X>(Traits::kWidth);
-
-/// The gradients of the last W - 1 inputs, which later steps still add to: [j] belongs to the input
-/// j + 1 steps before the next step.
-template <class Traits>
-using Pending = float[Traits::kWidth][Traits::kChannels];
+constexpr int kGroup = steps_ahead<Traits>(2, kLoadRegisters);
 
 /// A complete gradient of step t, to dx, or to dinitial_state if t lies before the sequence.
 /// dx[t] belongs to the chunk that holds t, dinitial_state to the one that owns the boundary.
@@ -102,40 +68,14 @@ __device__ __forceinline__ void emit(const BackwardProblem& p, const Tile& tile,
   }
 }
 
-/// d silu(s) / ds.
-__device__ __forceinline__ float silu_slope(float s) {
-  const float q = device::sigmoid(s);
-  return q * fmaf(s, 1 - q, 1.0f);
-}
-
-/// pending[lag] += g * tap, the newest set; the tap of a lag multiplied the input that long ago.
 template <class Traits>
-__device__ __forceinline__ void scatter(const typename Traits::Taps& taps,
-                                        const float (&g)[Traits::kChannels], int width,
-                                        Pending<Traits>& pending) {
-#pragma unroll
-  for (int c = 0; c < Traits::kChannels; ++c) {
-    pending[0][c] = g[c] * taps.get(c, 0);
-#pragma unroll
-    for (int lag = 1; lag < Traits::kWidth; ++lag) {
-      if (Traits::kVector || lag < width) {
-        pending[lag][c] = fmaf(g[c], taps.get(c, lag), pending[lag][c]);
-      }
-    }
-  }
-}
-
-template <class Traits, bool kShort>
-constexpr int kMinCtas = kShort ? kShortCtas : min_ctas<Traits>(46, 2, kGroup<Traits, false>, 2, 2);
-
-template <class Traits, bool kShort>
-__global__ void __launch_bounds__(kMaxThreads, kMinCtas<Traits, kShort>)
-    backward_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kMaxThreads, min_ctas<Traits>(46, 2, kGroup<Traits>, 2, 2))
+    backward_kernel(const __grid_constant__ BackwardParams params) {
   using X = typename Traits::X;
   using K = typename Traits::K;
   constexpr int kChannels = Traits::kChannels;
   constexpr int kWidth = Traits::kWidth;
-  constexpr int kAhead = kGroup<Traits, kShort>;
+  constexpr int kAhead = kGroup<Traits>;
   const BackwardProblem& p = params.problem;
   const Shape& shape = p.shape;
   const int width = Traits::kVector ? kWidth : shape.width;
@@ -144,40 +84,25 @@ __global__ void __launch_bounds__(kMaxThreads, kMinCtas<Traits, kShort>)
   const Tile tile = Tile::make<kChannels>(shape, params.grid);
   const bool live = tile.channel < shape.channels;
   int stop = static_cast<int>(min(std::int64_t{tile.end} + width - 1, std::int64_t{shape.time}));
-  const X* x = at<const X>(p.x, p.x.row(tile.b, tile.begin) + tile.channel);
-  const X* dy = at<const X>(p.dy, p.dy.row(tile.b, tile.begin) + tile.channel);
-  const K* k = at<const K>(p.k, p.k.row(tile.b, tile.begin) + std::int64_t{tile.channel} * width);
+  BackwardRows<Traits> rows(p, tile, width);
   K* dk = at<K>(p.dk, p.dk.row(tile.b, tile.begin) + std::int64_t{tile.channel} * width);
 
   // The successor of a long grid would take SMs from blocks that are still to come (81 to 86 us at
   // 1 x 4096 x 3072).
-  if (kShort || params.grid.steps < CudaConfig::kShortSteps) {
+  if (params.grid.steps < CudaConfig::kShortSteps) {
     device::pdl_trigger();
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
-      if (!live || tile.begin + u >= stop) continue;
-      device::prefetch_lines(advance(k, u * params.k_step), kChannels * kWidth);
-      device::prefetch_lines(advance(x, u * params.x_step), kChannels);
-      device::prefetch_lines(advance(dy, u * params.dy_step), kChannels);
+      if (live && tile.begin + u < stop) rows.prefetch(params, u);
     }
   }
 
   // Load: the first steps' data does not depend on where sequences lie.
   device::pdl_wait();
-  typename Traits::Taps taps[kAhead];
-  device::Vector<X, kChannels> inputs[kAhead], gradients[kAhead];
+  BackwardStep<Traits> steps[kAhead];
   const auto load = [&](int u, bool valid) {
-    if (valid) {
-      inputs[u] = device::load_once<X, kChannels>(x);
-      gradients[u] = device::load_once<X, kChannels>(dy);
-      taps[u].load(k, width);
-    } else if constexpr (kShort) {
-      inputs[u] = gradients[u] = {};
-      taps[u] = {};
-    }
-    x = advance(x, params.x_step);
-    dy = advance(dy, params.dy_step);
-    k = advance(k, params.k_step);
+    if (valid) rows.load(steps[u], width);
+    rows.next(params);
   };
 #pragma unroll
   for (int u = 0; u < kAhead; ++u) load(u, live && tile.begin + u < stop);
@@ -220,51 +145,19 @@ __global__ void __launch_bounds__(kMaxThreads, kMinCtas<Traits, kShort>)
   X* dx = at<X>(p.dx, p.dx.row(tile.b, tile.begin) + tile.channel);
   dx = advance(dx, -(width - 1) * params.dx_step);  // of the step whose gradient completes
   const auto consume = [&](int u, float(&g)[kChannels]) {
-    shift(window);
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      window[0][c] = inputs[u].get(c);
-      g[c] = gradients[u].get(c);
-    }
-    if (shape.silu) {
-      float s[kChannels];
-      convolve<Traits>(taps[u], window, width, s);
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) g[c] *= silu_slope(s[c]);
-    }
-    shift(pending);
-    scatter<Traits>(taps[u], g, width, pending);
+    take_step<Traits>(steps[u], shape, width, window, pending, g);
   };
   const auto store_dk = [&](const float(&g)[kChannels]) {
     Traits::store_gradient(dk, g, window, width);
   };
   int base = tile.begin;
-  if constexpr (kShort) {
-    // One sequence without states: steps past its end, which were not loaded, add zeros.
-    if (walk.end >= stop && !p.dinitial.given() && !p.dfinal.given()) {
-      const int first = max(walk.start, tile.begin);  // step whose dx is this chunk's
-#pragma unroll
-      for (int u = 0; u < kAhead; ++u) {
-        const int t = base + u, done = t - width + 1;
-        if (done >= tile.end) break;
-        float g[kChannels];
-        consume(u, g);
-        if (t < tile.end) store_dk(g);
-        dk = advance(dk, params.dk_step);
-        if (done >= first) device::store_once<X, kChannels>(dx, pending[kWidth - 1]);
-        dx = advance(dx, params.dx_step);
-      }
-      return;
-    }
-  }
   while (base < stop) {
     // Whole groups of steps: no boundary in them, and gradients that go to dk and dx as they are.
     // Predicates and no branches, or all loads would share a scoreboard and each step wait for the
     // newest of them.
     const int first = max(walk.start, tile.begin);  // step whose dx is this chunk's
     const int dfinal_steps = p.dfinal.given() ? shape.state_length : 0;
-    const bool plain =
-        Traits::kVector && !kShort && (!p.dinitial.given() || base >= first + width - 1);
+    const bool plain = Traits::kVector && (!p.dinitial.given() || base >= first + width - 1);
     const int last =
         plain ? min(walk.end - max(kAhead, dfinal_steps - width + kAhead + 1), stop - 1) : -1;
     for (; base <= last; base += kAhead) {
@@ -314,10 +207,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinCtas<Traits, kShort>)
       cross_boundaries(base + to);
     } while (from < kAhead && base + from < stop);
     base += kAhead;
-    if constexpr (!kShort) {
 #pragma unroll
-      for (int u = 0; u < kAhead; ++u) load(u, base + u < stop);
-    }
+    for (int u = 0; u < kAhead; ++u) load(u, base + u < stop);
   }
 }
 
@@ -326,22 +217,19 @@ __global__ void __launch_bounds__(kMaxThreads, kMinCtas<Traits, kShort>)
 }  // namespace
 
 void backward(const BackwardProblem& p, const CudaConfig* config, Stream stream) {
+  const bool dense = !p.shape.sequences.packed() && !p.dfinal.given() && !p.dinitial.given();
   with_traits<true>("dynamic_conv_backward", p.shape, [&](auto traits) {
     using Traits = decltype(traits);
     if (!fits<Traits>(p.shape, {p.x, p.dy, p.dx}, {p.k, p.dk})) return false;
-    constexpr int kAtOnce = kHasShort<Traits> ? kGroup<Traits, true> : 0;
-    const Loads loads{kGroup<Traits, false>, kAtOnce, most_steps(p.shape.width), kThreadsPerSm,
-                      p.shape.width - 1};
+    const Loads loads{kGroup<Traits>, dense ? short_steps<Traits>() : 0, most_steps(p.shape.width),
+                      kThreadsPerSm, p.shape.width - 1};
     const CudaConfig c = config != nullptr ? *config : config_for<Traits>(p.shape, loads);
-    if constexpr (kHasShort<Traits>) {
-      if (c.steps + p.shape.width - 1 <= kAtOnce) {
-        launch_tiles<backward_kernel<Traits, true>, Traits, Params>("dynamic_conv_backward", p, c,
+    if (c.steps + p.shape.width - 1 <= loads.at_once) {
+      backward_short(p, c, stream);
+    } else {
+      launch_tiles<backward_kernel<Traits>, Traits, BackwardParams>("dynamic_conv_backward", p, c,
                                                                     stream);
-        return true;
-      }
     }
-    launch_tiles<backward_kernel<Traits, false>, Traits, Params>("dynamic_conv_backward", p, c,
-                                                                 stream);
     return true;
   });
 }
