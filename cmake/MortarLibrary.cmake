@@ -19,6 +19,8 @@ foreach(family IN LISTS MORTAR_FAMILIES)
 endforeach()
 file(GLOB sources CONFIGURE_DEPENDS ${patterns})
 
+mortar_cuda_sources(${sources})
+
 add_library(mortar_objects OBJECT ${sources})
 target_include_directories(mortar_objects PUBLIC include PRIVATE src)
 target_link_libraries(mortar_objects

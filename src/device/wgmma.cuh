@@ -8,6 +8,10 @@
 // __CUDA_ARCH_FEAT_SM90_ALL.
 #pragma once
 
+#ifndef MORTAR_SM90A
+#error "include device/wgmma.cuh in the .cu itself and configure anew (cmake/MortarCuda.cmake)"
+#endif
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -114,7 +114,7 @@ def test_spills_fail(tools, tmp_path, monkeypatch, spill):
     ]
     counts = kernel_report.check_kernels(tmp_path / "build")
     assert (counts.passed, counts.failed) == ((2, 0) if spill == 0 else (1, 1))
-    allowed = '[[allow]]\nkernel = "lora::apply"\nbytes = 16\nreason = "a test"\n'
+    allowed = '[[allow]]\nkernel = "lora::apply"\narch = "sm_90"\nbytes = 16\nreason = "a test"\n'
     tools.write("tools/allowed_spills.toml", allowed)
     counts = kernel_report.check_kernels(tmp_path / "build")
     assert (counts.passed, counts.failed) == ((2, 1) if spill == 0 else (2, 0))

@@ -21,6 +21,7 @@
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "device/vector.cuh"
+#include "device/wgmma.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_prefill_tile.cuh"
 #include "lora/cuda/expand_scout.cuh"

@@ -27,6 +27,7 @@
 #include "device/launch.cuh"
 #include "device/leaf_sums.cuh"
 #include "device/pdl.cuh"
+#include "device/wgmma.cuh"
 #include "lora/cuda/product_shape.cuh"
 #include "lora/cuda/product_store.cuh"
 
