@@ -17,11 +17,11 @@ using lora::train::cuda::PanelShape;
 constexpr DType kBF16 = DType::kBFloat16, kF16 = DType::kFloat16;
 
 /// Every kernel where it can serve, with chunks of one step and of all rows.
-std::vector<BackwardPlan> plans(int width, std::int64_t rows) {
+std::vector<BackwardPlan> plans(int width, std::int64_t rows, DType weight) {
   std::vector<BackwardPlan> all;
   for (int shape = 0; shape < static_cast<int>(kPanelShapes.size()); ++shape) {
     const PanelShape& s = kPanelShapes[shape];
-    if (s.makes_ds && s.ranks < width) continue;
+    if (s.makes_ds && (s.ranks < width || weight == DType::kFloat32)) continue;
     for (const int steps : {1, static_cast<int>(rows / (s.rows * s.groups)) + 1}) {
       BackwardPlan plan;
       plan.one_pass = s.makes_ds;
@@ -102,6 +102,28 @@ std::vector<TrainCase> cases() {
     c.widths = {270, 40, 513};
     c.ranks = {16, 0, 7};
   });
+  // Columns of parts: of few ranks, and of so many that they are products.
+  for (const int rank : {3, 12, 50}) {
+    add(concat("float32_weights_rank_", rank), [&](TrainCase& c) {
+      c.w = c.grad = DType::kFloat32;
+      c.hidden = 272;
+      c.widths = {528, 40};
+      c.ranks = {rank, 9};
+      c.add = rank == 12;
+    });
+  }
+  add("float32_weights_misaligned", [](TrainCase& c) {
+    c.w = c.grad = DType::kFloat32;
+    c.layout = {3, 1};
+    c.base = BaseIs::kInPlace;
+  });
+  add("float32_weights_recomputed", [](TrainCase& c) {
+    c.w = DType::kFloat32;
+    c.keep_h = false;
+    c.transposed = true;
+  });
+  add("float32_weights_float32_dx", [](TrainCase& c) { c.w = c.dx = DType::kFloat32; });
+  add("float32_weights_float32_y", [](TrainCase& c) { c.w = c.y = DType::kFloat32; });
   add("float32_x", [](TrainCase& c) {
     c.x = DType::kFloat32;
     c.hidden = 70;
@@ -114,15 +136,19 @@ std::vector<TrainCase> cases() {
     });
   }
   for (const RowsBy by : {RowsBy::kSegments, RowsBy::kPlan}) {
-    add(by == RowsBy::kSegments ? "segments" : "plan", [&](TrainCase& c) {
-      c.by = by;
-      c.adapters = 5;
-      c.widths = {40, 514};
-      c.ranks = {4, 8, 16, 0, 3, 5, 16, 1, 0, 9};
-      c.p = {0.1f, 0.0f, 1.0f, 0.5f, 0.2f};
-      c.on = LoraDropoutOn::kDelta;
-      c.empty_segment = true;
-    });
+    for (const DType weight : {kBF16, DType::kFloat32}) {
+      const std::string name = by == RowsBy::kSegments ? "segments" : "plan";
+      add(weight == kBF16 ? name : name + "_float32_weights", [&](TrainCase& c) {
+        c.w = weight;
+        c.by = by;
+        c.adapters = 5;
+        c.widths = {40, 514};
+        c.ranks = {4, 8, 16, 0, 3, 5, 16, 1, 0, 9};
+        c.p = {0.1f, 0.0f, 1.0f, 0.5f, 0.2f};
+        c.on = weight == kBF16 ? LoraDropoutOn::kDelta : LoraDropoutOn::kInput;
+        c.empty_segment = true;
+      });
+    }
   }
   add("a_frozen", [](TrainCase& c) { c.wants_da = false; });
   add("x_frozen", [](TrainCase& c) { c.wants_dx = false; });
@@ -144,7 +170,7 @@ TEST_P(LoraTrainCuda, EveryPlanIsWithinTheBound) {
       first.problem(true), first.backward_arguments(true), first.map);
   int width = 0;
   for (const int rank : c.ranks) width = std::max(width, rank);
-  for (const BackwardPlan& plan : plans(width, c.rows)) {
+  for (const BackwardPlan& plan : plans(width, c.rows, c.w)) {
     TrainStep step(c, first.device);
     step.run_forward();
     run_backward(step, plan);
@@ -168,29 +194,38 @@ INSTANTIATE_TEST_SUITE_P(Devices, LoraTrainGpu,
 
 // Dense rows come by asynchronous copies, all others through registers.
 TEST_P(LoraTrainGpu, StridesChangeNoBitOfAnyPlan) {
-  TrainCase turned = base_case(), misaligned = base_case();
-  turned.transposed = true;
-  misaligned.layout = {3, 1};
-  for (const BackwardPlan& plan : plans(12, base_case().rows)) {
-    TrainStep first(base_case(), GetParam());
-    first.run_forward();
-    run_backward(first, plan);
-    for (const TrainCase& c : {turned, misaligned}) {
-      TrainStep other(c, first.device);
-      copy_inputs(first, &other);
-      other.run_forward();
-      run_backward(other, plan);
-      EXPECT_TRUE(same_bytes(first.dx.host(), other.dx.host())) << plan.dy.shape;
-      EXPECT_TRUE(same_bytes(first.da[0].host(), other.da[0].host())) << plan.dy.shape;
-      EXPECT_TRUE(same_bytes(first.db[0].host(), other.db[0].host())) << plan.dy.shape;
+  for (const DType weight : {kBF16, DType::kFloat32}) {
+    TrainCase plain = base_case();
+    plain.w = weight;
+    plain.hidden = 272;
+    TrainCase turned = plain, misaligned = plain;
+    turned.transposed = true;
+    misaligned.layout = {3, 1};
+    for (const BackwardPlan& plan : plans(12, plain.rows, weight)) {
+      TrainStep first(plain, GetParam());
+      first.run_forward();
+      run_backward(first, plan);
+      for (const TrainCase& c : {turned, misaligned}) {
+        TrainStep other(c, first.device);
+        copy_inputs(first, &other);
+        other.run_forward();
+        run_backward(other, plan);
+        EXPECT_TRUE(same_bytes(first.h.host(), other.h.host())) << plan.dy.shape;
+        EXPECT_TRUE(same_bytes(first.y[0].host(), other.y[0].host())) << plan.dy.shape;
+        EXPECT_TRUE(same_bytes(first.dx.host(), other.dx.host())) << plan.dy.shape;
+        EXPECT_TRUE(same_bytes(first.da[0].host(), other.da[0].host())) << plan.dy.shape;
+        EXPECT_TRUE(same_bytes(first.db[0].host(), other.db[0].host())) << plan.dy.shape;
+      }
     }
   }
 }
 
 // Those of wide ranks take the copies of whole tiles where rows are dense and aligned.
 TEST_P(LoraTrainGpu, StridesChangeNoBitOfWideRanks) {
-  for (const int rank : {64, 136}) {
+  for (const auto& [rank, weight] :
+       {std::pair{64, kBF16}, {136, kBF16}, {40, DType::kFloat32}, {72, DType::kFloat32}}) {
     TrainCase c = base_case();
+    c.w = weight;
     c.rows = 1200;
     c.hidden = 272;
     c.widths = {528};
@@ -212,6 +247,36 @@ TEST_P(LoraTrainGpu, StridesChangeNoBitOfWideRanks) {
       EXPECT_TRUE(same_bytes(first.da[0].host(), other.da[0].host())) << rank;
       EXPECT_TRUE(same_bytes(first.db[0].host(), other.db[0].host())) << rank;
     }
+  }
+}
+
+// A base that takes all but the last bits of the delta away: what is left shows whether float32
+// weights are multiplied as float32, in an output that has eight bits.
+TEST_P(LoraTrainGpu, Float32WeightsKeepTheirBits) {
+  for (const int rank : {1, 24}) {
+    TrainCase c = base_case();
+    c.w = DType::kFloat32;
+    c.hidden = 8;
+    c.ranks = {rank};
+    c.base = BaseIs::kApart;
+    c.keep_h = false;
+    TrainStep step(c, GetParam());
+    const auto delta =
+        lora::train::reference_forward(step.problem(true), step.forward_arguments(true), step.map);
+    const Tensor base = step.base[0].host();
+    const auto base_at = [&](std::int64_t i) {
+      return i / 530 * base.strides[0] + i % 530 * base.strides[1];
+    };
+    for (std::int64_t i = 0; i < c.rows * 530; ++i) {
+      const double own = load_float(base.data, base.dtype, base_at(i));
+      const double rest = delta.y[0][i].value - own;
+      store_float(base.data, base.dtype, base_at(i), static_cast<float>(-rest));
+    }
+    step.base[0].memory().upload();
+    const auto want =
+        lora::train::reference_forward(step.problem(true), step.forward_arguments(true), step.map);
+    step.run_forward();
+    expect_near(step.y[0].host(), want.y[0], concat("rank ", rank));
   }
 }
 

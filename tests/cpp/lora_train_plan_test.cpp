@@ -30,7 +30,7 @@ TEST(LoraTrainPlan, LeavesFollowFromColumnsAlone) {
     for (const std::int64_t rows : {1, 100, 4096, 70000}) {
       for (const Machine& machine : {kH200, kH200Strided, kA100}) {
         for (const bool dense : {false, true}) {
-          leaves.push_back(choose_shrink(rows, columns, 16, 0, false, dense, machine).leaf);
+          leaves.push_back(choose_shrink(rows, columns, 16, 0, false, dense, false, machine).leaf);
         }
       }
     }
@@ -48,18 +48,21 @@ TEST(LoraTrainPlan, EveryChoiceHasAKernel) {
     const int width = 8 * static_cast<int>(1 + rng() % 512);
     const std::int64_t adapters = rng() % 3 == 0 ? rng() % 40 : 0;
     for (const Machine& machine : {kH200, kH200Strided, kA100}) {
-      const ShrinkPlan s = choose_shrink(rows, columns, width, adapters, i % 2 == 0, true, machine);
-      EXPECT_EQ(s.fused, machine.clusters && !s.product);
+      const bool part_columns = i % 3 == 0;
+      const ShrinkPlan s =
+          choose_shrink(rows, columns, width, adapters, i % 2 == 0, true, part_columns, machine);
+      EXPECT_EQ(s.fused, machine.clusters && !part_columns && !s.product);
       EXPECT_TRUE(machine.products || !s.product) << describe(s);
       if (s.product) {
         EXPECT_TRUE(s.ranks == 64 || (s.ranks == 128 && s.parts > 1)) << describe(s);
         EXPECT_TRUE(s.parts > 0 && kLeaves % s.parts == 0) << describe(s);
         continue;
       }
-      EXPECT_TRUE(s.rows == 128 || (s.fused && (s.rows == 64 || s.rows == 32))) << describe(s);
+      EXPECT_TRUE(s.rows == 128 || (machine.clusters && (s.rows == 64 || s.rows == 32)))
+          << describe(s);
       EXPECT_TRUE(s.parts > 0 && kLeaves % s.parts == 0) << describe(s);
       EXPECT_LE(kLeaves / s.parts, 1 << stream_levels(s.ranks, s.rows)) << describe(s);
-      EXPECT_TRUE(s.fused || s.ranks <= kMostUnfusedRanks) << describe(s);
+      EXPECT_TRUE(machine.clusters || s.ranks <= kMostUnfusedRanks) << describe(s);
       const ExpandPlan e =
           choose_expand(rows, columns, width, adapters, 1 + i % 2, Policy::kBFloat16, machine);
       const bool wide = e.kernel == ExpandPlan::Kernel::kWide;
@@ -82,7 +85,7 @@ TEST(LoraTrainPlan, EveryChoiceHasAKernel) {
 }
 
 TEST(LoraTrainPlan, OneLargeProductFillsTheDeviceOnce) {
-  const ShrinkPlan s = choose_shrink(4096, 4096, 16, 0, false, true, kH200);
+  const ShrinkPlan s = choose_shrink(4096, 4096, 16, 0, false, true, false, kH200);
   EXPECT_EQ(describe(s), "stream, 64 rows, 16 ranks, 2 blocks in a cluster, leaves of 512");
   const ExpandPlan e = choose_expand(4096, 4096, 16, 0, 1, Policy::kBFloat16, kH200);
   const std::int64_t blocks = e.panels * ceil_div(4096, e.tile_rows);
@@ -92,7 +95,7 @@ TEST(LoraTrainPlan, OneLargeProductFillsTheDeviceOnce) {
 
 TEST(LoraTrainPlan, WideRanksOfOneAdapterAreProducts) {
   const auto shrink = [](std::int64_t rows, std::int64_t adapters, bool masked, bool dense) {
-    return choose_shrink(rows, 4096, 256, adapters, masked, dense, kH200);
+    return choose_shrink(rows, 4096, 256, adapters, masked, dense, false, kH200);
   };
   EXPECT_EQ(describe(shrink(8192, 0, false, true)),
             "product, 128 rows, 128 ranks, 2 split-K partials, leaves of 512");
@@ -132,10 +135,10 @@ void run_planned(TrainStep* step, const ForcedPlans& forced) {
   const LoraTrainForward arguments = step->forward_arguments(false);
   const ArgCheck arg("lora_train_forward");
   auto [p, device] = lora::train::check_forward(arg, problem, arguments);
-  // Other plans may leave as many partials as there are leaves.
-  GuardedTensor workspace = byte_tensor(
-      lora_train_forward_workspace(problem, arguments) + kLeaves * 4 * p.num_rows * p.hidden_width,
-      step->device);
+  // Other plans may leave as many partials as there are leaves, each of up to three columns.
+  GuardedTensor workspace = byte_tensor(lora_train_forward_workspace(problem, arguments) +
+                                            3 * kLeaves * 4 * p.num_rows * p.hidden_width,
+                                        step->device);
   p.workspace = workspace.view().data;
   forward(p, forced, Stream{});
   workspace.download();
@@ -154,21 +157,36 @@ void expect_same_forward(TrainStep& a, TrainStep& b, const std::string& what) {
 }
 
 TEST_P(LoraTrainShapes, NoPlanChangesABit) {
-  for (const auto& [rank, plain] :
-       {std::pair{8, false}, {24, false}, {64, false}, {100, false}, {16, true}, {40, true}}) {
+  constexpr DType kBF16 = DType::kBFloat16, kF32 = DType::kFloat32;
+  struct Case {
+    int rank;
+    bool plain;
+    DType weight;
+  };
+  for (const auto& [rank, plain, weight] : {Case{8, false, kBF16},
+                                            {24, false, kBF16},
+                                            {64, false, kBF16},
+                                            {100, false, kBF16},
+                                            {16, true, kBF16},
+                                            {40, true, kBF16},
+                                            {5, false, kF32},
+                                            {16, true, kF32}}) {
     TrainCase c;
     c.rows = 333;
     c.hidden = 1104;  // whole groups of dropout
     c.widths = {520};
     c.ranks = {rank};
-    c.x = c.w = c.y = DType::kBFloat16;
+    c.x = c.y = kBF16;
+    c.w = weight;
+    const int copies = weight == kF32 ? 3 : 1, width = (rank + 7) / 8 * 8;
     if (!plain) {
       c.p = {0.1f};
       c.base = BaseIs::kApart;
     }
     TrainStep chosen(c, GetParam());
     chosen.run_forward();
-    ShrinkPlan shrink = choose_shrink(c.rows, c.hidden, rank, 0, !plain, true, kH200Strided);
+    ShrinkPlan shrink =
+        choose_shrink(c.rows, c.hidden, copies * width, 0, !plain, true, copies > 1, kH200Strided);
     for (shrink.rows = 32; shrink.rows <= 128; shrink.rows *= 2) {
       for (shrink.parts = kLeaves >> stream_levels(shrink.ranks, shrink.rows);
            shrink.parts <= kLeaves; shrink.parts *= 2) {
@@ -179,11 +197,42 @@ TEST_P(LoraTrainShapes, NoPlanChangesABit) {
     }
     for (int row_warps = 1; row_warps <= 2; ++row_warps) {
       for (const int tile_rows : {16, 100, 1024}) {
-        const ExpandPlan expand = stream_expand(520, (rank + 7) / 8 * 8, row_warps, tile_rows);
+        const ExpandPlan expand =
+            stream_expand(520, copies > 1 ? 2 * copies * width : width, row_warps, tile_rows);
         TrainStep other(c, GetParam());
         run_planned(&other, {nullptr, &expand});
         expect_same_forward(chosen, other, describe(expand));
       }
+    }
+  }
+}
+
+// The same of float32 weights, whose columns of parts are products from 24 ranks on.
+TEST_P(LoraTrainShapes, NoProductOfPartsChangesABit) {
+  for (const int rank : {24, 72}) {
+    TrainCase c;
+    c.rows = 333;
+    c.hidden = 1096;
+    c.widths = {520};
+    c.ranks = {rank};
+    c.x = c.y = DType::kBFloat16;
+    const ShrinkPlan streamed =
+        choose_shrink(c.rows, c.hidden, 3 * rank, 0, false, true, true, kH200Strided);
+    const ExpandPlan copied =
+        choose_expand(c.rows, 520, 6 * rank, 0, 1, Policy::kBFloat16, kH200Strided);
+    TrainStep first(c, GetParam());
+    run_planned(&first, {&streamed, &copied});
+    for (int parts = 1; parts <= kLeaves; parts *= 2) {
+      const ShrinkPlan product = product_shrink(c.hidden, {64, parts});
+      TrainStep other(c, GetParam());
+      run_planned(&other, {&product, nullptr});
+      expect_same_forward(first, other, describe(product));
+    }
+    for (const int columns : {128, 256}) {
+      const ExpandPlan product = product_expand(520, {columns, 1});
+      TrainStep other(c, GetParam());
+      run_planned(&other, {nullptr, &product});
+      expect_same_forward(first, other, describe(product));
     }
   }
 }
@@ -200,7 +249,7 @@ TEST_P(LoraTrainShapes, NoProductChangesABit) {
       c.x = c.w = c.y = rank == 104 ? DType::kFloat16 : DType::kBFloat16;
       c.base = base;
       const ShrinkPlan streamed =
-          choose_shrink(c.rows, c.hidden, rank + 40, 0, false, true, kH200Strided);
+          choose_shrink(c.rows, c.hidden, rank + 40, 0, false, true, false, kH200Strided);
       const ExpandPlan copied = choose_expand(c.rows, 520, rank, 0, 2, Policy::kBFloat16, kA100);
       TrainStep first(c, GetParam());
       run_planned(&first, {&streamed, &copied});

@@ -6,65 +6,21 @@
 //             then the sums of dB; dx by expand over all slices; the sums of dA; dA and dB from
 //             their sums (row_sums.cuh)
 //
-// x is read once in each direction; dy once, or twice where panel.h finds that cheaper.
+// x is read once in each direction; dy once, or twice where panel.h finds that cheaper. Float32
+// weights beside bfloat16 are first written out as columns of bfloat16 parts (part_columns.cuh).
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <optional>
 
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "lora/train/cuda/backend.cuh"
 #include "lora/train/cuda/kernels.cuh"
-#include "lora/train/cuda/row_sums.cuh"
+#include "lora/train/cuda/part_columns.cuh"
+#include "lora/train/cuda/work.cuh"
 
 namespace mortar::lora::train::cuda {
 namespace {
-
-Machine current_machine() {
-  const device::DeviceInfo& d = device::current_device();
-  return {d.num_sms, d.arch >= 90, d.arch == 90};
-}
-
-/// Split-K partials that h or ds may leave.
-std::int64_t most_parts_of(const Problem& p, std::int64_t columns, int width) {
-  const Machine machine = current_machine();
-  const int unfused = unfused_parts(p.num_rows, width);
-  if (!machine.products || width < kLeastProductRanks) return unfused;
-  return std::max(unfused, cut_shrink(p.num_rows, columns, width, kLeaves, machine.sms).parts);
-}
-
-/// The workspace of a call.
-struct Work {
-  PairEntry* entries = nullptr;
-  char *h = nullptr, *ds = nullptr;
-  float* partials = nullptr;
-  std::optional<RowSums> row_sums;
-  std::int64_t bytes = 0;
-
-  /// `plan` null: a forward.
-  Work(const Problem& p, const BackwardPlan* plan) {
-    Arena arena(p.workspace);
-    if (p.num_adapters > 1) entries = arena.take<PairEntry>(p.num_adapters * p.num_slices);
-    const std::int64_t hidden = p.num_rows * p.hidden_width;
-    const std::int64_t size = dtype_size(p.weight);
-    std::int64_t most_parts = 0;
-    if (plan == nullptr || (p.wants_db && p.h == nullptr)) {
-      if (p.h == nullptr) h = arena.take<char>(hidden * size);
-      most_parts = most_parts_of(p, p.hidden, p.hidden_width);
-    }
-    if (plan != nullptr) {
-      ds = arena.take<char>(hidden * size);
-      for (int s = 0; s < p.num_slices; ++s) {
-        if (makes_ds(p, *plan, s)) continue;
-        most_parts = std::max(most_parts, most_parts_of(p, p.slices[s].width, width_of(p, s)));
-      }
-      row_sums.emplace(p, *plan, &arena);
-    }
-    partials = arena.take<float>(most_parts * hidden);
-    bytes = arena.used();
-  }
-};
 
 Matrix transposed(const Matrix& m) { return {m.data, m.col_stride, m.row_stride, m.dtype}; }
 
@@ -74,8 +30,7 @@ class Call {
   /// `plan` null: a forward.
   Call(const Problem& p, const BackwardPlan* plan, Stream stream, const ForcedPlans& forced = {})
       : p_(p), plan_(plan), forced_(forced), work_(p, plan), stream_(stream) {
-    h_ = p.h != nullptr ? static_cast<char*>(p.h) : work_.h;
-    make_table();
+    make_tables();
     rows_.num_rows = p.num_rows;
     rows_.num_adapters = static_cast<int>(p.num_adapters);
     rows_.offsets = p.rows.offsets;
@@ -91,19 +46,22 @@ class Call {
       hidden_.first[s] = p.slices[s].first_hidden;
       hidden_.rank[s] = p.slices[s].rank;
     }
+    if (!work_.weights.needs().any()) return;
+    split_weights(p, work_.weights.needs(), table_, sum_table_, pair_table_, stream);
   }
 
   void forward() {
     make_h();
     for (int s = 0; s < p_.num_slices; ++s) {
       const SliceView& slice = p_.slices[s];
-      run_expand(Side::kB, s, 1, h_, slice.base, slice.y, slice.width, p_.drops_delta(),
+      run_expand(Side::kB, s, 1, work_.h, slice.base, slice.y, slice.width, p_.drops_delta(),
                  {p_.rng, p_.total_width, slice.first_column});
     }
   }
 
   void backward() {
     if (p_.wants_db && p_.h == nullptr) make_h();
+    if (p_.h != nullptr && work_.h.sum_columns != nullptr) copy_h();
     const bool needs_ds = p_.dx.data != nullptr || p_.wants_da;
     RowSums& sums = *work_.row_sums;
     sums.prepare(table_, rows_, hidden_, stream_);
@@ -113,7 +71,7 @@ class Call {
       run_shrink(Side::kB, s, 1, slice.dy, slice.width, work_.ds, p_.drops_delta(),
                  {p_.rng, p_.total_width, slice.first_column});
     }
-    sums.sum_dy(h_, work_.ds);
+    sums.sum_dy(work_.h, work_.ds.values);
     if (p_.dx.data != nullptr) {
       run_expand(Side::kA, 0, p_.num_slices, work_.ds, p_.add_dx ? p_.dx : Matrix{}, p_.dx,
                  p_.hidden, p_.drops_input(), {p_.rng, p_.hidden, 0});
@@ -123,25 +81,35 @@ class Call {
   }
 
  private:
-  void make_table() {
-    table_.num_slices = p_.num_slices;
-    table_.entries = work_.entries;
+  void make_tables() {
+    const std::int64_t pairs = p_.num_adapters * p_.num_slices;
+    PairTable* tables[] = {&table_, &sum_table_, &pair_table_};
     UploadParams batch{work_.entries, 0, {}};
-    for (std::int64_t i = 0; i < p_.num_adapters * p_.num_slices; ++i) {
-      const Pair pair = p_.pair(i / p_.num_slices, static_cast<int>(i % p_.num_slices));
-      const PairEntry entry{
-          pair.a,      pair.b,         pair.da,   pair.db,
-          pair.factor, pair.threshold, pair.rank, (pair.add_a ? 1 : 0) | (pair.add_b ? 2 : 0)};
-      note_layout(pair);
-      if (work_.entries == nullptr) {
-        table_.own[i] = entry;
-        continue;
+    for (int t = 0; t < work_.tables; ++t) {
+      PairTable& table = *tables[t];
+      table.num_slices = p_.num_slices;
+      table.entries = work_.entries == nullptr ? nullptr : work_.entries + t * pairs;
+      for (std::int64_t i = 0; i < pairs; ++i) {
+        const int slice = static_cast<int>(i % p_.num_slices);
+        const Pair pair = p_.pair(i / p_.num_slices, slice);
+        PairEntry entry{
+            pair.a,      pair.b,         pair.da,   pair.db,
+            pair.factor, pair.threshold, pair.rank, (pair.add_a ? 1 : 0) | (pair.add_b ? 2 : 0)};
+        if (t == 0) note_layout(pair);
+        if (t > 0) {
+          entry = work_.weights.next(p_, entry, slice, t == 1 ? kSumCopies : kPairCopies);
+        }
+        if (work_.entries == nullptr) {
+          table.own[i] = entry;
+          continue;
+        }
+        batch.entries[batch.count++] = entry;
+        const bool last = t + 1 == work_.tables && i + 1 == pairs;
+        if (batch.count < kUploadEntries && !last) continue;
+        upload(batch, stream_);
+        batch.to += batch.count;
+        batch.count = 0;
       }
-      batch.entries[batch.count++] = entry;
-      if (batch.count < kUploadEntries && i + 1 < p_.num_adapters * p_.num_slices) continue;
-      upload(batch, stream_);
-      batch.to += batch.count;
-      batch.count = 0;
     }
   }
 
@@ -176,20 +144,30 @@ class Call {
   static Fetch fetch_of(const Matrix& m, Policy policy) {
     return {m, policy != Policy::kSplit && copies_async(m), loads_vectors(m), parts_of(m.dtype)};
   }
-  Fetch fetch_hidden(char* data, Policy policy) const {
-    return fetch_of({data, p_.hidden_width, 1, p_.weight}, policy);
-  }
 
   void make_h() {
-    run_shrink(Side::kA, 0, p_.num_slices, p_.x, p_.hidden, h_, p_.drops_input(),
+    run_shrink(Side::kA, 0, p_.num_slices, p_.x, p_.hidden, work_.h, p_.drops_input(),
                {p_.rng, p_.hidden, 0});
+  }
+  /// Columns of parts of the h that the forward has saved.
+  void copy_h() {
+    HiddenParams h = hidden_params(0, p_.num_slices);
+    h.given = reinterpret_cast<const float*>(work_.h.values);
+    h.sum_columns = work_.h.sum_columns;
+    reduce_hidden(h, stream_);
+  }
+
+  int width(int slice, int num_slices) const {
+    return num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
   }
 
   void run_shrink(Side side, int slice, int num_slices, const Matrix& wide, std::int64_t columns,
-                  char* to, bool masked, const MaskParams& mask) {
-    const Policy policy = policy_of(wide.dtype, p_.weight);
+                  const HiddenForms& to, bool masked, const MaskParams& mask) {
+    const bool in_parts = in_part_columns(wide.dtype, p_.weight);
+    const Policy policy = in_parts ? Policy::kBFloat16 : policy_of(wide.dtype, p_.weight);
+    const int copies = in_parts ? kSumCopies : 1;
     ShrinkParams s{};
-    s.pairs = table_;
+    s.pairs = in_parts ? sum_table_ : table_;
     s.rows = rows_;
     s.wide = fetch_of(wide, policy);
     s.mask = mask;
@@ -197,19 +175,19 @@ class Call {
     s.side = side;
     s.first_slice = slice;
     s.num_slices = num_slices;
-    s.hidden = hidden_;
-    s.first_hidden = p_.slices[slice].first_hidden;
-    s.width = num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
-    s.weights = layout(side, policy);
+    s.hidden = in_parts ? part_columns(hidden_, copies) : hidden_;
+    s.first_hidden = s.hidden.first[slice];
+    s.width = copies * width(slice, num_slices);
+    s.weights = in_parts ? part_layout(side) : layout(side, policy);
     s.columns = columns;
     s.partials = work_.partials;
-    s.plan = choose_shrink(p_.num_rows, columns, s.width, groups(), masked,
-                           policy != Policy::kSplit && s.wide.async && s.weights.async &&
-                               (!masked || (mask.columns | mask.first) % kMaskGroup == 0),
+    const bool dense = policy != Policy::kSplit && s.wide.async && s.weights.async &&
+                       (!masked || (mask.columns | mask.first) % kMaskGroup == 0);
+    s.plan = choose_shrink(p_.num_rows, columns, s.width, groups(), masked, dense, in_parts,
                            machine(takes_products(s, policy)));
     if (forced_.shrink != nullptr) s.plan = *forced_.shrink;
     s.max_tiles = most_tiles(p_, s.plan.rows);
-    s.h = to;
+    s.h = to.values;
     if (s.width == 0) return;
     if (s.plan.product) {
       shrink_products(s, policy, stream_);
@@ -217,43 +195,56 @@ class Call {
       s.plan.stream ? shrink_stream(s, policy, stream_) : shrink(s, policy, stream_);
     }
     if (s.plan.fused) return;
+    HiddenParams h = hidden_params(slice, num_slices);
+    h.parts = s.plan.parts;
+    h.partials = work_.partials;
+    h.h = to.values;
+    h.copies = copies;
+    h.sum_columns = to.sum_columns;
+    h.pair_columns = to.pair_columns;
+    reduce_hidden(h, stream_);
+  }
+
+  HiddenParams hidden_params(int slice, int num_slices) const {
     HiddenParams h{};
     h.pairs = table_;
     h.rows = rows_;
     h.hidden = hidden_;
     h.first_slice = slice;
     h.num_slices = num_slices;
-    h.first_hidden = s.first_hidden;
-    h.width = s.width;
-    h.parts = s.plan.parts;
-    h.partials = work_.partials;
-    h.h = to;
+    h.first_hidden = p_.slices[slice].first_hidden;
+    h.width = width(slice, num_slices);
     h.dtype = p_.weight;
-    h.rows_of_block = std::max(1, kThreads * 4 / s.width);
+    h.rows_of_block = std::max(1, kThreads * 4 / std::max(h.width, 1));
     h.max_tiles = most_tiles(p_, h.rows_of_block);
-    reduce_hidden(h, stream_);
+    return h;
   }
 
-  void run_expand(Side side, int slice, int num_slices, char* h, const Matrix& base,
+  void run_expand(Side side, int slice, int num_slices, const HiddenForms& h, const Matrix& base,
                   const Matrix& out, std::int64_t columns, bool masked, const MaskParams& mask) {
-    const Policy policy = policy_of(p_.weight, p_.weight);
+    const bool in_parts = in_part_columns(out.dtype, p_.weight);
+    const DType dtype = in_parts ? DType::kBFloat16 : p_.weight;  // of the operands
+    const Policy policy = policy_of(dtype, dtype);
+    const int copies = in_parts ? kPairCopies : 1;
     ExpandParams e{};
-    e.pairs = table_;
+    e.pairs = in_parts ? pair_table_ : table_;
     e.rows = rows_;
-    e.h = fetch_hidden(h, policy);
-    e.hidden = hidden_;
+    e.h = fetch_of(
+        {in_parts ? h.pair_columns : h.values, std::int64_t{copies} * p_.hidden_width, 1, dtype},
+        policy);
+    e.hidden = in_parts ? part_columns(hidden_, copies) : hidden_;
     e.side = side;
     e.first_slice = slice;
     e.num_slices = num_slices;
-    e.first_hidden = p_.slices[slice].first_hidden;
-    e.width = num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
-    e.weights = layout(side, policy);
+    e.first_hidden = e.hidden.first[slice];
+    e.width = copies * width(slice, num_slices);
+    e.weights = in_parts ? part_layout(side) : layout(side, policy);
     e.columns = columns;
     e.base = base;
     e.out = out;
-    e.vectors = (!masked || (mask.columns | mask.first) % kMaskGroup == 0) &&
-                out.dtype == p_.weight && loads_vectors(out) &&
-                (base.data == nullptr || (base.dtype == p_.weight && loads_vectors(base)));
+    e.vectors = (!masked || (mask.columns | mask.first) % kMaskGroup == 0) && out.dtype == dtype &&
+                loads_vectors(out) &&
+                (base.data == nullptr || (base.dtype == dtype && loads_vectors(base)));
     e.pairs_of_columns = moves_in_pairs(out) && (base.data == nullptr || moves_in_pairs(base));
     e.plain = e.vectors && base.data == nullptr && !masked && rows_.sorted == nullptr &&
               columns % kPiece == 0;
@@ -295,8 +286,7 @@ class Call {
   const Machine machine_ = current_machine();
   Work work_;
   const Stream stream_;
-  char* h_ = nullptr;
-  PairTable table_{};
+  PairTable table_{}, sum_table_{}, pair_table_{};
   RowGroups rows_{};
   HiddenColumns hidden_{};
   Common ranks_a_, wide_a_, ranks_b_, wide_b_;

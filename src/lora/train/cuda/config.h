@@ -146,6 +146,10 @@ constexpr double step_clocks(int ranks, int rows, bool masked) {
   return 300 + 6.0 * ranks + (masked ? (rows < 128 && ranks == 16 ? 350 : 700) : 0);
 }
 inline constexpr double kSmBytesPerClock = 16.4;
+/// Microseconds that split-K partials take, written and read, with the launch that adds them.
+constexpr double partials_us(std::int64_t rows, int width, int parts) {
+  return 1.5 + 8.0 * parts * static_cast<double>(rows) * width / 5e6;
+}
 
 /// Whether products are considered: fewer rows than a thread block's would leave most of it idle.
 constexpr bool takes_products(std::int64_t rows, int width, std::int64_t adapters,
@@ -165,37 +169,41 @@ inline ShrinkPlan product_shrink(std::int64_t columns, const ProductCut& cut) {
   return plan;
 }
 
-/// `dense`: operands of one 16-bit type in rows that cp.async takes.
+/// `dense`: operands of one 16-bit type in rows that cp.async takes. `part_columns`: of float32
+/// weights (part_columns.cuh), whose sums always leave as partials.
 inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int width,
-                                std::int64_t adapters, bool masked, bool dense,
+                                std::int64_t adapters, bool masked, bool dense, bool part_columns,
                                 const Machine& machine) {
   ShrinkPlan plan;
   plan.leaf = leaf_columns(columns);
   plan.stream = dense && columns <= std::int64_t{1} << 30;
-  plan.fused = plan.stream && machine.clusters;
+  plan.fused = plan.stream && machine.clusters && !part_columns;
   plan.ranks = std::min(stream_ranks(width), kMostUnfusedRanks);
   plan.parts = unfused_parts(rows, width);
-  if (!plan.fused) return plan;
+  if (!plan.stream || !machine.clusters) return plan;
   // Of several adapters few have the largest rank: blocks of 64 ranks that one lacks cost little.
   plan.ranks = std::min(stream_ranks(width), adapters > 1 ? 64 : kMostStreamRanks);
   const std::int64_t blocks_of_ranks = ceil_div(std::max(width, 1), plan.ranks);
   double least = 0;
   for (const int tile : {128, 64, 32}) {
     for (int parts = kLeaves >> stream_levels(plan.ranks, tile); parts <= kLeaves; parts *= 2) {
-      const std::int64_t clusters =
-          (ceil_div<std::int64_t>(rows, tile) + adapters / 2) * blocks_of_ranks;
+      // Blocks that share a tile are a cluster, or go apart.
+      const int together = plan.fused ? parts : 1;
+      const std::int64_t clusters = (ceil_div<std::int64_t>(rows, tile) + adapters / 2) *
+                                    blocks_of_ranks * (parts / together);
       // As few blocks an SM as take all clusters at once: the scheduler would otherwise leave SMs
       // idle while others hold two blocks of a cluster.
       const int most = stream_blocks(plan.ranks, tile);
       int per_sm = 1;
-      while (per_sm < most && clusters > clusters_at_once(parts, per_sm, machine.sms)) ++per_sm;
+      while (per_sm < most && clusters > clusters_at_once(together, per_sm, machine.sms)) ++per_sm;
       const std::int64_t waves = std::max<std::int64_t>(
-          ceil_div(clusters, clusters_at_once(parts, per_sm, machine.sms)), 1);
+          ceil_div(clusters, clusters_at_once(together, per_sm, machine.sms)), 1);
       const double bytes =
           2.0 * static_cast<double>(kLeaves / parts * plan.leaf) * (tile + kL2Weight * plan.ranks);
       const double rate = std::min(
           1.0, per_sm * tile * 128.0 / step_clocks(plan.ranks, tile, masked) / kSmBytesPerClock);
-      const double us = time_of(waves * per_sm, bytes, rate) + kPartUs * parts;
+      const double us = time_of(waves * per_sm, bytes, rate) +
+                        (plan.fused ? kPartUs * parts : partials_us(rows, width, parts));
       if (least > 0 && us >= least) continue;
       least = us;
       plan.rows = tile;

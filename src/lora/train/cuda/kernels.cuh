@@ -74,9 +74,13 @@ struct HiddenParams {
   int parts;
   const float* partials;
   void* h;
-  DType dtype;
+  DType dtype;  ///< of the weights
   int rows_of_block;
   std::int64_t max_tiles;
+  // For float32 weights alone. All but h's values may be left out, and h where these suffice.
+  int copies;                        ///< columns of partials for a rank: 1 or kSumCopies
+  const float* given;                ///< h itself, in place of partials
+  void *sum_columns, *pair_columns;  ///< kSumCopies or kPairCopies columns of parts for a rank
 };
 void reduce_hidden(const HiddenParams& p, Stream stream);
 
@@ -180,7 +184,9 @@ struct GradSums {
   int first_slice, num_slices, first_hidden, width;
   std::int64_t columns;
   int chunk_rows;
-  const float* partials;  ///< [tile][width][grad_stride(columns)] for dA, [tile][columns][width]
+  int copies;  ///< columns of partials for a rank: 1 or kSumCopies
+  /// [tile][copies width][grad_stride(columns)] for dA, [tile][columns][copies width]
+  const float* partials;
 };
 /// Columns of partials of dA, whole vectors of four.
 MORTAR_HOST_DEVICE constexpr std::int64_t grad_stride(std::int64_t columns) {

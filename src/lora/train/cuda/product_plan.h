@@ -82,12 +82,15 @@ inline ProductCut cut_expand(std::int64_t rows, std::int64_t columns, int width,
   return best;
 }
 
+/// Columns of a tile of dA or dB: as many of the ranks as a thread block takes.
+constexpr int rows_tile(int width) { return width <= 64 ? 64 : width <= 128 ? 128 : 256; }
+
 /// dA or dB: sums over rows of `width` ranks by `columns`, in chunks whose partials are added. Made
 /// for the SMs of an H200 on every device, because summation trees follow from the chunks.
 inline ProductCut cut_rows(std::int64_t rows, std::int64_t columns, int width) {
   constexpr int kSms = 132;
   ProductCut best;
-  const int tile = width <= 64 ? 64 : width <= 128 ? 128 : 256;
+  const int tile = rows_tile(width);
   for (int parts = 1; parts <= 16; ++parts) {
     const double partials = 4.0 * parts * static_cast<double>(columns) * width;
     const double us =

@@ -147,7 +147,7 @@ void panel_products(const PanelParams& s, Policy policy, Stream stream) {
   for (int i = 0; i < s.num_operands; ++i) {
     const PanelOperand& own = s.operands[i];
     ProductPlan plan;
-    plan.columns = own.width <= 64 ? 64 : own.width <= 128 ? 128 : 256;
+    plan.columns = rows_tile(own.width);
     plan.parts = static_cast<int>(ceil_div<std::int64_t>(s.rows.num_rows, s.chunk_rows));
     plan.leaf = s.chunk_rows;
     launch_product("lora_train", product_of(s, own, policy), plan, stream);

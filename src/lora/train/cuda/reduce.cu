@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ends of split sums: h and ds from the parts of their columns, added as a tree. And the table
-// of pairs, which comes with the launch.
+// The ends of split sums: h and ds from the parts of their columns, added as a tree; with float32
+// weights also as columns of bfloat16 parts (part_columns.cuh). And the table of pairs, which comes
+// with the launch.
 //
-// Bytes: 4 parts M R, mostly from L2, where the kernel before left them.
+// Bytes: 4 parts M R, mostly from L2, where the kernel before left them. Columns of bfloat16 parts
+// are 12 parts M R, and leave 6 or 12 M R more.
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/leaf_sums.cuh"
+#include "lora/train/cuda/part_columns.cuh"
 #include "lora/train/cuda/stream.cuh"
 
 namespace mortar::lora::train::cuda {
@@ -15,10 +18,64 @@ namespace {
 
 constexpr int kVector = 4;  ///< neighbouring sums of a thread
 
+/// The sum of a thread's columns of partials, which lie `plane` floats apart.
+__device__ __forceinline__ float4 sum_of_planes(const float* from, std::int64_t plane, int parts) {
+  float4 part[kLeaves];
+#pragma unroll
+  for (int n = 0; n < kLeaves; ++n) {
+    if (n < parts) part[n] = __ldcg(reinterpret_cast<const float4*>(from + n * plane));
+  }
+  return sum_of_parts(part, parts, [](const float4& a, const float4& b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+  });
+}
+
+/// The first `left` of four values, times a factor; zeros for the others.
+__device__ __forceinline__ float4 scaled(const float4& v, float f, int left) {
+  return make_float4(f * v.x, left > 1 ? f * v.y : 0, left > 2 ? f * v.z : 0,
+                     left > 3 ? f * v.w : 0);
+}
+
+/// Four neighbouring values of a row from column j on, of which the pair has `left`: from partials,
+/// or from h as the forward has saved it.
+template <bool kFloat32>
+__device__ __forceinline__ float4 hidden_values(const HiddenParams& p, std::int64_t position,
+                                                std::int64_t row, int j, float factor, int left) {
+  if constexpr (kFloat32) {
+    if (p.given != nullptr) {
+      const auto* from = p.given + row * p.hidden.width + j;
+      return scaled(__ldcg(reinterpret_cast<const float4*>(from)), 1, left);
+    }
+    const std::int64_t width = std::int64_t{p.hidden.width} * p.copies;
+    const std::int64_t plane = p.rows.num_rows * width;
+    const float* from = p.partials + position * width + part_column(j, p.copies);
+    float4 v = sum_of_planes(from, plane, p.parts);
+    if (p.copies == kSumCopies) {
+      v = sum_of_columns(v, sum_of_planes(from + 8, plane, p.parts),
+                         sum_of_planes(from + 16, plane, p.parts));
+    }
+    return scaled(v, factor, left);
+  } else {
+    const float* from = p.partials + position * p.hidden.width + j;
+    return scaled(sum_of_planes(from, p.rows.num_rows * p.hidden.width, p.parts), factor, left);
+  }
+}
+
+/// Copies of four neighbouring ranks, eight bytes each.
+template <int kCopies, class Word>
+__device__ __forceinline__ void store_copies(void* to, std::int64_t row, int width, int j,
+                                             const Word& word) {
+  if (to == nullptr) return;
+  auto* at = static_cast<unsigned short*>(to) + row * width * kCopies + part_column(j, kCopies);
+#pragma unroll
+  for (int q = 0; q < kCopies; ++q) *reinterpret_cast<uint2*>(at + 8 * q) = word(q);
+}
+
+/// kFloat32: of the weights; the others' values are rounded to their type.
+template <bool kFloat32>
 __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant__ HiddenParams p) {
   device::pdl_begin(false);
   const RowTile rows = row_tile(p.rows, static_cast<int>(blockIdx.x), p.rows_of_block, true);
-  const std::int64_t plane = p.rows.num_rows * p.hidden.width;
   const int vectors = p.width / kVector;
   for (int i = threadIdx.x; i < rows.count * vectors; i += kThreads) {
     const std::int64_t position = rows.start + i / vectors;
@@ -30,24 +87,17 @@ __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant_
       const int s = slice_of(p.hidden, p.first_slice, p.num_slices, j);
       const PairEntry& pair = p.pairs.get(rows.adapter, s);
       const int left = pair.rank - (j - p.hidden.first[s]);
-      if (left > 0) {
-        const float* from = p.partials + position * p.hidden.width + j;
-        float4 part[kLeaves];
-#pragma unroll
-        for (int n = 0; n < kLeaves; ++n) {
-          if (n < p.parts) part[n] = __ldcg(reinterpret_cast<const float4*>(from + n * plane));
-        }
-        v = sum_of_parts(part, p.parts, [](const float4& a, const float4& b) {
-          return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-        });
-        const float f = pair.factor;
-        v = make_float4(f * v.x, left > 1 ? f * v.y : 0, left > 2 ? f * v.z : 0,
-                        left > 3 ? f * v.w : 0);
-      }
+      if (left > 0) v = hidden_values<kFloat32>(p, position, row, j, pair.factor, left);
     }
     const std::int64_t to = row * p.hidden.width + j;
-    if (p.dtype == DType::kFloat32) {
-      *reinterpret_cast<float4*>(static_cast<float*>(p.h) + to) = v;
+    if constexpr (kFloat32) {
+      if (p.h != nullptr) *reinterpret_cast<float4*>(static_cast<float*>(p.h) + to) = v;
+      if (p.sum_columns == nullptr && p.pair_columns == nullptr) continue;
+      const PartWords low(v.x, v.y), high(v.z, v.w);
+      store_copies<kSumCopies>(p.sum_columns, row, p.hidden.width, j,
+                               [&](int q) { return make_uint2(low.sum[q], high.sum[q]); });
+      store_copies<kPairCopies>(p.pair_columns, row, p.hidden.width, j,
+                                [&](int q) { return make_uint2(low.hidden[q], high.hidden[q]); });
     } else {
       *reinterpret_cast<uint2*>(static_cast<unsigned short*>(p.h) + to) =
           p.dtype == DType::kFloat16
@@ -77,7 +127,8 @@ void reduce_hidden(const HiddenParams& p, Stream stream) {
   l.threads = kThreads;
   l.stream = stream;
   l.pdl = true;
-  device::launch<hidden_kernel>("lora_train", l, p);
+  if (p.dtype == DType::kFloat32) return device::launch<hidden_kernel<true>>("lora_train", l, p);
+  device::launch<hidden_kernel<false>>("lora_train", l, p);
 }
 
 void upload(const UploadParams& p, Stream stream) {

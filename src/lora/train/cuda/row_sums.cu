@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which kernels sum over rows. Operands of one 16-bit type go through panel.cu, dy of all slices in
-// one launch; every other mixture goes through outer.cu, slice by slice.
+// one launch; so does bfloat16 beside float32 weights, whose h and ds come as columns of bfloat16
+// parts (part_columns.cuh). Every other mixture goes through outer.cu, slice by slice.
 #include "lora/train/cuda/row_sums.cuh"
 
 #include <algorithm>
@@ -11,32 +12,30 @@
 namespace mortar::lora::train::cuda {
 namespace {
 
-bool splits_parts(const Problem& p, const Matrix& wide) {
-  return policy_of(wide.dtype, p.weight) == Policy::kSplit;
-}
-
 /// As outer.cu's operands.
 Fetch parts_fetch(const Matrix& m) { return {m, false, loads_vectors(m), parts_of(m.dtype)}; }
 
 }  // namespace
 
 bool takes_panels(const Problem& p, int slice) {
-  return width_of(p, slice) > 0 && p.slices[slice].width > 0 &&
-         !splits_parts(p, p.slices[slice].dy);
+  return width_of(p, slice) > 0 && p.slices[slice].width > 0 && takes_panels(p, p.slices[slice].dy);
 }
 
 BackwardPlan plan_backward(const Problem& p) {
   PanelProblem dy, x;
+  const int copies = panel_copies(p);
   dy.rows = x.rows = p.num_rows;
   for (int s = 0; s < p.num_slices; ++s) {
     if (!takes_panels(p, s)) continue;
     dy.columns[dy.matrices++] = p.slices[s].width;
-    dy.width = std::max(dy.width, width_of(p, s));
+    dy.width = std::max(dy.width, copies * width_of(p, s));
   }
   x.columns[x.matrices++] = p.hidden;
-  x.width = p.hidden_width;
-  BackwardPlan plan = choose_backward(dy, x, p.wants_db && (p.wants_da || p.dx.data != nullptr),
-                                      device::current_device().max_smem);
+  x.width = copies * p.hidden_width;
+  // Panels make no ds for float32 weights: its columns of parts would be three times the partials.
+  const bool needs_both =
+      p.wants_db && (p.wants_da || p.dx.data != nullptr) && p.weight != DType::kFloat32;
+  BackwardPlan plan = choose_backward(dy, x, needs_both, device::current_device().max_smem);
   plan.products = device::current_device().arch == 90;
   return plan;
 }
@@ -50,16 +49,18 @@ RowSums::RowSums(const Problem& p, const BackwardPlan& plan, Arena* arena) : p_(
           std::max(panels, ceil_div<std::int64_t>(columns, kPanelShapes[plan.dy.shape].columns));
     }
     if (!p.wants_db || width_of(p, s) == 0) continue;
-    const int chunk = takes_panels(p, s)
-                          ? plan.dy.chunk_rows
-                          : choose_outer(p.num_rows, columns, width_of(p, s)).chunk_rows;
-    db_[s] = arena->take<float>(most_tiles(p, chunk) * width_of(p, s) * columns);
+    const bool panels_take = takes_panels(p, s);
+    const int chunk = panels_take ? plan.dy.chunk_rows
+                                  : choose_outer(p.num_rows, columns, width_of(p, s)).chunk_rows;
+    db_[s] = arena->take<float>(most_tiles(p, chunk) * width_of(p, s) * columns *
+                                (panels_take ? panel_copies(p) : 1));
   }
   if (p.wants_da) {
-    const int chunk = splits_parts(p, p.x)
-                          ? choose_outer(p.num_rows, p.hidden, p.hidden_width).chunk_rows
-                          : plan.x.chunk_rows;
-    da_ = arena->take<float>(most_tiles(p, chunk) * p.hidden_width * grad_stride(p.hidden));
+    const bool panels_take = takes_panels(p, p.x);
+    const int chunk = panels_take ? plan.x.chunk_rows
+                                  : choose_outer(p.num_rows, p.hidden, p.hidden_width).chunk_rows;
+    da_ = arena->take<float>(most_tiles(p, chunk) * p.hidden_width * grad_stride(p.hidden) *
+                             (panels_take ? panel_copies(p) : 1));
   }
   panels_ = arena->take<float>(panels * p.num_rows * p.hidden_width);
 }
@@ -73,7 +74,7 @@ void RowSums::prepare(const PairTable& pairs, const RowGroups& rows, const Hidde
   stream_ = stream;
 }
 
-void RowSums::sum_dy(const void* h, void* ds) {
+void RowSums::sum_dy(const HiddenForms& h, void* ds) {
   if (!p_.wants_db) return;
   PanelParams all = panel_params(Side::kB, plan_.dy, h);
   DsParams end{};
@@ -82,7 +83,7 @@ void RowSums::sum_dy(const void* h, void* ds) {
     if (takes_panels(p_, s)) {
       end.panels[s] = add_operand(&all, s, 1, slice.dy, slice.width, slice.first_column, db_[s]);
     } else {
-      run_outer(Side::kB, s, 1, slice.dy, h, slice.width, slice.first_column, db_[s]);
+      run_outer(Side::kB, s, 1, slice.dy, h.values, slice.width, slice.first_column, db_[s]);
     }
   }
   if (all.num_operands == 0) return;
@@ -99,10 +100,10 @@ void RowSums::sum_dy(const void* h, void* ds) {
   sum_ds(end, stream_);
 }
 
-void RowSums::sum_x(const void* ds) {
+void RowSums::sum_x(const HiddenForms& ds) {
   if (!p_.wants_da || p_.hidden_width == 0) return;
-  if (splits_parts(p_, p_.x)) {
-    run_outer(Side::kA, 0, p_.num_slices, p_.x, ds, p_.hidden, 0, da_);
+  if (!takes_panels(p_, p_.x)) {
+    run_outer(Side::kA, 0, p_.num_slices, p_.x, ds.values, p_.hidden, 0, da_);
     return;
   }
   PanelParams x = panel_params(Side::kA, plan_.x, ds);
@@ -111,7 +112,7 @@ void RowSums::sum_x(const void* ds) {
 }
 
 void RowSums::run_panels(const PanelParams& panel) {
-  const Policy policy = policy_of(p_.weight, p_.weight);
+  const Policy policy = p_.weight == DType::kFloat16 ? Policy::kFloat16 : Policy::kBFloat16;
   const bool wide = kPanelShapes[panel.shape].ranks == kMostRanks &&
                     kPanelShapes[panel.shape].groups == 1 &&
                     panel.chunk_rows % lora::cuda::kProductStep == 0;
@@ -125,12 +126,13 @@ void RowSums::finish() {
   if (grads_.num_sums > 0) sum_weight_grads(&grads_, stream_);
 }
 
-PanelParams RowSums::panel_params(Side side, const PanelPlan& plan, const void* narrow) const {
+PanelParams RowSums::panel_params(Side side, const PanelPlan& plan,
+                                  const HiddenForms& narrow) const {
   PanelParams to{};
   to.pairs = grads_.pairs;
   to.rows = grads_.rows;
-  to.s = narrow;
-  to.hidden_width = p_.hidden_width;
+  to.s = panel_copies(p_) == 1 ? narrow.values : narrow.sum_columns;
+  to.hidden_width = panel_copies(p_) * p_.hidden_width;
   to.side = side;
   to.mask = {p_.rng, side == Side::kA ? p_.hidden : p_.total_width, 0};
   to.masked = side == Side::kA ? p_.drops_input() : p_.drops_delta();
@@ -158,11 +160,12 @@ int RowSums::add_operand(PanelParams* to, int slice, int num_slices, const Matri
   o.columns = columns;
   o.mask_first = mask_first;
   o.panels = static_cast<int>(ceil_div<std::int64_t>(columns, shape.columns));
-  o.first_hidden = p_.slices[slice].first_hidden;
-  o.width = width(slice, num_slices);
+  const int copies = panel_copies(p_);
+  o.first_hidden = copies * p_.slices[slice].first_hidden;
+  o.width = copies * width(slice, num_slices);
   o.sums = sums;
   to->groups = std::max(to->groups, ceil_div(o.width, shape.ranks));
-  add_sums(to->side, slice, num_slices, columns, to->chunk_rows, sums);
+  add_sums(to->side, slice, num_slices, columns, to->chunk_rows, copies, sums);
   return o.panels;
 }
 
@@ -187,11 +190,11 @@ void RowSums::run_outer(Side side, int slice, int num_slices, const Matrix& wide
   o.side = side;
   o.partials = sums;
   outer(o, stream_);
-  add_sums(side, slice, num_slices, columns, plan.chunk_rows, sums);
+  add_sums(side, slice, num_slices, columns, plan.chunk_rows, 1, sums);
 }
 
 void RowSums::add_sums(Side side, int slice, int num_slices, std::int64_t columns, int chunk_rows,
-                       const float* sums) {
+                       int copies, const float* sums) {
   GradSums& g = grads_.sums[grads_.num_sums++];
   g.side = side;
   g.first_slice = slice;
@@ -200,6 +203,7 @@ void RowSums::add_sums(Side side, int slice, int num_slices, std::int64_t column
   g.width = width(slice, num_slices);
   g.columns = columns;
   g.chunk_rows = chunk_rows;
+  g.copies = copies;
   g.partials = sums;
 }
 

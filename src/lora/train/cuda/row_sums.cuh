@@ -5,12 +5,25 @@
 
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/panel.h"
+#include "lora/train/cuda/part_columns.cuh"
 #include "lora/train/cuda/workspace.h"
 
 namespace mortar::lora::train::cuda {
 
-/// Slices whose dy goes through panels: of one 16-bit type with the weights.
+/// Whether panels take an operand: of one 16-bit type with the weights, or bfloat16 beside float32.
+inline bool takes_panels(const Problem& p, const Matrix& wide) {
+  return policy_of(wide.dtype, p.weight) != Policy::kSplit || in_part_columns(wide.dtype, p.weight);
+}
+/// Slices whose dy goes through panels.
 bool takes_panels(const Problem& p, int slice);
+/// Columns of h and ds that panels have for a rank.
+inline int panel_copies(const Problem& p) { return p.weight == DType::kFloat32 ? kSumCopies : 1; }
+
+/// h or ds: as values of the weights' type, and as columns of bfloat16 parts (part_columns.cuh) for
+/// the sums over rows and for the sums over ranks. Null: not wanted.
+struct HiddenForms {
+  char *values = nullptr, *sum_columns = nullptr, *pair_columns = nullptr;
+};
 
 /// Whether ds of a slice comes with dB.
 inline bool makes_ds(const Problem& p, const BackwardPlan& plan, int slice) {
@@ -26,21 +39,21 @@ class RowSums {
   void prepare(const PairTable& pairs, const RowGroups& rows, const HiddenColumns& hidden,
                Stream stream);
   /// Sums of dB, from h; and ds of the slices that makes_ds() names.
-  void sum_dy(const void* h, void* ds);
+  void sum_dy(const HiddenForms& h, void* ds);
   /// Sums of dA, from ds.
-  void sum_x(const void* ds);
+  void sum_x(const HiddenForms& ds);
   /// dA and dB of all sums.
   void finish();
 
  private:
   void run_panels(const PanelParams& panel);
-  PanelParams panel_params(Side side, const PanelPlan& plan, const void* narrow) const;
+  PanelParams panel_params(Side side, const PanelPlan& plan, const HiddenForms& narrow) const;
   int add_operand(PanelParams* to, int slice, int num_slices, const Matrix& wide,
                   std::int64_t columns, std::int64_t mask_first, float* sums);
   void run_outer(Side side, int slice, int num_slices, const Matrix& wide, const void* narrow,
                  std::int64_t columns, std::int64_t mask_first, float* sums);
   void add_sums(Side side, int slice, int num_slices, std::int64_t columns, int chunk_rows,
-                const float* sums);
+                int copies, const float* sums);
   int width(int slice, int num_slices) const {
     return num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
   }

@@ -323,7 +323,8 @@ void shrink_stream(const ShrinkParams& p, Policy policy, Stream stream) {
   check(policy != Policy::kSplit && p.wide.async && p.weights.async &&
             (!p.masked || (p.mask.columns | p.mask.first) % kMaskGroup == 0) &&
             kLeaves / p.plan.parts <= 1 << stream_levels(p.plan.ranks, p.plan.rows) &&
-            (p.plan.fused || p.plan.ranks <= kMostUnfusedRanks),
+            (p.plan.fused || p.plan.ranks <= kMostUnfusedRanks ||
+             device::current_device().arch >= 90),
         "lora_train: no stream of columns for these operands");
   if (policy == Policy::kBFloat16) return launch_type<__nv_bfloat16>(p, stream);
   launch_type<__half>(p, stream);

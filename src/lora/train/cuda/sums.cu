@@ -9,6 +9,7 @@
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "lora/train/cuda/kernels.cuh"
+#include "lora/train/cuda/part_columns.cuh"
 
 namespace mortar::lora::train::cuda {
 namespace {
@@ -110,6 +111,23 @@ __device__ inline float load_one(const Matrix& m, std::int64_t at) {
                                     : __uint_as_float(static_cast<unsigned>(raw) << 16);
 }
 
+/// The sum of four neighbours whose ranks have kSumCopies columns each.
+__device__ inline float4 sum_in_copies(const GradSums& g, std::int64_t first_slot, int slots,
+                                       std::int64_t along, std::int64_t across) {
+  const bool of_a = g.side == Side::kA;
+  const std::int64_t width = g.width * kSumCopies, stride = grad_stride(g.columns);
+  const std::int64_t slot_size = width * (of_a ? stride : g.columns);
+  const int column = part_column(static_cast<int>(of_a ? along : across), kSumCopies);
+  const float* from = g.partials + first_slot * slot_size +
+                      (of_a ? column * stride + across : along * width + column);
+  const std::int64_t step = of_a ? 8 * stride : 8;
+  return sum_of_columns(sum_in_order(from, slot_size, slots),
+                        sum_in_order(from + step, slot_size, slots),
+                        sum_in_order(from + 2 * step, slot_size, slots));
+}
+
+/// kCopies: whether some sums come as columns of bfloat16 parts.
+template <bool kCopies>
 __global__ void __launch_bounds__(kThreads)
     weight_grad_kernel(const __grid_constant__ WeightGradParams p) {
   device::pdl_wait();
@@ -126,10 +144,10 @@ __global__ void __launch_bounds__(kThreads)
 
   const bool of_a = g.side == Side::kA;
   const std::int64_t inner = of_a ? grad_stride(g.columns) : g.width;
-  const std::int64_t slot_size = inner * (of_a ? g.width : g.columns);
+  const std::int64_t all = inner * (of_a ? g.width : g.columns);
   const std::int64_t first =
       (std::int64_t{blockIdx.x - p.first_block[which]} * kThreads + threadIdx.x) * kVector;
-  if (first >= slot_size) return;
+  if (first >= all) return;
   const std::int64_t along = first / inner, across = first % inner;
   const int j = g.first_hidden + static_cast<int>(of_a ? along : across);
   const std::int64_t c = of_a ? across : along;
@@ -140,7 +158,9 @@ __global__ void __launch_bounds__(kThreads)
   const bool adds = (pair.adds >> (of_a ? 0 : 1) & 1) != 0;
   if (rank >= pair.rank || out.data == nullptr || (adds && slots == 0)) return;
 
-  const float4 v = sum_in_order(g.partials + first_slot * slot_size + first, slot_size, slots);
+  const float4 v = kCopies && g.copies > 1
+                       ? sum_in_copies(g, first_slot, slots, along, across)
+                       : sum_in_order(g.partials + first_slot * all + first, all, slots);
   const std::int64_t step = out.col_stride;  // both ways the four neighbour along out's rows
   const std::int64_t at = (of_a ? rank : c) * out.row_stride + (of_a ? c : rank) * step;
   const std::int64_t left = of_a ? g.columns - c : pair.rank - rank;
@@ -171,8 +191,10 @@ void sum_ds(const DsParams& p, Stream stream) {
 
 void sum_weight_grads(WeightGradParams* p, Stream stream) {
   p->first_block[0] = 0;
+  bool copies = false;
   for (int i = 0; i < p->num_sums; ++i) {
     const GradSums& g = p->sums[i];
+    copies |= g.copies > 1;
     const std::int64_t sums =
         g.side == Side::kA ? g.width * grad_stride(g.columns) : g.columns * g.width;
     p->first_block[i + 1] =
@@ -183,7 +205,8 @@ void sum_weight_grads(WeightGradParams* p, Stream stream) {
   l.threads = kThreads;
   l.stream = stream;
   l.pdl = true;
-  device::launch<weight_grad_kernel>("lora_train", l, *p);
+  if (copies) return device::launch<weight_grad_kernel<true>>("lora_train", l, *p);
+  device::launch<weight_grad_kernel<false>>("lora_train", l, *p);
 }
 
 }  // namespace mortar::lora::train::cuda
