@@ -17,7 +17,7 @@ import torch
 import peers
 from harness import Case, Options, View, main
 from lora_grid import GRID_VIEW, grid_cases
-from lora_problem import DOWN, GATE_UP, QKV, LoraProblem
+from lora_problem import DOWN, GATE_UP, QKV, TINY, LoraProblem
 from lora_rows import ApplyCase, CpuCase, HostCase, PlanCase
 
 #: tokens, adapters, rank: the rows at which the peers were measured as well.
@@ -64,8 +64,7 @@ def _gpu_cases() -> Iterator[Case]:
     for adapters in (1, 16, 64, 4096):
         for tokens in (32, 1024, 8192, 65536, 1_000_000):
             yield PlanCase(tokens, adapters)
-    for op in ("apply", "shrink", "expand", "plan", "compat.vllm.lora_shrink",
-               "compat.vllm.lora_expand"):  # fmt: skip
+    for op in HostCase.OPS:
         yield HostCase(op)
 
 
@@ -97,6 +96,8 @@ def _cpu_cases() -> Iterator[Case]:
             yield CpuCase(4096, 4096, sequences, length, sequences, rank, dtype)
         for rank in (16, 64):
             yield CpuCase(4096, 4096, 1, 1024, 1, rank, dtype)
+    for op in HostCase.OPS:
+        yield HostCase(op, TINY)
 
 
 def cases(options: Options) -> Iterator[Case]:

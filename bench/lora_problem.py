@@ -31,6 +31,8 @@ class Layer:
 QKV = Layer("qkv", 4096, (4096, 1024, 1024))
 GATE_UP = Layer("gate_up", 4096, (14336, 14336))
 DOWN = Layer("down", 14336, (4096,))
+#: Of three slices and next to no work, for the host cost on a CPU.
+TINY = Layer("tiny", 64, (64, 64, 64))
 
 
 @dataclass

@@ -259,6 +259,8 @@ class HostCase(Case):
 
     table = "host"
     host = True
+    OPS = ("apply", "shrink", "expand", "plan", "compat.vllm.lora_shrink",
+           "compat.vllm.lora_expand")  # fmt: skip
 
     def __init__(self, op: str, layer: Layer = QKV):
         self.op = op

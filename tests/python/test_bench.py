@@ -317,7 +317,14 @@ def test_a_tiny_cpu_row_runs_end_to_end(tmp_path):
     assert "Multi-LoRA on the CPU" in printed
 
 
-GPU_ROWS = ["apply layer=qkv tokens=8 ", "plan tokens=1024 adapters=16", "host op=apply"]
+def test_a_host_row_runs_on_the_cpu(tmp_path):
+    (row,), _ = run_lora(CPU, "host op=apply", tmp_path)
+    assert row["case"] == {"op": "apply", "layer": "tiny"}
+    assert set(row["providers"]) == {"mortar", "torch.mul"} and not row["failed"]
+    assert row["providers"]["mortar"]["rel_error"] < 0.02
+
+
+GPU_ROWS = ["apply layer=qkv tokens=8 ", "plan tokens=1024 adapters=16", "host op=apply layer=qkv"]
 
 
 def test_gpu_rows_run_end_to_end(device, tmp_path):
