@@ -93,6 +93,24 @@ def run(command: list, env: dict[str, str] | None = None) -> bool:
     return subprocess.run([str(part) for part in command], cwd=ROOT, env=env).returncode == 0
 
 
+def run_quietly(commands: list[list]) -> tuple[bool, str]:
+    """Runs commands until one fails; returns whether none did, and what they said."""
+    said = []
+    for command in commands:
+        done = subprocess.run(
+            [str(part) for part in command],
+            cwd=ROOT,
+            text=True,
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        said.append(done.stdout)
+        if done.returncode != 0:
+            return False, "".join(said)
+    return True, "".join(said)
+
+
 def output(command: list) -> str:
     """The stdout of a command that must succeed."""
     command = [str(part) for part in command]

@@ -6,11 +6,12 @@ import os
 import shutil
 import sys
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import kernel_report
 from checks import documents, includes, text
-from suite import ROOT, Counts, Suite, console, read_junit, run
+from suite import ROOT, Counts, Suite, console, read_junit, run, run_quietly
 
 
 def pre_commit() -> Counts:
@@ -25,7 +26,7 @@ def cpp_tests(build: Path, reports: Path) -> Counts:
     cases = reports / "cpp"
     junit = reports / "ctest.xml"
     environment = os.environ | {"GTEST_OUTPUT": f"xml:{cases}/", "GTEST_BRIEF": "1"}
-    command = ["ctest", "--test-dir", build, "--output-on-failure", "--no-tests=error"]
+    command = ["ctest", "--test-dir", build, "--output-on-failure", "--no-tests=error", "-j2"]
     succeeded = run([*command, "--output-junit", junit], environment)
     programs = Counts()
     counts = Counts()
@@ -47,15 +48,17 @@ def python_tests(reports: Path) -> Counts:
     return counts
 
 
-def fuzz() -> Counts:
-    """Mutated adapter files against the reader, under ASan and UBSan: MORTAR_FUZZ_SECONDS or 60."""
-    return Counts.of(run(["bash", "tests/fuzz/run.sh"]))
+def shown(commands: Future) -> Counts:
+    """One check: commands that ran beside other stages, with what they said."""
+    succeeded, text = commands.result()
+    console.print(text, markup=False)
+    return Counts.of(succeeded)
 
 
-def wheel() -> Counts:
-    """Builds the wheel and imports it in a fresh environment with its declared needs only."""
-    built = run([ROOT / "run", "wheel"])
-    return Counts.of(built and run([sys.executable, "tools/check_wheel.py"]))
+#: Mutated adapter files against the reader, under ASan and UBSan: MORTAR_FUZZ_SECONDS or 60.
+FUZZ = [["bash", "tests/fuzz/run.sh"]]
+#: Builds the wheel and imports it in a fresh environment with its declared needs only.
+WHEEL = [[ROOT / "run", "wheel"], [sys.executable, "tools/check_wheel.py"]]
 
 
 def main() -> int:
@@ -75,12 +78,17 @@ def main() -> int:
         suite.stage("CUDA kernels", lambda: kernel_report.check_kernels(build))
     else:
         console.print("no nvcc: the CUDA code was not compiled")
+    # Most tests keep one core busy, so what needs no other's result runs beside them. Threads that
+    # wait must then give their core away.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     reports = Path(tempfile.mkdtemp(prefix="reports-", dir=build))
     try:
-        suite.stage("C++ tests", lambda: cpp_tests(build, reports))
-        suite.stage("Python tests", lambda: python_tests(reports))
-        suite.stage("adapter reader fuzzing", fuzz)
-        suite.stage("wheel", wheel)
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            suite.stage("C++ tests", lambda: cpp_tests(build, reports))
+            fuzzing, wheel = beside.submit(run_quietly, FUZZ), beside.submit(run_quietly, WHEEL)
+            suite.stage("Python tests", lambda: python_tests(reports))
+            suite.stage("adapter reader fuzzing", lambda: shown(fuzzing))
+            suite.stage("wheel", lambda: shown(wheel))
     finally:
         shutil.rmtree(reports)
     return suite.finish()

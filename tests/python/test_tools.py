@@ -132,6 +132,12 @@ def test_skipped_tests_are_not_passed(tools, tmp_path):
     assert suite.finish() == 1
 
 
+def test_commands_beside_end_at_the_first_failure(tools):
+    said = [["echo", "one"], ["sh", "-c", "echo two >&2; exit 3"], ["echo", "three"]]
+    assert tools.run_quietly(said) == (False, "one\ntwo\n")
+    assert tools.run_quietly([["echo", "one"], ["echo", 2]]) == (True, "one\n2\n")
+
+
 def test_run_lists_its_commands():
     done = subprocess.run([ROOT / "run"], text=True, capture_output=True, check=True)
     for command in ["setup", "build", "demo", "test", "bench", "gpu-test", "wheel", "format"]:
