@@ -84,9 +84,11 @@ struct TileModel {
       }
     }
   }
-  static void update(const float* sums, std::int64_t columns, float scale, bool add, BFloat16* y) {
+  static void update(const float* sums, std::int64_t columns, float scale, const BFloat16* base,
+                     BFloat16* y) {
     for (std::int64_t n = 0; n < columns; ++n) {
-      y[n] = from_float<BFloat16>(std::fma(sums[n], scale, add ? to_float(y[n]) : -0.0f));
+      y[n] = from_float<BFloat16>(
+          std::fma(sums[n], scale, base != nullptr ? to_float(base[n]) : -0.0f));
     }
   }
 };

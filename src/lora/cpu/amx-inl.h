@@ -10,7 +10,7 @@
 // `Tiles` is the unit itself, or a stand-in for it in tests:
 //   configure(units)       tiles 0-5 full; 6 of `units` * 4 bytes a row, 7 of `units` rows
 //   release(), zero<c>(), load<t>(p, stride_bytes), store<t>(p, stride_bytes), dot<c, a, b>()
-//   update(const float* sums, num_columns, scale, add, BFloat16* y): one row of y, up to 64 columns
+//   update(const float* sums, num_columns, scale, base, BFloat16* y): a row of y, up to 64 columns
 #pragma once
 
 #include <algorithm>
@@ -208,7 +208,10 @@ struct AmxExpand {
     Tiles::template store<3>(sums[0] + 3 * kTileRows, kPanelBytes);
     const std::int64_t columns = std::min(kPackColumns, block.num_columns - n);
     for (std::int64_t i = 0; i < std::min(kTileRows, block.num_tokens - t); ++i) {
-      Tiles::update(sums[i], columns, block.scale, block.add,
+      const auto* base = block.base_rows == nullptr
+                             ? nullptr
+                             : static_cast<const BFloat16*>(block.base_rows[t + i]) + n;
+      Tiles::update(sums[i], columns, block.scale, base,
                     static_cast<BFloat16*>(block.y_rows[t + i]) + n);
     }
   }

@@ -75,14 +75,15 @@ struct AmxTiles {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
   }
 
-  static void update(const float* sums, std::int64_t columns, float scale, bool add, BFloat16* y) {
+  static void update(const float* sums, std::int64_t columns, float scale, const BFloat16* base,
+                     BFloat16* y) {
     const __m512 factor = _mm512_set1_ps(scale);
     for (std::int64_t n = 0; n < columns; n += 16) {
       const std::int64_t left = columns - n;
       const auto mask = static_cast<__mmask16>(left >= 16 ? 0xffffu : (1u << left) - 1);
       __m512 sum = _mm512_load_ps(sums + n);
-      if (add) {
-        const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, y + n));
+      if (base != nullptr) {
+        const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, base + n));
         sum = _mm512_fmadd_ps(sum, factor, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
       } else {
         sum = _mm512_mul_ps(sum, factor);

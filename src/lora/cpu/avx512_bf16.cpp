@@ -102,14 +102,15 @@ struct PairExpand {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   }
-  static MORTAR_INLINE void update(const Vec (&sum)[kTileVecs], float scale, bool add, Y* y) {
+  static MORTAR_INLINE void update(const Vec (&sum)[kTileVecs], float scale, const Y* base, Y* y) {
     const Vec factor = _mm512_set1_ps(scale);
-    const auto scaled = [&](Vec v, const Y* at) __attribute__((always_inline)) {
-      return add ? _mm512_fmadd_ps(v, factor, widen(at)) : _mm512_mul_ps(v, factor);
+    const auto scaled = [&](Vec v, int i) __attribute__((always_inline)) {
+      return base != nullptr ? _mm512_fmadd_ps(v, factor, widen(base + i * kLanes))
+                             : _mm512_mul_ps(v, factor);
     };
     MORTAR_UNROLL
     for (int v = 0; v < kTileVecs; v += 2, y += 2 * kLanes) {
-      const Vec low = scaled(sum[v], y), high = scaled(sum[v + 1], y + kLanes);
+      const Vec low = scaled(sum[v], v), high = scaled(sum[v + 1], v + 1);
       if constexpr (std::is_same_v<Y, float>) {
         _mm512_storeu_ps(y, low);
         _mm512_storeu_ps(y + kLanes, high);

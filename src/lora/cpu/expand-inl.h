@@ -15,8 +15,8 @@
 //   Vec, Packed   kLanes floats, kLanes packed units;  zero(), load(const std::uint32_t*)
 //   kParts        entries of h in a unit (steps that one unit of B makes)
 //   part<i>(Packed), broadcast(Entry), multiply(h, b, Vec)
-//   update(Vec (&)[kTileVecs], float scale, bool add, Y*), which scales a tile of a row, and adds
-//                 or stores it
+//   update(Vec (&)[kTileVecs], float scale, const Y* base, Y*), which scales a tile of a row, adds
+//                 the base unless that is null, and stores it
 
 namespace mortar {
 namespace MORTAR_LEVEL_NAMESPACE {
@@ -24,10 +24,11 @@ namespace MORTAR_LEVEL_NAMESPACE {
 using lora::cpu::ExpandBlock;
 using lora::cpu::kPackColumns;
 
-/// The tile of y that is fetched while another is computed.
+/// The tile of y, and of a base that lies elsewhere, that is fetched while another is computed.
 struct RowsAhead {
   void* const* y_rows;
-  std::int64_t offset;  ///< bytes
+  const void* const* base_rows;  ///< or null
+  std::int64_t offset;           ///< bytes
 };
 
 template <class Unit, int kTokens>
@@ -42,10 +43,11 @@ struct ExpandTile {
   static constexpr std::int64_t kRowLines = ceil_div<std::int64_t>(kColumns * sizeof(Y), 64);
   static constexpr std::int64_t kLines = kTokens * kRowLines;  ///< cache lines of a tile of y
 
-  static inline __attribute__((always_inline)) void fetch(const RowsAhead& ahead,
+  template <bool kWrite, class Rows>
+  static inline __attribute__((always_inline)) void fetch(Rows rows, std::int64_t offset,
                                                           std::int64_t line) {
-    const char* row = static_cast<const char*>(ahead.y_rows[line / kRowLines]);
-    __builtin_prefetch(row + ahead.offset + line % kRowLines * 64, 1, 2);
+    const char* row = static_cast<const char*>(rows[line / kRowLines]);
+    __builtin_prefetch(row + offset + line % kRowLines * 64, kWrite, 2);
   }
 
   template <int kPart>
@@ -86,31 +88,34 @@ struct ExpandTile {
     std::int64_t u = 0;
     if (block.units >= kLines) {
       for (; u < kLines; ++u) {
-        fetch(ahead, u);
+        fetch<true>(ahead.y_rows, ahead.offset, u);
+        if (ahead.base_rows != nullptr) fetch<false>(ahead.base_rows, ahead.offset, u);
         step_unit();
       }
     } else {
       MORTAR_UNROLL
-      for (std::int64_t line = 0; line < kLines; ++line) fetch(ahead, line);
+      for (std::int64_t i = 0; i < kLines; ++i) fetch<true>(ahead.y_rows, ahead.offset, i);
+      for (std::int64_t i = 0; ahead.base_rows != nullptr && i < kLines; ++i) {
+        fetch<false>(ahead.base_rows, ahead.offset, i);
+      }
     }
     for (; u < block.units; ++u) step_unit();
     const std::int64_t columns = block.num_columns - column;
     MORTAR_UNROLL
     for (int t = 0; t < kTokens; ++t) {
-      Y* y = row(block, token + t, column);
+      Y* y = static_cast<Y*>(block.y_rows[token + t]) + column;
+      const Y* base = block.base_rows == nullptr
+                          ? nullptr
+                          : static_cast<const Y*>(block.base_rows[token + t]) + column;
       if (columns >= kColumns) {
-        Unit::update(sum[t], block.scale, block.add, y);
+        Unit::update(sum[t], block.scale, base, y);
       } else {
         Y edge[kColumns] = {};
-        std::memcpy(edge, y, columns * sizeof(Y));
-        Unit::update(sum[t], block.scale, block.add, edge);
+        if (base != nullptr) std::memcpy(edge, base, columns * sizeof(Y));
+        Unit::update(sum[t], block.scale, base != nullptr ? edge : nullptr, edge);
         std::memcpy(y, edge, columns * sizeof(Y));
       }
     }
-  }
-
-  static Y* row(const ExpandBlock& block, std::int64_t token, std::int64_t column) {
-    return static_cast<Y*>(block.y_rows[token]) + column;
   }
 };
 
@@ -156,7 +161,9 @@ class Expand {
       }
     }
     t = std::min(t, block.num_rows - count);
-    return {block.y_rows + t, n * static_cast<std::int64_t>(sizeof(Y))};
+    const bool apart = block.base_rows != nullptr && block.base_rows != block.y_rows;
+    return {block.y_rows + t, apart ? block.base_rows + t : nullptr,
+            n * static_cast<std::int64_t>(sizeof(Y))};
   }
 };
 

@@ -135,7 +135,6 @@ void ExpandPass::run_block(const Part& part, const SliceWeights& w, int slice,
   block.units = units;
   block.num_columns = num_columns;
   block.scale = scale_.has_value() ? *scale_ * w.scale : 1.0f;
-  block.add = add_;
   const ExpandKernel kernel =
       pairs_ ? kernels_.expand_pairs[1]
              : kernels_.expand[float_index(weights_.dtype)][float_index(y_.dtype)];
@@ -151,6 +150,7 @@ void ExpandPass::run_block(const Part& part, const SliceWeights& w, int slice,
   for (std::int64_t i = 0; i < count; i += kExpandStep) {
     block.num_tokens = std::min(kExpandStep, count - i);
     block.y_rows = y_rows + i;
+    block.base_rows = add_ ? block.y_rows : nullptr;
     block.num_rows = count - i;
     for (std::int64_t j = 0; j < block.num_tokens; ++j) {
       char* to = hidden + j * entries * entry_size;

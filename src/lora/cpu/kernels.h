@@ -41,8 +41,9 @@ struct ShrinkBlock {
 };
 using ShrinkKernel = void (*)(const ShrinkBlock&);
 
-/// y_rows[t][n] (+)= scale * sum_r h[t][r] * b[n][r] for n < num_columns; the sum runs over r in
-/// order, in float32, from zero; then scale and y in one fused float32 step, and one rounding.
+/// y_rows[t][n] = base_rows[t][n] + scale * sum_r h[t][r] * b[n][r] for n < num_columns; the sum
+/// runs over r in order, in float32, from zero; then scale and base in one fused float32 step, and
+/// one rounding.
 ///
 /// `b` is packed by `PackKernel`. h has an entry per 32-bit unit of b or, of 16-bit b, one per
 /// element, zero past the rank: float32, or pairs of bfloat16 for kernels of pairs.
@@ -54,10 +55,10 @@ struct ExpandBlock {
   std::int64_t panel_stride = 0;
   std::int64_t units = 0;
   void* const* y_rows = nullptr;
-  std::int64_t num_rows = 0;  ///< of y_rows, num_tokens or more: what comes next may be fetched
+  const void* const* base_rows = nullptr;  ///< of y's type: y_rows or others; null: base is zero
+  std::int64_t num_rows = 0;  ///< of both, num_tokens or more: what comes next may be fetched
   std::int64_t num_columns = 0;
   float scale = 1;
-  bool add = true;
 };
 using ExpandKernel = void (*)(const ExpandBlock&);
 

@@ -84,12 +84,12 @@ struct ExpandUnit {
     }
   }
 
-  static HWY_INLINE void update(const Vec (&sum)[kTileVecs], float scale, bool add, Y* y) {
+  static HWY_INLINE void update(const Vec (&sum)[kTileVecs], float scale, const Y* base, Y* y) {
     const Vec factor = hn::Set(FloatTag(), scale);
     for (int v = 0; v < kTileVecs; ++v) {
-      store_f32(
-          add ? hn::MulAdd(sum[v], factor, load_f32(y + v * kLanes)) : hn::Mul(sum[v], factor),
-          y + v * kLanes);
+      store_f32(base != nullptr ? hn::MulAdd(sum[v], factor, load_f32(base + v * kLanes))
+                                : hn::Mul(sum[v], factor),
+                y + v * kLanes);
     }
   }
 };

@@ -114,9 +114,7 @@ class Call {
             copy_columns(transposed(pair.b), pair.rank, out, p_.slices[s].width, to.bt[s]);
           }
         } else if (out.count > 0) {
-          const Packed b(to.b[s], pair.rank, p_.weight);
-          b.clear(out);
-          b.put(pair.b, out, 0, pair.rank);
+          Packed(to.b[s], pair.rank, p_.weight).put_all(pair.b, out, pair.rank);
         }
         first_rank += pair.rank;
       }

@@ -13,8 +13,8 @@ namespace mortar::lora::train::cpu {
 /// Rows that pass through one step: 128 rows of 64 columns in float32 fill the first-level cache,
 /// and a step's sums for dA and dB are read and written once.
 inline constexpr std::int64_t kStepRows = 128;
-/// Rows of a step of the forward, and of every step that copies rows (drops, gathers, widens): 32
-/// rows of 4,096 float32 columns are 512 KB.
+/// Rows that are copied at a time where they must be (drops, gathers, widens): 32 rows of 4,096
+/// float32 columns are 512 KB.
 inline constexpr std::int64_t kCopyRows = 32;
 /// Columns that pass through float32 scratch at a time where rows cannot be written in place.
 inline constexpr std::int64_t kTileColumns = 512;

@@ -53,29 +53,76 @@ void copy_columns(const Matrix& m, std::int64_t rows, Columns columns, std::int6
 Packed::Packed(std::uint32_t* to, std::int64_t rank, DType dtype)
     : words(to),
       units(ceil_div<std::int64_t>(rank * dtype_size(dtype), 4)),
-      panel_stride(units * lora::cpu::kPackColumns) {}
+      panel_stride(round_up<std::int64_t>(units, 4) * lora::cpu::kPackColumns) {}
 
 std::int64_t Packed::bytes(std::int64_t columns, std::int64_t rank, DType dtype) {
   return ceil_div(columns, lora::cpu::kPackColumns) * Packed(nullptr, rank, dtype).panel_stride * 4;
 }
 
-void Packed::clear(Columns columns) const {
-  const std::int64_t first = columns.first / lora::cpu::kPackColumns;
-  const std::int64_t last = ceil_div(columns.first + columns.count, lora::cpu::kPackColumns);
-  std::fill(words + first * panel_stride, words + last * panel_stride, 0u);
+void Packed::put_all(const Matrix& m, Columns columns, std::int64_t rank) const {
+  if (m.col_stride != 1) {
+    clear(columns);
+    return put(m, columns, 0, rank);
+  }
+  const std::int64_t size = dtype_size(m.dtype);
+  lora::cpu::PackBlock block;
+  block.rows = static_cast<const char*>(m.data) + columns.first * m.row_stride * size;
+  block.row_bytes = rank * size;
+  block.stride_bytes = m.row_stride * size;
+  block.num_rows = columns.count;
+  block.out = words + columns.first / lora::cpu::kPackColumns * panel_stride;
+  block.panel_stride = panel_stride;
+  lora::cpu::kernels().pack(block);
 }
+
+void Packed::clear(Columns columns) const {
+  constexpr std::int64_t kPanel = lora::cpu::kPackColumns;
+  const std::int64_t end = columns.first + columns.count;
+  for (std::int64_t c = columns.first; c < end; c += kPanel) {
+    std::uint32_t* panel = words + c / kPanel * panel_stride;
+    const bool whole = end - c >= kPanel;  // then only half of the last unit may stay empty
+    std::fill(panel + (whole ? (units - 1) * kPanel : 0), panel + panel_stride, 0u);
+  }
+}
+
+namespace {
+
+/// Rank `at` of a panel's columns, and with kPair the next one too: both halves of the words.
+template <bool kPair, class T>
+void put_rank(const T* from, std::int64_t row_stride, std::int64_t col_stride, std::int64_t count,
+              std::int64_t at, std::uint32_t* panel) {
+  constexpr std::int64_t kPerWord = 4 / sizeof(T);  // elements of a word
+  std::uint32_t* words = panel + at / kPerWord * lora::cpu::kPackColumns;
+  const auto put = [&](std::int64_t stride) {
+    if constexpr (kPair) {
+      const T* next = from + col_stride;
+      for (std::int64_t i = 0; i < count; ++i) {
+        words[i] = from[i * stride] | static_cast<std::uint32_t>(next[i * stride]) << 16;
+      }
+    } else {
+      T* to = reinterpret_cast<T*>(words) + at % kPerWord;
+      for (std::int64_t i = 0; i < count; ++i) to[i * kPerWord] = from[i * stride];
+    }
+  };
+  row_stride == 1 ? put(1) : put(row_stride);  // a stride that is known makes vectors
+}
+
+}  // namespace
 
 void Packed::put(const Matrix& m, Columns columns, std::int64_t first_rank,
                  std::int64_t rank) const {
   constexpr std::int64_t kPanel = lora::cpu::kPackColumns;
   const auto put_panel = [&]<class T>(T, std::int64_t first, std::int64_t count) {
-    constexpr std::int64_t kPerWord = 4 / sizeof(T);  // elements of a word
-    T* panel = reinterpret_cast<T*>(words + first / kPanel * panel_stride);
+    std::uint32_t* panel = words + first / kPanel * panel_stride;
     const T* from = static_cast<const T*>(m.data) + first * m.row_stride;
-    for (std::int64_t r = 0; r < rank; ++r) {
+    for (std::int64_t r = 0; r < rank; ++r, from += m.col_stride) {
       const std::int64_t at = first_rank + r;
-      T* to = panel + at / kPerWord * kPanel * kPerWord + at % kPerWord;
-      copy_elements(from + r * m.col_stride, m.row_stride, 1, count, 1, to, kPerWord, 1);
+      if (sizeof(T) == 2 && at % 2 == 0 && r + 1 < rank) {
+        put_rank<true>(from, m.row_stride, m.col_stride, count, at, panel);
+        ++r, from += m.col_stride;
+      } else {
+        put_rank<false>(from, m.row_stride, m.col_stride, count, at, panel);
+      }
     }
   };
   for (std::int64_t c = columns.first; c < columns.first + columns.count; c += kPanel) {

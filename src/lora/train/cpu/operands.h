@@ -46,8 +46,10 @@ struct Packed {
   Packed(std::uint32_t* to, std::int64_t rank, DType dtype);
   static std::int64_t bytes(std::int64_t columns, std::int64_t rank, DType dtype);
 
-  /// Zeros, for whole panels; then each of the matrices side by side that make up the ranks:
-  /// `m` is [columns, rank] and its ranks begin at first_rank.
+  /// `m` is [columns, rank].
+  void put_all(const Matrix& m, Columns columns, std::int64_t rank) const;
+  /// The same of matrices side by side: zeros wherever no element comes, then each matrix, whose
+  /// ranks begin at first_rank.
   void clear(Columns columns) const;
   void put(const Matrix& m, Columns columns, std::int64_t first_rank, std::int64_t rank) const;
 };

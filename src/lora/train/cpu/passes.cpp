@@ -103,54 +103,49 @@ void shrink_rows(const WideRows& wide, const StepRows& rows, const Matrix& a, st
 void expand_rows(const OutRows& out, const StepRows& rows, const Packed& b, std::int64_t stride,
                  DType weight, Scratch* scratch) {
   void* pointers[kStepRows];
+  const void* base_pointers[kStepRows];
   const bool pairs = entry_dtype(weight) == DType::kBFloat16;
   const bool in_place = out.in_place() && !(pairs && out.out.dtype == DType::kFloat16);
   const std::int64_t size = dtype_size(out.out.dtype);
-  const bool copies = in_place && out.copies_base();
-  const std::int64_t step =
-      in_place && !copies ? std::max<std::int64_t>(out.width, 1) : kTileColumns;
+  const std::int64_t step = in_place ? std::max<std::int64_t>(out.width, 1) : kTileColumns;
   static_assert(kTileColumns % kPackColumns == 0, "a tile is whole panels");
   ExpandBlock block;
   block.h_stride = pairs ? stride / 2 : stride;
   block.panel_stride = b.panel_stride;
   block.units = b.units;
   block.y_rows = pointers;
-  block.add = in_place && out.base.data != nullptr;
-  const std::int64_t entry_bytes = stride * dtype_size(entry_dtype(weight));
+  const bool adds = in_place && out.base.data != nullptr;
+  const bool onto_itself =
+      out.base.data == out.out.data && out.base.row_stride == out.out.row_stride;
+  if (adds) block.base_rows = onto_itself ? pointers : base_pointers;
   const int y = float_index(in_place ? out.out.dtype : DType::kFloat32);
   const auto kernel = pairs ? kernels().expand_pairs[y] : kernels().expand[float_index(weight)][y];
-  // Copies of 128 rows of a power of two of columns would push each other out of the second level.
-  const std::int64_t most = copies ? kCopyRows : kStepRows;
-  for (std::int64_t first = 0; first < rows.count; first += most) {
-    block.num_tokens = block.num_rows = std::min(most, rows.count - first);
-    block.h = scratch->entries + first * entry_bytes;
-    for (std::int64_t c = 0; c < out.width; c += step) {
-      block.num_columns = std::min(step, out.width - c);
-      block.b = b.words + c / kPackColumns * b.panel_stride;
-      for (std::int64_t i = 0; i < block.num_rows; ++i) {
-        if (!in_place) {
-          pointers[i] = scratch->tile + i * kTileColumns;
-          continue;
-        }
-        const std::int64_t row = rows.row(first + i);
-        pointers[i] = static_cast<char*>(out.out.data) + (row * out.out.row_stride + c) * size;
-        if (copies) {
-          const char* base = static_cast<const char*>(out.base.data);
-          std::memcpy(pointers[i], base + (row * out.base.row_stride + c) * size,
-                      block.num_columns * size);
-        }
+  block.num_tokens = block.num_rows = rows.count;
+  block.h = scratch->entries;
+  for (std::int64_t c = 0; c < out.width; c += step) {
+    block.num_columns = std::min(step, out.width - c);
+    block.b = b.words + c / kPackColumns * b.panel_stride;
+    for (std::int64_t i = 0; i < rows.count; ++i) {
+      if (!in_place) {
+        pointers[i] = scratch->tile + i * kTileColumns;
+        continue;
       }
-      kernel(block);
-      for (std::int64_t i = 0; !in_place && i < block.num_rows; ++i) {
-        float base[kTileColumns];
-        float* sum = scratch->tile + i * kTileColumns;
-        out.mask.apply(rows.row(first + i), c, block.num_columns, DType::kFloat32, sum);
-        if (out.base.data != nullptr) {
-          load_row(out.base, rows.row(first + i), c, block.num_columns, base);
-          for (std::int64_t j = 0; j < block.num_columns; ++j) sum[j] += base[j];
-        }
-        store_row(out.out, rows.row(first + i), c, block.num_columns, sum);
+      const std::int64_t row = rows.row(i);
+      pointers[i] = static_cast<char*>(out.out.data) + (row * out.out.row_stride + c) * size;
+      if (!adds) continue;
+      base_pointers[i] =
+          static_cast<const char*>(out.base.data) + (row * out.base.row_stride + c) * size;
+    }
+    kernel(block);
+    for (std::int64_t i = 0; !in_place && i < rows.count; ++i) {
+      float base[kTileColumns];
+      float* sum = scratch->tile + i * kTileColumns;
+      out.mask.apply(rows.row(i), c, block.num_columns, DType::kFloat32, sum);
+      if (out.base.data != nullptr) {
+        load_row(out.base, rows.row(i), c, block.num_columns, base);
+        for (std::int64_t j = 0; j < block.num_columns; ++j) sum[j] += base[j];
       }
+      store_row(out.out, rows.row(i), c, block.num_columns, sum);
     }
   }
 }
@@ -221,7 +216,7 @@ void outer_rows(const WideRows& wide, const StepRows& rows, std::int64_t rank, b
   block.b = scratch->panel;
   block.units = pairs ? ceil_div<std::int64_t>(rows.count, 2) : rows.count;
   block.y_rows = pointers;
-  block.add = add;
+  if (add) block.base_rows = pointers;
   const auto add_columns = [&](const WideRows& from, const StepRows& at, std::int64_t first,
                                std::int64_t count) {
     for (std::int64_t c = 0; c < count; c += kPackColumns) {

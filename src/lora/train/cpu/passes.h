@@ -63,14 +63,10 @@ struct OutRows {
   Matrix base;  ///< null: nothing is added
   std::int64_t width = 0;
   Mask mask;
-  /// Whether the kernel can write rows where they lie: onto the base that lies there, onto a copy
-  /// of it, or alone.
+  /// Whether the kernel can write rows where they lie, and read those of the base where they do.
   bool in_place() const {
     return mask.threshold == 0 && dense(out) &&
            (base.data == nullptr || (base.dtype == out.dtype && dense(base)));
-  }
-  bool copies_base() const {
-    return base.data != nullptr && (base.data != out.data || base.row_stride != out.row_stride);
   }
 
  private:
