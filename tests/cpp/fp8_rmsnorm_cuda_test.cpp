@@ -167,6 +167,22 @@ TEST_P(Fp8RmsNormCuda, LaunchChoicesOfOtherFormsChangeNoBit) {
   }
 }
 
+// q_t's rows begin at every address modulo 16 and end at any; tiles are whole or not.
+TEST_P(Fp8RmsNormCuda, LaunchChoicesOfUnalignedColumnsChangeNoBit) {
+  for (std::int64_t rows : {1, 2, 3, 5, 129, 131, 257}) {
+    for (const auto& [x, columns] : {std::pair{kE4M3, 272}, {kBF16, 136}, {kF32, 132}}) {
+      expect_same_bits({.rows = rows, .columns = columns, .x = x});
+    }
+  }
+}
+
+// The same where they are aligned.
+TEST_P(Fp8RmsNormCuda, LaunchChoicesOfAlignedColumnsChangeNoBit) {
+  for (const auto& [x, columns] : {std::pair{kE4M3, 272}, {kBF16, 136}, {kF32, 132}}) {
+    expect_same_bits({.rows = 272, .columns = columns, .x = x});
+  }
+}
+
 // One captured call, replayed after x has changed, does what a fresh call with the new x does.
 TEST_P(Fp8RmsNormCuda, GraphReplayWithOtherContent) {
   for (Fp8Scaling scaling : kScalings) {

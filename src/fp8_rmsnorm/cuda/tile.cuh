@@ -34,72 +34,99 @@ struct SharedTile {
   unsigned char transposed[kTileColumns * kTileRows];
 };
 
+/// transposed_offset() a multiple of 32 columns behind one of the first 32, of the same piece: they
+/// differ in the upper bits of what the piece is swizzled with.
+template <int kElements>
+__device__ __forceinline__ int offset_behind(int first, int columns) {
+  return columns * kTileRows + (first ^ columns / kElements % 8 * 16);
+}
+
 /// Stores the columns of a whole tile to rows of q_t that are aligned, of which the first is `to`.
 template <int kElements>
 __device__ __forceinline__ void store_whole_columns(const unsigned char* transposed, char* to,
                                                     std::int64_t stride) {
-  const int thread = static_cast<int>(threadIdx.x), piece = thread % 8;
+  int thread = static_cast<int>(threadIdx.x);
+  asm volatile("" : "+r"(thread));  // what follows from it is made anew, not kept for all tiles
   constexpr int kStep = kTileThreads / 8;
+  const int piece = thread % 8;
   to += thread / 8 * stride + piece * 16;
+  const int first = device::transposed_offset<kElements>(thread / 8, piece);
 #pragma unroll
   for (int i = 0; i < kTileColumns / kStep; ++i, to += kStep * stride) {
-    const int column = i * kStep + thread / 8;
-    __stcs(reinterpret_cast<uint4*>(to),
-           *reinterpret_cast<const uint4*>(transposed +
-                                           device::transposed_offset<kElements>(column, piece)));
+    __stcs(
+        reinterpret_cast<uint4*>(to),
+        *reinterpret_cast<const uint4*>(transposed + offset_behind<kElements>(first, i * kStep)));
   }
 }
 
-/// Stores columns of a tile, `rows` bytes of each, to rows of q_t of which the first is `to`.
-__device__ __forceinline__ void store_columns(const unsigned char* transposed, char* to,
-                                              std::int64_t stride, int rows, int columns,
-                                              int piece_columns, bool aligned) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const auto piece_at = [&](int column, int piece) {
-    return transposed + column * 128 + ((piece ^ (column / piece_columns)) & 7) * 16;
-  };
-  if (aligned) {
+/// Stores columns of a tile, `rows` bytes of each, to rows of q_t that are aligned, of which the
+/// first is `to`.
+template <int kElements>
+__device__ __forceinline__ void store_aligned_columns(const unsigned char* transposed, char* to,
+                                                      std::int64_t stride, int rows, int columns) {
+  int thread = static_cast<int>(threadIdx.x);
+  asm volatile("" : "+r"(thread));  // what follows from it is made anew, not kept for all tiles
+  constexpr int kStep = kTileThreads / 8;
+  const int piece = thread % 8, first = device::transposed_offset<kElements>(thread / 8, piece);
 #pragma unroll
-    for (int i = 0; i < kTileColumns * 8 / kTileThreads; ++i) {
-      const int column = i * (kTileThreads / 8) + thread / 8, piece = thread % 8;
-      if (column >= columns || piece * 16 >= rows) continue;
-      const uint4 v = *reinterpret_cast<const uint4*>(piece_at(column, piece));
-      char* p = to + column * stride + piece * 16;
-      if (piece * 16 + 16 <= rows) {
-        __stcs(reinterpret_cast<uint4*>(p), v);
-      } else {
-        store_unaligned(p, v, rows - piece * 16);
-      }
-    }
-    return;
-  }
-  // A warp a column: lane l stores the aligned word that ends with byte 4 l + 3 - shift, from the
-  // words l - 1 and l of the column; then the last bytes.
-  const int lane = thread % 32;
-#pragma unroll 1
-  for (int column = thread / 32; column < columns; column += kTileWarps) {
-    char* p = to + column * stride;
-    const int shift = static_cast<int>(reinterpret_cast<std::uintptr_t>(p) % 4);
-    const std::uint32_t word =
-        *reinterpret_cast<const std::uint32_t*>(piece_at(column, lane / 4) + lane % 4 * 4);
-    const std::uint32_t before = __shfl_up_sync(0xffffffffu, word, 1);
-    const std::uint32_t out = shift == 0 ? word : __funnelshift_l(before, word, 8 * shift);
-    const int first = 4 * lane - shift;  // of the column's bytes
-    const bool whole = first >= 0 && first + 4 <= rows;
-    if (whole) {
-      __stcs(reinterpret_cast<std::uint32_t*>(p + first), out);
+  for (int i = 0; i < kTileColumns / kStep; ++i) {
+    const int column = i * kStep + thread / 8;
+    if (column >= columns || piece * 16 >= rows) continue;
+    const uint4 v =
+        *reinterpret_cast<const uint4*>(transposed + offset_behind<kElements>(first, i * kStep));
+    char* p = to + column * stride + piece * 16;
+    if (piece * 16 + 16 <= rows) {
+      __stcs(reinterpret_cast<uint4*>(p), v);
     } else {
+      store_unaligned(p, v, rows - piece * 16);
+    }
+  }
+}
+
+/// Stores columns of a tile, `rows` bytes of each, to rows of q_t that begin anywhere, of which the
+/// first is `to`. A warp has 16 columns. Lane l stores the l-th aligned word of each, made of the
+/// words l and l + 1 of the column.
+template <int kElements>
+__device__ __forceinline__ void store_shifted_columns(const unsigned char* transposed, char* to,
+                                                      std::int64_t stride, int rows, int columns) {
+  constexpr unsigned kColumns = kTileColumns / kTileWarps, kBatch = 4;
+  unsigned thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));  // what follows from it is made anew, not kept for all tiles
+  const unsigned lane = thread % 32, first_column = thread / 32 * kColumns;
+  char* next = to + first_column * stride;
+  int left = columns - static_cast<int>(first_column);
+#pragma unroll 1
+  for (unsigned base = first_column; base < first_column + kColumns; base += kBatch) {
+    const unsigned char* column = transposed + base * kTileRows + lane % 4 * 4;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (first + i >= 0 && first + i < rows) p[first + i] = static_cast<char>(out >> (8 * i));
+    for (unsigned i = 0; i < kBatch; ++i, next += stride, --left) {
+      // Batches lie within the columns that are swizzled alike.
+      static_assert(kElements % kBatch == 0);
+      const unsigned piece = (lane / 4 ^ base / kElements) % 8;
+      const std::uint32_t word =
+          *reinterpret_cast<const std::uint32_t*>(column + i * kTileRows + piece * 16);
+      const std::uint32_t after = __shfl_down_sync(0xffffffffu, word, 1);
+      const unsigned head = -static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(next)) % 4;
+      const int first = static_cast<int>(4 * lane + head);  // of the column's bytes
+      if (left > 0 && first <= rows - 4) {
+        __stcs(reinterpret_cast<std::uint32_t*>(next + first),
+               __funnelshift_r(word, after, 8 * head));
       }
     }
-    if (lane == 31) {
+  }
+  // Up to three bytes before the words and as many behind them: half a warp each.
+  const unsigned column = first_column + lane % kColumns;
+  if (static_cast<int>(column) >= columns) return;
+  char* p = to + column * stride;
+  const unsigned all = static_cast<unsigned>(rows);
+  const unsigned head = min(-static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(p)) % 4, all);
+  const unsigned first = lane < kColumns ? 0 : all - (all - head) % 4;
+  const unsigned end = lane < kColumns ? head : all;
+  const unsigned char* from = transposed + column * kTileRows;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i >= 4 - shift && 124 + i < rows) p[124 + i] = static_cast<char>(word >> (8 * i));
-      }
-    }
+  for (unsigned i = 0; i < 3; ++i) {
+    const unsigned at = first + i, piece = (at / 16 ^ column / kElements) % 8;
+    if (at < end) p[at] = static_cast<char>(from[piece * 16 + at % 16]);
   }
 }
 

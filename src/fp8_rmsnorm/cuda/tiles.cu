@@ -104,7 +104,9 @@ struct TileOperands {
     for (int m = 0; m < kThreadRows; ++m) {
       load_word_if(p.norm && m < left, false, rstd[m], p.rstd + row + m);
     }
-    const int n = at.column0 + column_of_weight(static_cast<int>(threadIdx.x));
+    int thread = static_cast<int>(threadIdx.x);
+    asm volatile("" : "+r"(thread));  // its place is made anew, not kept for all tiles
+    const int n = at.column0 + column_of_weight(thread);
     const bool narrow = p.weight.dtype != DType::kFloat32;
     load_word_if(p.norm && threadIdx.x < kTileColumns && n < hidden, narrow, weight,
                  static_cast<const char*>(p.weight.data) + n * (narrow ? 2 : 4));
@@ -337,12 +339,15 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass>)
     __syncthreads();  // the columns are there; the weights have been read
     if (p.out.q_t.given()) {
       char* q_t = static_cast<char*>(p.out.q_t.data) + column0 * p.out.q_t.row_stride + row0;
-      if (whole && p.q_t_aligned) {
-        store_whole_columns<kElements>(tile.transposed, q_t, p.out.q_t.row_stride);
+      const std::int64_t stride = p.out.q_t.row_stride;
+      const int tile_rows = static_cast<int>(min(rows - row0, std::int64_t{kTileRows}));
+      const int tile_columns = min(hidden - column0, kTileColumns);
+      if (!p.q_t_aligned) {
+        store_shifted_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
+      } else if (whole) {
+        store_whole_columns<kElements>(tile.transposed, q_t, stride);
       } else {
-        store_columns(tile.transposed, q_t, p.out.q_t.row_stride,
-                      static_cast<int>(min(rows - row0, std::int64_t{kTileRows})),
-                      min(hidden - column0, kTileColumns), kElements, p.q_t_aligned);
+        store_aligned_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
       }
     }
   }

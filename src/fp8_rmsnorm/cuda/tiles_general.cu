@@ -233,11 +233,15 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     }
     __syncthreads();  // the columns are there; the weights have been read
     if (p.out.q_t.given()) {
-      store_columns(tile.transposed,
-                    static_cast<char*>(p.out.q_t.data) + column0 * p.out.q_t.row_stride + row0,
-                    p.out.q_t.row_stride,
-                    static_cast<int>(min(rows - row0, std::int64_t{kTileRows})),
-                    min(hidden - column0, kTileColumns), kElements, p.q_t_aligned);
+      const std::int64_t stride = p.out.q_t.row_stride;
+      char* q_t = static_cast<char*>(p.out.q_t.data) + column0 * stride + row0;
+      const int tile_rows = static_cast<int>(min(rows - row0, std::int64_t{kTileRows}));
+      const int tile_columns = min(hidden - column0, kTileColumns);
+      if (p.q_t_aligned) {
+        store_aligned_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
+      } else {
+        store_shifted_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
+      }
     }
   }
 
