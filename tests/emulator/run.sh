@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# run.sh TREE PROGRAM [arguments]: builds a C++ test program of a source tree with the CUDA kernels
+# as PTX, and runs it on the emulated device. MORTAR_EMULATOR_SEED shuffles the threads' order.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+tree=$(realpath "$1")
+program=$2
+shift 2
+build=$tree/build/emu
+runtime=$build/libcudart_emulated.so
+mkdir -p "$build"
+exec 9>"$build/.emulator.lock"
+flock 9
+"$here/build.sh" "$runtime"
+if [[ ! -e $build/build.ninja ]]; then
+  CUDACXX=$(command -v nvcc) cmake --preset release -S "$tree" -B "$build" \
+    -DMORTAR_CUDA_ARCHS="${MORTAR_EMULATOR_ARCHS:-90a-virtual}" -DCMAKE_CUDA_FLAGS=-lineinfo \
+    -DCUDA_cudart_static_LIBRARY="$runtime" \
+    -DPython3_EXECUTABLE="${MORTAR_PYTHON:-$tree/.venv/bin/python}" >"$build/configure.log" 2>&1 ||
+    { cat "$build/configure.log" >&2; exit 1; }
+fi
+log=$build/build.log
+nice -n 2 ninja -C "$build" -j2 "$program" >"$log" 2>&1 || { tail -40 "$log" >&2; exit 1; }
+exec 9>&-
+exec env LD_LIBRARY_PATH="$build${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$build/$program" "$@"

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the parts of the emulated runtime share.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <functional>
+
+namespace emulator {
+
+inline constexpr int kMostSmem = 227 * 1024;
+inline constexpr int kSmSmem = 228 * 1024;
+
+/// Does it now, or when the graph is launched that the stream captures.
+cudaError_t enqueue(cudaStream_t stream, std::function<cudaError_t()> work);
+/// Keeps an error for cudaGetLastError.
+cudaError_t note(cudaError_t error);
+int num_sms();
+int arch();
+
+extern "C" CUresult emulated_cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function,
+                                              void** params, void** extra);
+extern "C" CUresult emulated_cuTensorMapEncodeTiled(
+    CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base,
+    const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
+    const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
+    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill);
+
+}  // namespace emulator
