@@ -5,9 +5,7 @@
 #include "kernel.h"
 
 EMU_INLINE f32 emu_half(u16 v) { return static_cast<f32>(BITS(_Float16, v)); }
-EMU_INLINE u16 emu_to_half(f32 v) {
-  return v != v ? 0x7fff : BITS(u16, static_cast<_Float16>(v));
-}
+EMU_INLINE u16 emu_to_half(f32 v) { return v != v ? 0x7fff : BITS(u16, static_cast<_Float16>(v)); }
 EMU_INLINE f32 emu_bfloat(u16 v) { return BITS(f32, static_cast<u32>(v) << 16); }
 EMU_INLINE u16 emu_to_bfloat(f32 v) {
   const u32 u = BITS(u32, v);
@@ -35,8 +33,9 @@ EMU_INLINE u8 emu_to_e5m2(f32 v) { return emu_to_float8(v, 2, 15, 57344.0f, 0x7b
 EMU_INLINE f32 emu_e4m3(u8 v) {
   if ((v & 0x7f) == 0x7f) return __builtin_nanf("");
   const int exponent = v >> 3 & 15, mantissa = v & 7;
-  const f32 a = exponent == 0 ? mantissa * 0x1p-9f
-                              : (8 + mantissa) * BITS(f32, static_cast<u32>(exponent - 10 + 127) << 23);
+  const f32 a = exponent == 0
+                    ? mantissa * 0x1p-9f
+                    : (8 + mantissa) * BITS(f32, static_cast<u32>(exponent - 10 + 127) << 23);
   return v & 0x80 ? -a : a;
 }
 EMU_INLINE f32 emu_e5m2(u8 v) { return emu_half(static_cast<u16>(v << 8)); }
@@ -130,9 +129,12 @@ EMU_INLINE u32 emu_brev(u32 v) {
   return __builtin_bswap32(v);
 }
 EMU_INLINE u64 emu_brev(u64 v) {
-  return static_cast<u64>(emu_brev(static_cast<u32>(v))) << 32 | emu_brev(static_cast<u32>(v >> 32));
+  return static_cast<u64>(emu_brev(static_cast<u32>(v))) << 32 |
+         emu_brev(static_cast<u32>(v >> 32));
 }
-EMU_INLINE u32 emu_f16x2(f32 high, f32 low) { return emu_to_half(low) | u32{emu_to_half(high)} << 16; }
+EMU_INLINE u32 emu_f16x2(f32 high, f32 low) {
+  return emu_to_half(low) | u32{emu_to_half(high)} << 16;
+}
 EMU_INLINE u32 emu_bf16x2(f32 high, f32 low) {
   return emu_to_bfloat(low) | u32{emu_to_bfloat(high)} << 16;
 }

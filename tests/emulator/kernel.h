@@ -19,11 +19,40 @@ using f64 = double;
 inline constexpr u64 kShadow = 0x2000'0000'0000;
 
 enum Special : u32 {
-  kTidX, kTidY, kTidZ, kNtidX, kNtidY, kNtidZ, kCtaidX, kCtaidY, kCtaidZ, kNctaidX, kNctaidY,
-  kNctaidZ, kClusteridX, kClusteridY, kClusteridZ, kNclusteridX, kNclusteridY, kNclusteridZ,
-  kClusterCtaidX, kClusterCtaidY, kClusterCtaidZ, kClusterNctaidX, kClusterNctaidY,
-  kClusterNctaidZ, kClusterCtarank, kClusterNctarank, kLaneid, kWarpid, kNwarpid, kSmid, kNsmid,
-  kDynamicSmem, kTotalSmem, kSpecials
+  kTidX,
+  kTidY,
+  kTidZ,
+  kNtidX,
+  kNtidY,
+  kNtidZ,
+  kCtaidX,
+  kCtaidY,
+  kCtaidZ,
+  kNctaidX,
+  kNctaidY,
+  kNctaidZ,
+  kClusteridX,
+  kClusteridY,
+  kClusteridZ,
+  kNclusteridX,
+  kNclusteridY,
+  kNclusteridZ,
+  kClusterCtaidX,
+  kClusterCtaidY,
+  kClusterCtaidZ,
+  kClusterNctaidX,
+  kClusterNctaidY,
+  kClusterNctaidZ,
+  kClusterCtarank,
+  kClusterNctarank,
+  kLaneid,
+  kWarpid,
+  kNwarpid,
+  kSmid,
+  kNsmid,
+  kDynamicSmem,
+  kTotalSmem,
+  kSpecials
 };
 
 /// A thread as its kernel sees it.
@@ -87,11 +116,11 @@ f32 emu_tanh(f32);
 
 /// Whether `bytes` (a power of two up to 16) at `a` are not there for a kernel, or misaligned.
 #define EMU_BAD(a, bytes) \
-  (*(const u8*)(kShadow + ((a) >> 4)) < ((a) & 15) + (bytes) || ((a) & ((bytes)-1)) != 0)
+  (*(const u8*)(kShadow + ((a) >> 4)) < ((a)&15) + (bytes) || ((a) & ((bytes)-1)) != 0)
 /// Checks an access and gives its address.
-#define AT(type, bytes, address, at)                           \
-  ({                                                           \
-    const u64 a_ = (address);                                  \
+#define AT(type, bytes, address, at)                               \
+  ({                                                               \
+    const u64 a_ = (address);                                      \
     if (EMU_COLD(EMU_BAD(a_, bytes))) emu_fault(t, a_, bytes, at); \
-    (type*)a_;                                                 \
+    (type*)a_;                                                     \
   })

@@ -28,7 +28,7 @@ struct Fiber : Thread {
   unsigned at = 0;              ///< the instruction that waits
   u64 wait_address = 0;         ///< an mbarrier's, with
   unsigned wait_parity = 0;
-  unsigned barrier = 0;  ///< a named barrier's
+  unsigned barrier = 0;        ///< a named barrier's
   bool cluster_waits = false;  ///< has arrived at the cluster's barrier, in this phase:
   u32 cluster_phase = 0;
   /// Copies by cp.async that have not landed; `group_ends` has the last one's number of each group.
@@ -54,7 +54,6 @@ struct Group {
 struct Product {
   u64 a, b, hash;
   u32 n, flags, at;
-  
 };
 
 struct Warp {

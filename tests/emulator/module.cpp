@@ -2,16 +2,17 @@
 #include "module.h"
 
 #include <dlfcn.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <sstream>
 
 #include "memory.h"
@@ -35,28 +36,36 @@ std::map<std::string, u64>& variables() {
 
 std::string cache_folder() {
   const char* given = std::getenv("MORTAR_EMULATOR_CACHE");
-  const std::string folder = given ? given : "/work/emu/cache";
-  mkdir(folder.c_str(), 0777);
-  return folder;
+  const char* home = std::getenv("HOME");
+  const std::filesystem::path folder =
+      given ? given : std::filesystem::path(home ? home : "/tmp") / ".cache/mortar_emulator";
+  std::filesystem::create_directories(folder);
+  return folder.string();
 }
 
-/// Writes the fat binary into a new file; its header says how long it is.
-std::string fatbin_file(const void* fatbin) {
+/// As its header says.
+std::size_t fatbin_bytes(const void* fatbin) {
   struct Header {
     unsigned magic;
     unsigned short version, header_bytes;
     unsigned long long bytes;
   };
   const auto* header = static_cast<const Header*>(fatbin);
+  return header->header_bytes + header->bytes;
+}
+
+/// Writes the fat binary into a new file.
+std::string fatbin_file(const void* fatbin) {
   char name[] = "/tmp/emulator_XXXXXX";
   const int file = mkstemp(name);
-  const std::size_t total = header->header_bytes + header->bytes;
+  const std::size_t total = fatbin_bytes(fatbin);
   if (file < 0 || write(file, fatbin, total) != static_cast<ssize_t>(total)) std::abort();
   close(file);
   return name;
 }
 
-u64 variable(const void* fatbin, const std::string& name, std::size_t bytes, const std::string& hex) {
+u64 variable(const void* fatbin, const std::string& name, std::size_t bytes,
+             const std::string& hex) {
   std::ostringstream key;
   key << fatbin << name;
   u64& at = variables()[key.str()];
@@ -69,7 +78,66 @@ u64 variable(const void* fatbin, const std::string& name, std::size_t bytes, con
   return at = reinterpret_cast<u64>(p);
 }
 
+u64 hash(u64 h, const void* data, std::size_t bytes) {
+  const auto* p = static_cast<const unsigned char*>(data);
+  for (; bytes >= 8; bytes -= 8, p += 8) {
+    u64 word;
+    std::memcpy(&word, p, 8);
+    h = (h ^ word) * 0x9e3779b97f4a7c15ull;
+    h ^= h >> 29;
+  }
+  for (; bytes > 0; --bytes) h = (h ^ *p++) * 0x100000001b3ull;
+  return h;
+}
+
+/// Of the translator's own text.
+u64 translator() {
+  static const u64 known = [] {
+    u64 h = 1;
+    std::set<std::filesystem::path> sources;
+    for (const auto& entry : std::filesystem::directory_iterator(EMULATOR_FOLDER)) {
+      const auto& path = entry.path();
+      if (path.extension() == ".py" || path.filename() == "kernel.h" ||
+          path.filename() == "convert.h") {
+        sources.insert(path);
+      }
+    }
+    for (const auto& path : sources) {
+      std::ifstream file(path);
+      std::ostringstream text;
+      text << file.rdbuf();
+      h = hash(h, text.str().data(), text.str().size());
+    }
+    return h;
+  }();
+  return known;
+}
+
+std::string run_translator(const Kernel& kernel);
+
+/// The path of the kernel's description; asks the translator only if the cache has none.
 std::string translate(const Kernel& kernel) {
+  u64 h = hash(translator(), kernel.fatbin, fatbin_bytes(kernel.fatbin));
+  h = hash(h, kernel.name.data(), kernel.name.size());
+  const char* dropped = std::getenv("MORTAR_EMULATOR_DROP");
+  if (dropped != nullptr) h = hash(h, dropped, std::strlen(dropped));
+  char name[32];
+  std::snprintf(name, sizeof name, "/%016llx.is", h);
+  const std::string link = cache_folder() + name;
+  std::string path;
+  if (std::ifstream file(link); std::getline(file, path) && access(path.c_str(), R_OK) == 0) {
+    return path;
+  }
+  path = run_translator(kernel);
+  if (!path.empty()) {
+    const std::string made = link + std::to_string(getpid());
+    std::ofstream(made) << path << "\n";
+    std::rename(made.c_str(), link.c_str());
+  }
+  return path;
+}
+
+std::string run_translator(const Kernel& kernel) {
   const std::string fatbin = fatbin_file(kernel.fatbin);
   const std::string command = "python3 " EMULATOR_FOLDER "/translate.py " + fatbin + " " +
                               cache_folder() + " '" + kernel.name + "'";

@@ -6,7 +6,8 @@ import re
 
 _HEAD = re.compile(r"^((?:\.\w+\s+)*)\.(entry|func)\b", re.M)
 _VARIABLE = re.compile(
-    r"^(?:\.(?:visible|weak|extern)\s+)*\.(global|const|shared)\s+(.*?)\s*(?:=\s*(.*?))?;", re.M | re.S
+    r"^(?:\.(?:visible|weak|extern)\s+)*\.(global|const|shared)\s+(.*?)\s*(?:=\s*(.*?))?;",
+    re.M | re.S,
 )
 _DECLARED = re.compile(
     r"(?:\.attribute\([^)]*\)\s*)?(?:\.align\s+(\d+)\s+)?\.(v[24]\s+\.)?(\w+)\s+([\w$%]+)((?:\[\d*\])*)$"
@@ -35,6 +36,7 @@ class Function:
     returned: list[Variable]
     params: list[Variable]
     body: str
+    max_threads: int  # by its launch bounds
 
 
 def declared(text: str, space: str, initial: str | None = None) -> Variable:
@@ -106,9 +108,13 @@ class Module:
         if stop[0] == ";":
             return at + stop.end()
         begin = at + stop.start()
+        bounds = re.search(r"\.maxntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", self.text[at:begin])
+        threads = 1024
+        if bounds:
+            threads = int(bounds[1]) * int(bounds[2] or 1) * int(bounds[3] or 1)
         end = _closing(self.text, begin, "{}")
         self.functions[name[1]] = Function(
-            name[1], head[2] == "entry", returned, params, self.text[begin + 1 : end - 1]
+            name[1], head[2] == "entry", returned, params, self.text[begin + 1 : end - 1], threads
         )
         return end
 

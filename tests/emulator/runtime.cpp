@@ -75,12 +75,18 @@ const char* cudaGetErrorName(cudaError_t error) {
 }
 const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
-    case cudaSuccess: return "no error";
-    case cudaErrorInvalidValue: return "invalid argument";
-    case cudaErrorMemoryAllocation: return "out of memory";
-    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
-    case cudaErrorInvalidDevice: return "invalid device ordinal";
-    default: return cudaGetErrorName(error);
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorInvalidValue:
+      return "invalid argument";
+    case cudaErrorMemoryAllocation:
+      return "out of memory";
+    case cudaErrorIllegalAddress:
+      return "an illegal memory access was encountered";
+    case cudaErrorInvalidDevice:
+      return "invalid device ordinal";
+    default:
+      return cudaGetErrorName(error);
   }
 }
 
@@ -99,20 +105,47 @@ cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (device != 0) return note(cudaErrorInvalidDevice);
   switch (attribute) {
-    case cudaDevAttrMultiProcessorCount: *value = num_sms(); break;
-    case cudaDevAttrComputeCapabilityMajor: *value = arch() / 10; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = arch() % 10; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kMostSmem; break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = kSmSmem; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *value = 48 * 1024; break;
-    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
-    case cudaDevAttrMaxBlocksPerMultiprocessor: *value = 32; break;
-    case cudaDevAttrWarpSize: *value = 32; break;
-    case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
-    case cudaDevAttrCooperativeLaunch: *value = 1; break;
-    case cudaDevAttrClusterLaunch: *value = 1; break;
-    default: return note(cudaErrorInvalidValue);
+    case cudaDevAttrMultiProcessorCount:
+      *value = num_sms();
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = arch() / 10;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = arch() % 10;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = kMostSmem;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = kSmSmem;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      *value = 48 * 1024;
+      break;
+    case cudaDevAttrMaxThreadsPerBlock:
+      *value = 1024;
+      break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      *value = 2048;
+      break;
+    case cudaDevAttrMaxBlocksPerMultiprocessor:
+      *value = 32;
+      break;
+    case cudaDevAttrWarpSize:
+      *value = 32;
+      break;
+    case cudaDevAttrL2CacheSize:
+      *value = 50 << 20;
+      break;
+    case cudaDevAttrCooperativeLaunch:
+      *value = 1;
+      break;
+    case cudaDevAttrClusterLaunch:
+      *value = 1;
+      break;
+    default:
+      return note(cudaErrorInvalidValue);
   }
   return cudaSuccess;
 }

@@ -80,14 +80,29 @@ void run_redux(Warp& w, u32 lanes) {
       return;
     }
     switch (w.fibers[lane].in[0]) {
-      case 0: sum += v; break;
-      case 1: sum = sum < v ? sum : v; break;
-      case 2: sum = sum > v ? sum : v; break;
-      case 3: sum = static_cast<u32>(a < b ? a : b); break;
-      case 4: sum = static_cast<u32>(a > b ? a : b); break;
-      case 5: sum &= v; break;
-      case 6: sum |= v; break;
-      default: sum ^= v;
+      case 0:
+        sum += v;
+        break;
+      case 1:
+        sum = sum < v ? sum : v;
+        break;
+      case 2:
+        sum = sum > v ? sum : v;
+        break;
+      case 3:
+        sum = static_cast<u32>(a < b ? a : b);
+        break;
+      case 4:
+        sum = static_cast<u32>(a > b ? a : b);
+        break;
+      case 5:
+        sum &= v;
+        break;
+      case 6:
+        sum |= v;
+        break;
+      default:
+        sum ^= v;
     }
   });
   for_lanes(lanes, [&](u32 lane) { w.fibers[lane].out[0] = sum; });

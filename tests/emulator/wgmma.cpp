@@ -46,7 +46,7 @@ template <std::size_t kRows>
 u64 read(Fiber* f, const Operand& o, u32 first, u32 rows, u32 kind, double (*out)[kRows], u32 at) {
   u64 hash = 0;
   const u32 base = f->smem_base;
-  const auto chunk = [&](u32 row, u32 k, u32 (&words)[4]) {
+  const auto chunk = [&](u32 row, u32 k, u32(&words)[4]) {
     const u64 a = f->smem + base + o.chunk(row, k);
     if (EMU_BAD(a, 16)) emu_fault(f, a, 16, at);
     std::memcpy(words, reinterpret_cast<const void*>(a), 16);
@@ -110,9 +110,7 @@ void run_wgmma(Warp& w, u32) {
   }
 }
 
-void run_commit(Warp& w, u32) {
-  w.product_groups.push_back(w.products.size());
-}
+void run_commit(Warp& w, u32) { w.product_groups.push_back(w.products.size()); }
 
 void run_wait(Warp& w, u32) {
   Fiber* f = &w.fibers[0];
@@ -137,8 +135,15 @@ void run_wait(Warp& w, u32) {
 using namespace emulator;
 
 void emu_wgmma(Thread* t, u32 n, u32 kind, u64 a, u64 b, u32 add, u32 flags, u32 at) {
-  const u32 in[] = {n,   kind,  static_cast<u32>(a), static_cast<u32>(a >> 32),
-                    static_cast<u32>(b), static_cast<u32>(b >> 32), add, flags, at};
+  const u32 in[] = {n,
+                    kind,
+                    static_cast<u32>(a),
+                    static_cast<u32>(a >> 32),
+                    static_cast<u32>(b),
+                    static_cast<u32>(b >> 32),
+                    add,
+                    flags,
+                    at};
   std::copy(std::begin(in), std::end(in), t->in);
   collective(fiber(t), run_wgmma, ~0u, at, "wgmma of its warp");
 }
