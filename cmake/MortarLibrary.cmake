@@ -33,7 +33,8 @@ if(MORTAR_HAS_CUDA)
   # Compressed, device code takes a ninth of the room. The driver unpacks a file's at its first use:
   # 0.1 to 1.5 ms, 10 ms for all of one architecture.
   target_compile_options(mortar_objects PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xptxas=-v -Xfatbin=-compress-all>)
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xptxas=-v>
+    $<$<COMPILE_LANGUAGE:CUDA>:$<IF:$<BOOL:${MORTAR_COMPRESS}>,-Xfatbin=-compress-all,--no-compress>>)
 endif()
 
 # mortar_link_objects(target [version script]): links all of mortar_objects into a shared library

@@ -16,12 +16,14 @@ namespace mortar::device {
 
 inline constexpr int kBoxColumns = 64;  ///< 16-bit elements of a swizzled row
 
-/// A matrix of `lines` rows of `dense` 16-bit elements, `stride` elements apart, that is copied in
-/// boxes of 64 elements by `box_lines` rows, each a block in the 128-byte swizzle. What lies past
-/// the matrix arrives as zeros. Address and stride are multiples of 16 bytes.
-inline CUtensorMap tensor_map(DType dtype, const void* data, std::int64_t dense, std::int64_t lines,
-                              std::int64_t stride, int box_lines) {
-  CUtensorMap map;
+/// Sets `map` to a matrix of `lines` rows of `dense` 16-bit elements, `stride` elements apart, that
+/// is copied in boxes of 64 elements by `box_lines` rows, each a block in the 128-byte swizzle.
+/// What lies past the matrix arrives as zeros. Address and stride are multiples of 16 bytes.
+///
+/// The map is written where it stays: the driver wants it aligned to 64 bytes, and GCC 12 aligns a
+/// returned value less before it is copied to its place.
+inline void set_tensor_map(CUtensorMap& map, DType dtype, const void* data, std::int64_t dense,
+                           std::int64_t lines, std::int64_t stride, int box_lines) {
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(dense), static_cast<cuuint64_t>(lines)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(2 * stride)};
   const cuuint32_t box[] = {kBoxColumns, static_cast<cuuint32_t>(box_lines)};
@@ -33,10 +35,9 @@ inline CUtensorMap tensor_map(DType dtype, const void* data, std::int64_t dense,
                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
              "tensor map");
-  return map;
 }
 
-/// Whether tensor_map() takes a matrix.
+/// Whether set_tensor_map() takes a matrix.
 inline bool takes_tensor_map(const void* data, std::int64_t dense, std::int64_t lines,
                              std::int64_t stride) {
   constexpr std::int64_t kMost = std::int64_t{1} << 31;

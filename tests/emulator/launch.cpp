@@ -155,6 +155,7 @@ CUresult emulated_cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType t
                                          CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                                          CUtensorMapFloatOOBfill) {
   static constexpr u8 kBytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+  if (reinterpret_cast<u64>(map) % 64 != 0) return refuse_map("a misaligned map");
   if (rank < 1 || rank > 5) return refuse_map("its rank");
   if (reinterpret_cast<u64>(base) % 16 != 0) return refuse_map("a misaligned tensor");
   if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || static_cast<unsigned>(type) >= sizeof kBytes) {

@@ -38,7 +38,7 @@ std::string cache_folder() {
   const char* given = std::getenv("MORTAR_EMULATOR_CACHE");
   const char* home = std::getenv("HOME");
   const std::filesystem::path folder =
-      given ? given : std::filesystem::path(home ? home : "/tmp") / ".cache/mortar_emulator";
+      given ? given : std::filesystem::path(home ? home : ".") / ".cache/mortar_emulator";
   std::filesystem::create_directories(folder);
   return folder.string();
 }
@@ -56,8 +56,8 @@ std::size_t fatbin_bytes(const void* fatbin) {
 
 /// Writes the fat binary into a new file.
 std::string fatbin_file(const void* fatbin) {
-  char name[] = "/tmp/emulator_XXXXXX";
-  const int file = mkstemp(name);
+  std::string name = std::filesystem::temp_directory_path() / "emulator_XXXXXX";
+  const int file = mkstemp(name.data());
   const std::size_t total = fatbin_bytes(fatbin);
   if (file < 0 || write(file, fatbin, total) != static_cast<ssize_t>(total)) std::abort();
   close(file);

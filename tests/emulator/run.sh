@@ -7,20 +7,22 @@ here=$(cd "$(dirname "$0")" && pwd)
 tree=$(realpath "$1")
 program=$2
 shift 2
-build=$tree/build/emu
+build=$tree/build/emulated
 runtime=$build/libcudart_emulated.so
+options=(
+  -DMORTAR_CUDA_ARCHS=90a-virtual -DMORTAR_COMPRESS=OFF -DCMAKE_CUDA_FLAGS=-lineinfo
+  "-DCUDA_cudart_static_LIBRARY=$runtime"
+  "-DPython3_EXECUTABLE=${MORTAR_PYTHON:-$tree/.venv/bin/python}"
+)
 mkdir -p "$build"
 exec 9>"$build/.emulator.lock"
 flock 9
 "$here/build.sh" "$runtime"
 if [[ ! -e $build/build.ninja ]]; then
-  CUDACXX=$(command -v nvcc) cmake --preset release -S "$tree" -B "$build" \
-    -DMORTAR_CUDA_ARCHS="${MORTAR_EMULATOR_ARCHS:-90a-virtual}" -DCMAKE_CUDA_FLAGS=-lineinfo \
-    -DCUDA_cudart_static_LIBRARY="$runtime" \
-    -DPython3_EXECUTABLE="${MORTAR_PYTHON:-$tree/.venv/bin/python}" >"$build/configure.log" 2>&1 ||
-    { cat "$build/configure.log" >&2; exit 1; }
+  CUDACXX=$(command -v nvcc) cmake --preset release -S "$tree" -B "$build" "${options[@]}" \
+    --log-level=WARNING >&2
 fi
-log=$build/build.log
-nice -n 2 ninja -C "$build" -j2 "$program" >"$log" 2>&1 || { tail -40 "$log" >&2; exit 1; }
+ninja -C "$build" "$program" >"$build/build.log" 2>&1 ||
+  { tail -40 "$build/build.log" >&2; exit 1; }
 exec 9>&-
 exec env LD_LIBRARY_PATH="$build${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$build/$program" "$@"

@@ -33,29 +33,22 @@ def locked(path: Path):
 
 
 def ptx_of(fatbin: Path, cache: Path) -> Path:
-    """The PTX of a fat binary, by the hash of its bytes."""
-    out = cache / f"{hashlib.sha256(fatbin.read_bytes()).hexdigest()[:20]}.ptx"
+    """The PTX of an uncompressed fat binary, by the hash of its bytes."""
+    data = fatbin.read_bytes()
+    out = cache / f"{hashlib.sha256(data).hexdigest()[:20]}.ptx"
     if out.exists():
         return out
-    with locked(out.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=cache) as folder:
-        if not out.exists():
-            copy = Path(folder) / "code.fatbin"
-            copy.write_bytes(fatbin.read_bytes())
-            subprocess.run(
-                ["cuobjdump", "-xptx", "all", copy.name],
-                cwd=folder,
-                check=True,
-                stdout=subprocess.DEVNULL,
-            )
-            # One text per architecture: the newest is what a new device would compile.
-            texts = sorted(
-                Path(folder).glob("*.ptx"), key=lambda p: int(re.search(r"sm_(\d+)", p.name)[1])
-            )
-            if not texts:
-                raise SystemExit(
-                    "emulator: a fat binary without PTX (-DMORTAR_CUDA_ARCHS=90a-virtual)"
-                )
-            os.replace(texts[-1], out)
+    # One text per architecture: the newest is what a new device would compile.
+    texts = re.findall(rb"\n(\.version [^\0]*\n\.target sm_(\d+)[^\0]*)\0", data)
+    if not texts:
+        raise SystemExit(
+            "emulator: a fat binary without readable PTX"
+            " (-DMORTAR_CUDA_ARCHS=90a-virtual -DMORTAR_COMPRESS=OFF)"
+        )
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        new = Path(folder) / "code.ptx"
+        new.write_bytes(max(texts, key=lambda text: int(text[1]))[0])
+        os.replace(new, out)
     return out
 
 

@@ -204,11 +204,11 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
 
 // ---- host ---------------------------------------------------------------------------------------
 
-CUtensorMap map_of(const Product& product, const ProductOperand& o, int rows_of_box,
-                   int depth_of_box) {
-  return o.rows_dense
-             ? device::tensor_map(product.dtype, o.data, o.rows, o.depth, o.stride, depth_of_box)
-             : device::tensor_map(product.dtype, o.data, o.depth, o.rows, o.stride, rows_of_box);
+void set_map(CUtensorMap& map, const Product& product, const ProductOperand& o, int rows_of_box,
+             int depth_of_box) {
+  o.rows_dense
+      ? device::set_tensor_map(map, product.dtype, o.data, o.rows, o.depth, o.stride, depth_of_box)
+      : device::set_tensor_map(map, product.dtype, o.data, o.depth, o.rows, o.stride, rows_of_box);
 }
 
 int steps_of(const ProductOperand& o) {
@@ -223,11 +223,11 @@ void launch_shape(const char* op, const Product& product, const ProductPlan& pla
   int all_steps = 0;
   for (int i = 0; i < product.pairs; ++i) {
     if (i == 0 || along_depth) {
-      p.a[i] = map_of(product, product.a[i], kProductRows, kProductStep);
+      set_map(p.a[i], product, product.a[i], kProductRows, kProductStep);
       p.steps[i] = steps_of(product.a[i]);
       all_steps += p.steps[i];
     }
-    p.b[i] = map_of(product, product.b[i], S::kColumns / 2, kProductStep / 2);
+    set_map(p.b[i], product, product.b[i], S::kColumns / 2, kProductStep / 2);
     if (i > 0 && along_depth) continue;
     p.groups[i] = {p.tiles, static_cast<int>(product.columns[i]), product.first_column[i]};
     p.tiles += static_cast<int>(ceil_div<std::int64_t>(product.columns[i], S::kColumns));
@@ -252,8 +252,8 @@ void launch_shape(const char* op, const Product& product, const ProductPlan& pla
   p.out_stride = product.out_stride;
   check(product.base == nullptr || S::kBase, op, ": tiles with a base have 128 columns");
   if (product.base != nullptr) {
-    p.base_map = device::tensor_map(product.dtype, product.base, product.columns[0], p.rows,
-                                    product.base_stride, kProductRows);
+    device::set_tensor_map(p.base_map, product.dtype, product.base, product.columns[0], p.rows,
+                           product.base_stride, kProductRows);
   }
   const int most = device::current_device().num_sms / kProductCluster;
   device::Launch l;
