@@ -156,26 +156,26 @@ class Arithmetic(Operands):
     def do_min(self, parts, args, at):
         return self._extreme(parts, args, "min", "<")
 
+    def _sign(self, args, kind, sign):
+        """The sign bits of float operands flipped (`^`) or, by the others' mask, cleared (`&`)."""
+        held, masks = {
+            "f16": ("u16", ("0x8000", "0x7fff")),
+            "f16x2": ("u32", ("0x80008000u", "0x7fff7fffu")),
+            "f32": ("u32", ("0x80000000u", "0x7fffffffu")),
+            "f64": ("u64", ("(1ull << 63)", "(~0ull >> 1)")),
+        }[kind.removeprefix("b")]
+        return self.write(args[0], f"{self.read(args[1], held)} {sign} {masks[sign == '&']}", held)
+
     def do_neg(self, parts, args, at):
         kind = parts[-1]
-        if is_float(kind):
-            bits, sign = ("u32", "0x80000000u") if kind == "f32" else ("u64", "(1ull << 63)")
-            return self.write(args[0], f"{self.read(args[1], bits)} ^ {sign}", bits)
-        if kind in ("f16", "bf16"):
-            return self.write(args[0], f"{self.read(args[1], 'u16')} ^ 0x8000", "u16")
-        if kind in ("f16x2", "bf16x2"):
-            return self.write(args[0], f"{self.read(args[1], 'u32')} ^ 0x80008000u", "u32")
+        if "f" in kind:
+            return self._sign(args, kind, "^")
         return self.write(args[0], f"({u(kind)})0 - {self.read(args[1], u(kind))}", u(kind))
 
     def do_abs(self, parts, args, at):
         kind = parts[-1]
-        if is_float(kind):
-            bits, mask = ("u32", "0x7fffffffu") if kind == "f32" else ("u64", "(~0ull >> 1)")
-            return self.write(args[0], f"{self.read(args[1], bits)} & {mask}", bits)
-        if kind in ("f16", "bf16"):
-            return self.write(args[0], f"{self.read(args[1], 'u16')} & 0x7fff", "u16")
-        if kind in ("f16x2", "bf16x2"):
-            return self.write(args[0], f"{self.read(args[1], 'u32')} & 0x7fff7fffu", "u32")
+        if "f" in kind:
+            return self._sign(args, kind, "&")
         a = self.read(args[1], kind)
         return self.write(
             args[0], f"({a} < 0 ? ({u(kind)})0 - ({u(kind)}){a} : ({u(kind)}){a})", u(kind)

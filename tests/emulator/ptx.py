@@ -86,24 +86,21 @@ class Module:
             v = declared(found[2], found[1], found[3])
             self.variables[v.name] = v
 
+    def _params_at(self, at: int) -> tuple[list, int]:
+        """What a parenthesis at this place declares, if there is one, and the place after it."""
+        rest = self.text[at:]
+        if not rest.lstrip().startswith("("):
+            return [], at
+        begin = at + rest.index("(")
+        end = _closing(self.text, begin, "()")
+        return _params(self.text[begin + 1 : end - 1]), end
+
     def _function(self, head: re.Match) -> int:
         at = head.end()
-        returned = []
-        rest = self.text[at:]
-        if rest.lstrip().startswith("("):
-            begin = at + rest.index("(")
-            end = _closing(self.text, begin, "()")
-            returned = _params(self.text[begin + 1 : end - 1])
-            at = end
+        returned, at = self._params_at(at)
         name = re.match(r"\s*([\w$%]+)", self.text[at:])
         at += name.end()
-        params = []
-        rest = self.text[at:]
-        if rest.lstrip().startswith("("):
-            begin = at + rest.index("(")
-            end = _closing(self.text, begin, "()")
-            params = _params(self.text[begin + 1 : end - 1])
-            at = end
+        params, at = self._params_at(at)
         stop = re.search(r"[;{]", self.text[at:])
         if stop[0] == ";":
             return at + stop.end()
