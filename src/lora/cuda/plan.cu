@@ -8,7 +8,7 @@
 // M=8192, L=16: 0.25 MB, so the floor (0.06 us) is nothing beside a grid barrier (1 us, none when
 //          one CTA suffices) and three dependent trips to L2 (0.7 us each)
 // limit  : latency; with many adapters a second barrier, between prefixes over CTAs and the scan
-// wrong  : up to 256 tokens (plan_small.cu), and up to 16,384 on sm_90 (plan_cluster.cu)
+// wrong  : up to 2,048 tokens, and up to 16,384 on sm_90 (plan_small.cu)
 // Each warp owns a run of tokens and a histogram in shared memory, so that ranks inside a warp
 // come from its lanes alone and the order of tokens never depends on timing.
 #include <cooperative_groups.h>
@@ -313,10 +313,7 @@ void plan(const IdsView& token_adapter, std::int64_t num_tokens, std::int64_t nu
   p.layout = PlanLayout::make(num_tokens, num_adapters);
   p.num_tokens = num_tokens;
   p.num_adapters = static_cast<int>(num_adapters);
-  if (num_tokens <= kSmallPlanTokens) return plan_small(p, stream);
-  if (num_tokens <= kClusterPlanTokens && device::current_device().arch == 90) {
-    return plan_cluster(p, stream);
-  }
+  if (plan_small(p, stream)) return;
   token_adapter.wide ? plan_any<std::int64_t>(p, stream) : plan_any<std::int32_t>(p, stream);
 }
 

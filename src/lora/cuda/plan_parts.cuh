@@ -10,9 +10,9 @@
 
 namespace mortar::lora::cuda {
 
-/// Up to so many tokens one CTA compares them all with each other (plan_small.cu).
-inline constexpr int kSmallPlanTokens = 256;
-/// Up to so many tokens one cluster of CTAs counts them, on sm_90 (plan_cluster.cu).
+/// Up to so many tokens one CTA counts them all (plan_small.cu).
+inline constexpr int kCtaPlanTokens = 2 * 1024;
+/// Up to so many tokens a cluster of CTAs does, on sm_90.
 inline constexpr int kClusterPlanTokens = 16 * 1024;
 
 struct PlanParams {
@@ -22,7 +22,7 @@ struct PlanParams {
   std::int64_t num_tokens;
   int num_adapters;
   int warp_tokens = 0;  ///< tokens per warp, a multiple of 32
-  int cta_tokens = 0;   ///< tokens per CTA, cluster kernel
+  int cta_tokens = 0;   ///< tokens per CTA of a cluster
 };
 
 using device::exclusive_scan;
@@ -117,9 +117,8 @@ __device__ __forceinline__ void write_header(const PlanParams& p, const int4& to
   p.plan[kPlanFirstOutOfRange] = bad > 0 ? first : -1;
 }
 
-/// For at most kSmallPlanTokens tokens.
-void plan_small(const PlanParams& p, Stream stream);
-/// For at most kClusterPlanTokens tokens, on sm_90.
-void plan_cluster(PlanParams p, Stream stream);
+/// Makes the plan of a batch of few tokens; false, and nothing done, if it has too many, or the
+/// device too little shared memory for so many adapters.
+bool plan_small(const PlanParams& p, Stream stream);
 
 }  // namespace mortar::lora::cuda
