@@ -89,9 +89,35 @@ inline constexpr int kExpandPrefillMaxRank = 128;
 /// Rank rows of a CTA of the shrink of parts: with partials, and where it walks over the leaves of
 /// K and keeps totals of all its rows.
 inline constexpr int kPartsMaxRows = 128, kPartsMaxTotals = 48;
-inline constexpr int kDecodeK = 512;        ///< elements of K of a CTA of the decode shrink
-inline constexpr int kDecodeMaxRows = 256;  ///< its rank rows
-inline constexpr int kPrefillCols = 128;    ///< columns of a step of the prefill expand
+inline constexpr int kDecodeK = 512;            ///< elements of K of a CTA of the decode shrink
+inline constexpr int kDecodeMaxRows = 256;      ///< its rank rows
+inline constexpr int kDecodeStaticSmem = 6144;  ///< its static shared memory, bytes, at most
+inline constexpr int kPrefillCols = 128;        ///< columns of a step of the prefill expand
+
+/// CTAs of a cluster of the decode shrink that holds all of K, each kDecodeK elements of it at a
+/// time: as many as a leaf-ordered sum can use, up to what every device of sm_90 has room for.
+inline int decode_cluster(std::int64_t hidden) {
+  int ctas = 2;
+  while (ctas < 8 && ctas * kDecodeK < hidden) ctas *= 2;
+  return ctas;
+}
+/// How often each of them takes kDecodeK elements.
+MORTAR_HOST_DEVICE inline int decode_turns(std::int64_t hidden, int ctas) {
+  return static_cast<int>(
+      std::max<std::int64_t>(1, ceil_div<std::int64_t>(hidden, std::int64_t{ctas} * kDecodeK)));
+}
+/// Rank rows in the ring of a CTA of the decode shrink, four stages.
+inline int decode_ring_rows(std::int64_t hidden) {
+  return leaf_size(hidden) == kDecodeK ? 128 : 64;
+}
+/// Dynamic shared memory of a CTA with so many rank rows of such a cluster, bytes: x, the ring, and
+/// all leaves of its tokens.
+inline std::int64_t decode_cluster_smem(std::int64_t hidden, int rows) {
+  const std::int64_t turns = decode_turns(hidden, decode_cluster(hidden));
+  const std::int64_t sums = turns * (kDecodeK / leaf_size(hidden)) * 16 * rows * 4;
+  const std::int64_t ring = std::min(decode_ring_rows(hidden), turns > 1 ? 4 * rows : rows);
+  return (16 * turns + ring) * (kDecodeK + 8) * 2 + sums;
+}
 
 /// Most tiles that `num_tokens` tokens can make: one token of every adapter and the rest in whole
 /// tiles. A CTA too many is launched, looked up and waited for: 32 tokens of one adapter, qkv, take

@@ -167,26 +167,41 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
     return c;
   }
   c.kernel = ShrinkKernel::kDecode;
-  // Where there are few tiles and leaves, rank rows are shared out as well: two CTAs per SM.
-  const std::int64_t ctas =
-      max_tiles(s.num_tokens, s.num_adapters, 16) * ceil_div<std::int64_t>(s.hidden, kDecodeK);
-  const std::int64_t shares = std::clamp<std::int64_t>(2 * m.sms / std::max<std::int64_t>(ctas, 1),
-                                                       1, ceil_div(s.rank_rows(), 16));
   // Of very many rows a CTA takes few, all of them in flight at once. (us, 32 and 256 rows: 9
   // tokens of 191 adapters, rank 512, 5,120 to 3 x 1,280, 71 and 85; 8 of 11, rank 256, 1,024 to
   // 2,048 + 2 x 1,024, 13.6 and 20.4.)
   constexpr int kManyRows = 192, kFewRows = 32;
   const int most = s.rank_rows() > kManyRows ? kFewRows : decode_most_rows(s, m);
-  const auto own = static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares));
-  c.rows = std::min(round_up(own, 16), most);
+  // Where there are few tiles and leaves, rank rows are shared out as well: two CTAs per SM.
+  const auto share = [&](std::int64_t ctas_per_tile) {
+    const std::int64_t ctas = max_tiles(s.num_tokens, s.num_adapters, 16) * ctas_per_tile;
+    const std::int64_t shares = std::clamp<std::int64_t>(
+        2 * m.sms / std::max<std::int64_t>(ctas, 1), 1, ceil_div(s.rank_rows(), 16));
+    const auto own = static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares));
+    c.rows = std::min(round_up(own, 16), most);
+  };
+  share(decode_cluster(s.hidden));
+  if (fits_clusters(s, m, c.rows)) {
+    c.partials = Partials::kNone;
+  } else {
+    share(ceil_div<std::int64_t>(s.hidden, kDecodeK));
+  }
   return c;
 }
 
 }  // namespace
 
 int decode_most_rows(const LoraShape& s, const Machine& m) {
-  const int ring = leaf_size(s.hidden) == kDecodeK ? 128 : 64;
-  return (16 + ring) * (kDecodeK + 8) * 2 + 6144 <= m.max_smem ? kDecodeMaxRows : 64;
+  const int smem = (16 + decode_ring_rows(s.hidden)) * (kDecodeK + 8) * 2 + kDecodeStaticSmem;
+  return smem <= m.max_smem ? kDecodeMaxRows : 64;
+}
+
+bool fits_clusters(const LoraShape& s, const Machine& m, int rows) {
+  const std::int64_t smem = decode_cluster_smem(s.hidden, rows) + kDecodeStaticSmem;
+  if (s.op != Op::kShrink || m.arch != 90 || smem > m.max_smem) return false;
+  const std::int64_t ctas = max_tiles(s.num_tokens, s.num_adapters, 16) *
+                            ceil_div(s.rank_rows(), rows) * decode_cluster(s.hidden);
+  return 8 * ctas <= 7 * std::min<std::int64_t>(4, m.sm_smem / (smem + 1024)) * m.sms;
 }
 
 int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m) {

@@ -18,6 +18,10 @@ bool runs_wide(const LoraShape& s, const Machine& m);
 /// Rank rows that a CTA of the decode shrink may take: a ring of 128 rows, which leaves of 512
 /// elements have, is more than some devices hold.
 int decode_most_rows(const LoraShape& s, const Machine& m);
+/// Whether clusters of the decode shrink can hold all of K, with so many rank rows a CTA, and all
+/// of them run at once: lora_shrink is then one launch. (Clusters of eight leave up to 20 of 132
+/// SMs idle.)
+bool fits_clusters(const LoraShape& s, const Machine& m, int rows);
 /// Blocks of B in the ring of the decode expand: of ranks over 128 fewer, and two where the device
 /// has no room for three.
 int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m);

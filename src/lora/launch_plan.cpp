@@ -26,6 +26,9 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
       for (const int per_sm : {0, 1}) {
         plans.push_back({ShrinkKernel::kDecode, 0, 16, last, Partials::kFinish, per_sm});
       }
+      if (fits_clusters(s, m, last)) {
+        plans.push_back({ShrinkKernel::kDecode, 0, 16, last, Partials::kNone, 0});
+      }
       if (last < rows) break;
     }
   }
@@ -167,6 +170,9 @@ std::string describe(const LaunchPlan& plan) {
       const WgmmaShape& shape = kWgmmaShapes[c.shape];
       add(", %d tiles and %s, %d stages", shape.tiles, kShares[static_cast<int>(shape.share)],
           shape.stages);
+    }
+    if (c.kernel == ShrinkKernel::kDecode && !c.split()) {
+      add(", clusters of %d CTAs hold all of K", decode_cluster(s.hidden));
     }
     if (c.per_sm > 0) add(", %d CTA an SM", c.per_sm);
     add("%s", kPartials[static_cast<int>(c.partials)]);

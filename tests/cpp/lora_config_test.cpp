@@ -160,6 +160,12 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
     if (shrink.split()) {
       EXPECT_TRUE(partials_fit(s));
     }
+    if (s.op != Op::kExpand && shrink.kernel == ShrinkKernel::kDecode && !shrink.split()) {
+      EXPECT_EQ(s.op, Op::kShrink);
+      EXPECT_EQ(kMachines[i % 4].arch, 90);
+      EXPECT_LE(decode_cluster_smem(s.hidden, shrink.rows) + kDecodeStaticSmem,
+                kMachines[i % 4].max_smem);
+    }
   }
 }
 

@@ -82,6 +82,35 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
     }
   }
 
+  /// The same for lora_shrink and an h wider than the ranks. Returns how many plans were one launch
+  /// of the decode kernel.
+  int expect_same_hidden(const LoraCase& c, DType h_dtype) {
+    constexpr int kExtra = 3;
+    LoraOperands op(c, GetParam());
+    lora::LoraShape s = shape_of(op);
+    s.op = lora::Op::kShrink;
+    s.h_columns += kExtra;
+    s.b_by_8 = false;
+    const auto expected = lora::reference_shrink(op.x.host(), op.host_weights(), op.map, c.scale);
+    std::vector<std::uint8_t> want;
+    int in_clusters = 0;
+    for (const LaunchPlan& plan : lora::candidates(s, this_machine())) {
+      const lora::cuda::InjectedPlan injected(plan);
+      GuardedTensor h = make_hidden(op, h_dtype, kExtra), workspace = op.shrink_workspace();
+      const Tensor ids = c.add ? op.token_adapter.view() : Tensor{};
+      lora_shrink(op.x.view(), op.weights(), op.groups(), h.view(), c.scale, ids, workspace.view(),
+                  Stream{});
+      if (want.empty()) {
+        expect_hidden(op, h, expected, h_dtype, c.add);
+        want = bytes_of(h);
+      }
+      EXPECT_TRUE(bytes_of(h) == want) << describe(plan);
+      EXPECT_TRUE(h.guards_intact()) << describe(plan);
+      in_clusters += plan.shrink.kernel == lora::ShrinkKernel::kDecode && !plan.shrink.split();
+    }
+    return in_clusters;
+  }
+
   static std::vector<std::uint8_t> bytes_of(GuardedTensor& t) {
     t.download();
     const Tensor view = t.host();
@@ -123,6 +152,26 @@ TEST_P(LoraLaunch, EveryPlanGivesTheSameBits) {
     EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kMma), static_cast<int>(i)}))
         << "row " << i << " of kMmaShapes never ran";
   }
+}
+
+/// Clusters of two, four and eight CTAs, some without a K chunk of their own, and such that take
+/// turns; tokens without an adapter; more rank rows than a CTA takes; both forms of groups.
+TEST_P(LoraLaunch, EveryPlanOfShrinkGivesTheSameBits) {
+  int in_clusters = 0;
+  for (const bool segments : {false, true}) {
+    const auto expect = [&](LoraCase c, DType h_dtype, bool zero_rows) {
+      c.segments = segments;
+      c.add = zero_rows;
+      in_clusters += expect_same_hidden(c, h_dtype);
+    };
+    expect(case_of(7, 264, {96, 40}, {16, 8, 24}), DType::kBFloat16, true);
+    expect(case_of(1, 1040, {96}, {5}), DType::kFloat32, false);
+    expect(case_of(37, 2056, {96, 40, 8}, {64, 0, 100}), DType::kFloat32, true);
+    expect(case_of(21, 4096, {96, 40}, {16}, DType::kFloat16), DType::kFloat16, false);
+    expect(case_of(18, 4616, {96, 40}, {72, 5, 8}), DType::kBFloat16, true);
+    expect(case_of(3, 9736, {40}, {200, 24, 8}, DType::kFloat16), DType::kFloat32, true);
+  }
+  EXPECT_EQ(in_clusters > 0, this_machine().arch == 90);
 }
 
 TEST_P(LoraLaunch, AnotherProblemsPlanIsRefused) {

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial sums of h = x A^T for few tokens per adapter, on tensor cores: one slab per leaf of K.
+// h = x A^T for few tokens per adapter, on tensor cores: one slab of partial sums per leaf of K, or
+// (lora_shrink on sm_90) h itself.
 //
 // slab[l, s, t, r] = sum_{k in leaf l} x[t, k] A_{a(t), s}[r, k]     K hidden, R = sum of ranks
-// bytes  = 2 K sum_a R_a (A of the adapters in use) + 2 M K (x) + 4 M R Z (slabs, Z leaves, to L2)
+// h[s, t, r] = scale * sum_l slab[l, s, t, r]
+// bytes  = 2 K sum_a R_a (A of the adapters in use) + 2 M K (x) + 4 M R Z (slabs, Z leaves, to L2,
+//          or to shared memory for h)
 // FLOP   = 2 M K R: never the limit
 // 32 tokens of 32 adapters, qkv: 12.8 MB -> 3.0 us (r16), 50.6 MB -> 11.8 us (r64)
 // limit  : DRAM (A), and for few tokens the chain of dependent loads
@@ -11,9 +14,15 @@
 // waits in shared memory (and in MMA fragments) while rank rows stream past it through a ring of
 // cp.async stages that is filled before the predecessor has ended. A warp owns one leaf and 8 rank
 // rows of a stage: no sum crosses warps, and a leaf is one MMA chain as in the other kernels.
+//
+// Whole: the CTAs of a cluster take turns at all of K, 512 elements each. They send the sums of
+// their leaves to the CTA of the cluster that looks after the token, through distributed shared
+// memory, and that CTA adds them as leaf_size in problem.h says: the bits of slabs and of the
+// kernel that adds them, in one launch. (A second one takes 2.4 us of the host's time.)
 #include <algorithm>
 #include <type_traits>
 
+#include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
@@ -32,17 +41,51 @@ constexpr int kPieces = kK / 8;  ///< 16-byte pieces of a row
 constexpr int kRowStep = kThreads / kPieces;
 constexpr int kStages = 4;
 
-template <class T_, bool kPlan_, int kLeaves_>
+/// What a CTA leaves, and how its tokens are grouped.
+enum class Kind {
+  kSlabsByPlan,
+  kSlabsBySegments,
+  kWhole,  ///< h, for either form of groups
+};
+
+template <class T_, Kind kKind, int kLeaves_>
 struct Traits {
   using T = T_;
-  static constexpr bool kPlan = kPlan_;                    ///< a plan, else segments
+  static constexpr bool kWhole = kKind == Kind::kWhole;
+  static constexpr bool kPlan = kKind == Kind::kSlabsByPlan;
   static constexpr int kLeaves = kLeaves_;                 ///< leaves per CTA
   static constexpr int kSteps = kK / 16 / kLeaves;         ///< MMA steps of a leaf
   static constexpr int kStageRows = 8 * kWarps / kLeaves;  ///< rank rows per stage
   static constexpr int kStageElts = kStageRows * kPitch;
   /// Fragments of x stay in registers while a leaf's fit.
   static constexpr bool kKeepX = kSteps <= 16;
+  /// Two leaves per CTA are those of K up to 4,096, which a cluster holds at once.
+  static constexpr bool kTurns = kWhole && kLeaves == 1;
 };
+
+/// Adds the leaves of the tokens that this CTA of the cluster looks after, and writes their h.
+/// `h_rows`: rows of h of the tile's tokens; -1: none.
+template <class Rows>
+__device__ __forceinline__ void write_whole(const ShrinkParams& p, const Rows& rows,
+                                            const int* h_rows, const float* sums) {
+  const int ctas = static_cast<int>(gridDim.y), cta = static_cast<int>(blockIdx.y);
+  const int own_tokens = kTokens / ctas, stride = own_tokens * p.rows_per_cta;
+  const int leaves = static_cast<int>(num_leaves(p.weights.hidden));
+  const int middle = static_cast<int>(first_leaves(leaves));
+  for (int i = threadIdx.x; i < own_tokens * rows.count; i += kThreads) {
+    const int own = i / rows.count, r = i % rows.count;
+    const int row = h_rows[own * ctas + cta];
+    if (row < 0) continue;
+    const float* leaf = sums + own * p.rows_per_cta + r;
+    float first = 0, second = 0;
+#pragma unroll 8
+    for (int l = 0; l < middle; ++l) first += leaf[l * stride];
+#pragma unroll 8
+    for (int l = middle; l < leaves; ++l) second += leaf[l * stride];
+    const float h = rows.weights[r] == nullptr ? 0.0f : (first + second) * rows.scale[r];
+    device::store_from_float(p.h.data, p.h.dtype, row * p.h.row_stride + rows.place[r], h);
+  }
+}
 
 template <class Tr>
 __global__ void __launch_bounds__(kThreads, 4)
@@ -50,8 +93,13 @@ __global__ void __launch_bounds__(kThreads, 4)
   using T = typename Tr::T;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RankRows<kDecodeMaxRows> rows;
-  T* x_tile = reinterpret_cast<T*>(smem);
-  T* ring = x_tile + kTokens * kPitch;
+  // The CTA's turns at K, and what the cluster sends it: all leaves of its tokens.
+  const int ctas = Tr::kWhole ? static_cast<int>(gridDim.y) : 1;
+  const int turns = Tr::kTurns ? decode_turns(p.weights.hidden, ctas) : 1;
+  const int sent = Tr::kWhole ? turns * Tr::kLeaves * kTokens * p.rows_per_cta : 0;
+  float* const sums = reinterpret_cast<float*>(smem);
+  T* x_tile = reinterpret_cast<T*>(sums + sent);
+  T* ring = x_tile + turns * kTokens * kPitch;
 
   // Coordinates
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -62,27 +110,43 @@ __global__ void __launch_bounds__(kThreads, 4)
   device::pdl_begin(p.early);
 
   // Guard
-  const int early = early_token<Tr::kPlan>(p.groups, p.tiles, index, lane % kTokens);
+  if (Tr::kWhole && static_cast<int>(blockIdx.z) >= p.tiles.num) return zero_base_rows(p);
+  const bool by_plan = Tr::kWhole ? p.groups.plan != nullptr : Tr::kPlan;
+  const int early = by_plan ? early_token<true>(p.groups, p.tiles, index, lane % kTokens) : -1;
+  const std::int64_t adapters = p.weights.num_adapters;
   Tile tile;
-  if (!find_cta_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, index, &tile)) {
+  if (!(by_plan ? find_cta_tile<true>(p.groups, p.tiles, adapters, index, &tile)
+                : find_cta_tile<false>(p.groups, p.tiles, adapters, index, &tile))) {
     device::pdl_wait();
     return;
   }
-  const int token = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, lane % kTokens, early);
+  const int token =
+      by_plan ? early : tile_token<false>(p.groups, p.tiles, tile, lane % kTokens, early);
+  if constexpr (Tr::kWhole) device::cluster_arrive();
   rows.fill(p, tile.adapter, static_cast<int>(blockIdx.x) * p.rows_per_cta, p.rows_per_cta);
   __syncthreads();
   const int num_rows = rows.count;
-  const int num_stages = ceil_div(num_rows, Tr::kStageRows);
+  const int turn_stages = ceil_div(Tr::kTurns ? max(1, num_rows) : num_rows, Tr::kStageRows);
+  const int num_stages = turns * turn_stages;
+  const auto turn_of = [&](int stage) { return Tr::kTurns ? stage / turn_stages : 0; };
+  const int turn_elts = ctas * kK;
+  const int stage_elts = Tr::kTurns ? min(Tr::kStageRows, p.rows_per_cta) * kPitch : Tr::kStageElts;
+  const auto bytes_of = [&](int turn) {
+    return Tr::kTurns && k + std::int64_t{turn} * turn_elts >= p.weights.hidden ? 0 : bytes;
+  };
 
   // Load: A does not depend on the predecessor.
   const auto copy_rows = [&](int stage) {
-    T* at = ring + stage % kStages * Tr::kStageElts + piece * 8;
-    const int first = stage * Tr::kStageRows;
+    T* at = ring + stage % kStages * stage_elts + piece * 8;
+    const int turn = turn_of(stage), first = (stage - turn * turn_stages) * Tr::kStageRows;
+    const int own = bytes_of(turn);
 #pragma unroll
     for (int i = row0; i < Tr::kStageRows; i += kRowStep) {
       if (first + i >= num_rows) break;
       const T* a = static_cast<const T*>(rows.weights[first + i]);
-      device::cp_async_16(device::smem_address(at + i * kPitch), bytes > 0 ? a + k : a, bytes);
+      if (Tr::kWhole && a == nullptr) continue;  // of a padding row nothing is read but its address
+      const T* from = own > 0 ? a + k + std::int64_t{turn} * turn_elts : a;
+      device::cp_async_16(device::smem_address(at + i * kPitch), from, own);
     }
   };
 #pragma unroll 1
@@ -108,20 +172,35 @@ __global__ void __launch_bounds__(kThreads, 4)
   const std::uint32_t a_at = device::smem_address(ring + (rows8 + lane % 8) * kPitch +
                                                   lane / 8 * 8 + leaf * Tr::kSteps * 16);
   const int first_row = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
-  float* out[2];  // rows of h; null: none
+  __shared__ int h_rows[kTokens];
+  float* out[2];  // rows of h, or of the sums of a CTA of the cluster; null: none
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int place = lane / 4 + 8 * half;
     const int row = h_row(p.h, tile, first_row, place, __shfl_sync(0xffffffffu, token, place));
-    out[half] = row < 0 || slab >= p.h.num_slabs
-                    ? nullptr
-                    : static_cast<float*>(p.h.data) + slab * p.h.slab_stride + row * p.h.row_stride;
+    if constexpr (Tr::kWhole) {
+      if (warp == 0 && lane % 4 == 0) h_rows[place] = row;
+      const int at = slab * (kTokens / ctas) + place / ctas;
+      out[half] = row < 0 || slab >= num_leaves(p.weights.hidden)
+                      ? nullptr
+                      : device::in_cluster(sums, place % ctas) + at * p.rows_per_cta;
+    } else {
+      out[half] =
+          row < 0 || slab >= p.h.num_slabs
+              ? nullptr
+              : static_cast<float*>(p.h.data) + slab * p.h.slab_stride + row * p.h.row_stride;
+    }
   }
   device::pdl_wait();
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn) {
 #pragma unroll
-  for (int i = 0; i < kOwnTokens; ++i) {
-    if (x_tokens[i] >= 0) {
-      device::cp_async_16(x_dst + i * kRowStep * kPitch * 2, x_rows[i], bytes);
+    for (int i = 0; i < kOwnTokens; ++i) {
+      if (x_tokens[i] >= 0) {
+        const int own = bytes_of(turn);
+        device::cp_async_16(x_dst + (turn * kTokens + i * kRowStep) * kPitch * 2,
+                            x_rows[i] + (own > 0 ? std::int64_t{turn} * turn_elts : 0), own);
+      }
     }
   }
   device::cp_async_commit();
@@ -129,9 +208,10 @@ __global__ void __launch_bounds__(kThreads, 4)
   // Compute
   std::uint32_t x_frags[Tr::kKeepX ? Tr::kSteps : 1][4];
   const auto multiply = [&](int stage, auto load_x) {
-    const int row = stage * Tr::kStageRows + rows8;
+    const int turn = turn_of(stage), row = (stage - turn * turn_stages) * Tr::kStageRows + rows8;
     if (row >= num_rows) return;
-    const std::uint32_t at = a_at + stage % kStages * Tr::kStageElts * 2;
+    const std::uint32_t x = x_at + turn * kTokens * kPitch * 2;
+    const std::uint32_t at = a_at + stage % kStages * stage_elts * 2;
     float sum[4] = {};
 #pragma unroll
     for (int i = 0; i < Tr::kSteps; i += 2) {
@@ -140,22 +220,31 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         auto& frag = x_frags[Tr::kKeepX ? i + j : 0];
-        if (!Tr::kKeepX || load_x) device::ldmatrix_x4(frag, x_at + (i + j) * 32);
+        if (!Tr::kKeepX || load_x) device::ldmatrix_x4(frag, x + (i + j) * 32);
         device::mma_16816<T>(sum, frag, a[2 * j], a[2 * j + 1]);
       }
     }
     // Store
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if constexpr (Tr::kWhole) {
+        const int r = row + lane % 4 * 2;
+        if (r < num_rows && out[half] != nullptr) {
+          *reinterpret_cast<float2*>(out[half] + turn * Tr::kLeaves * kTokens * p.rows_per_cta +
+                                     r) = make_float2(sum[half * 2], sum[half * 2 + 1]);
+        }
+      } else {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int r = row + lane % 4 * 2 + c;
-        if (r < num_rows && out[half] != nullptr) out[half][rows.place[r]] = sum[half * 2 + c];
+        for (int c = 0; c < 2; ++c) {
+          const int r = row + lane % 4 * 2 + c;
+          if (r < num_rows && out[half] != nullptr) out[half][rows.place[r]] = sum[half * 2 + c];
+        }
       }
     }
   };
   device::cp_async_wait<0>();
   __syncthreads();
+  if constexpr (Tr::kWhole) device::cluster_wait();  // all CTAs run, so their memory is there
   multiply(0, std::true_type{});
 #pragma unroll 1
   for (int stage = 1; stage < num_stages; ++stage) {
@@ -165,50 +254,63 @@ __global__ void __launch_bounds__(kThreads, 4)
     device::cp_async_commit();
     multiply(stage, std::false_type{});
   }
+  if constexpr (Tr::kWhole) {
+    device::cluster_arrive();
+    device::cluster_wait();
+    write_whole(p, rows, h_rows, sums);
+  }
 }
 
 // ---- host ---------------------------------------------------------------------------------------
 
 template <class Tr>
 void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
-  const int rows = p.weights.num_slices * p.weights.max_rank;
+  const int rows = rank_rows(p);
   p.rows_per_cta = c.rows;
-  const int most = std::min(p.rows_per_cta, rows);
-  // Fewer rows than a stage holds take no more memory than they need.
-  const int ring_rows = std::min(kStages * Tr::kStageRows, round_up(most, 8));
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(ceil_div(rows, p.rows_per_cta)),
                 static_cast<unsigned>(
                     std::max<std::int64_t>(1, ceil_div<std::int64_t>(p.weights.hidden, kK))),
-                static_cast<unsigned>(p.tiles.num));
+                shrink_depth(p));
   l.threads = kThreads;
-  l.smem = static_cast<std::size_t>(kTokens + ring_rows) * kPitch * 2;
+  if constexpr (Tr::kWhole) {
+    l.grid.y = l.cluster_y = static_cast<unsigned>(decode_cluster(p.weights.hidden));
+    l.smem = static_cast<std::size_t>(decode_cluster_smem(p.weights.hidden, c.rows));
+  } else {
+    // Fewer rows than a stage holds take no more memory than they need.
+    const int most = std::min(p.rows_per_cta, rows);
+    const int ring_rows = std::min(kStages * Tr::kStageRows, round_up(most, 8));
+    l.smem = static_cast<std::size_t>(kTokens + ring_rows) * kPitch * 2;
+  }
   l.per_sm = c.per_sm;
   l.stream = stream;
   l.pdl = true;
   device::launch<shrink_decode_kernel<Tr>>("lora_shrink", l, p);
 }
 
-template <class T, bool kPlan>
+template <class T, Kind kKind>
 void launch_leaves(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   if (leaf_size(p.weights.hidden) == kK) {
-    return launch_traits<Traits<T, kPlan, 1>>(p, c, stream);
+    return launch_traits<Traits<T, kKind, 1>>(p, c, stream);
   }
   static_assert(leaf_size(1) * 2 == kK && leaf_size(1 << 20) == kK);
-  launch_traits<Traits<T, kPlan, 2>>(p, c, stream);
+  launch_traits<Traits<T, kKind, 2>>(p, c, stream);
 }
 
 template <class T>
 void launch_typed(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
-  if (p.groups.plan != nullptr) return launch_leaves<T, true>(p, c, stream);
-  launch_leaves<T, false>(p, c, stream);
+  if (!c.split()) return launch_leaves<T, Kind::kWhole>(p, c, stream);
+  if (p.groups.plan != nullptr) return launch_leaves<T, Kind::kSlabsByPlan>(p, c, stream);
+  launch_leaves<T, Kind::kSlabsBySegments>(p, c, stream);
 }
 
 }  // namespace
 
 void shrink_decode(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
-  check(p.vector && p.h.raw && !p.pad && p.tiles.tile_tokens == kTokens && c.rows <= kDecodeMaxRows,
-        "lora_shrink: the decode kernel leaves partials of tiles of 16 tokens and of aligned rows");
+  check(p.vector && p.tiles.tile_tokens == kTokens && c.rows <= kDecodeMaxRows &&
+            (c.split() ? p.h.raw && !p.pad : !p.h.raw && !p.h.by_position && c.rows % 2 == 0),
+        "lora_shrink: the decode kernel takes tiles of 16 tokens and aligned rows, and leaves "
+        "partials or a caller's h");
   device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
     launch_typed<typename decltype(tag)::type>(p, c, stream);
   });
