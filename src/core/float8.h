@@ -28,6 +28,10 @@ struct Float8E5M2 {
 
 inline constexpr std::uint8_t kFloat8NaN = 0x7f;
 
+/// Random bits that decide where a value is rounded to: those of a float32 below the last place.
+template <class T>
+inline constexpr int kDrawnBits = 23 - T::kMantissaBits;
+
 MORTAR_HOST_DEVICE inline float to_float(Float8E4M3 v) {
   const std::uint32_t sign = (v.bits & 0x80u) << 24, magnitude = v.bits & 0x7fu;
   std::uint32_t bits = (magnitude << 20) + (120u << 23);
@@ -83,8 +87,10 @@ MORTAR_HOST_DEVICE T float8_nearest(float v) {
   return {static_cast<std::uint8_t>(code | (bits >> 24 & 0x80u))};
 }
 
-/// One of the two neighbours of v, chosen by 32 random bits such that the mean is v to 2^-31 of
-/// their distance; v itself where it can be represented.
+/// One of the two neighbours of v, chosen by the highest kDrawnBits of 32 random bits such that the
+/// mean is v; v itself where it can be represented. A float32 has no more bits than these below the
+/// last place of a normal value; a subnormal is rounded to them first, to nearest even, so its mean
+/// may be off by 2^-21 of a place (2^-22 for E5M2).
 template <class T>
 MORTAR_HOST_DEVICE T float8_stochastic(float v, std::uint32_t random) {
   const auto bits = std::bit_cast<std::uint32_t>(v);
@@ -95,8 +101,12 @@ MORTAR_HOST_DEVICE T float8_stochastic(float v, std::uint32_t random) {
   const float places = std::bit_cast<float>(scale.magnitude) * std::bit_cast<float>(inverse);
   const auto below = static_cast<std::int32_t>(places);
   const float fraction = places - static_cast<float>(below);
-  const auto threshold = static_cast<std::int32_t>(fraction * 0x1p31f);
-  const bool up = static_cast<std::int32_t>(random >> 1) < threshold;
+  constexpr int kBits = kDrawnBits<T>;
+  // The float32 adder rounds the share of the random numbers that lead upwards.
+  const float share = fraction * static_cast<float>(1 << kBits) + 0x1p23f;
+  const std::uint32_t threshold =
+      std::bit_cast<std::uint32_t>(share) - std::bit_cast<std::uint32_t>(0x1p23f);
+  const bool up = random >> (32 - kBits) < threshold;
   const std::uint32_t code = scale.code(static_cast<std::uint32_t>(below) + (up ? 1u : 0u));
   return {static_cast<std::uint8_t>(code | (bits >> 24 & 0x80u))};
 }

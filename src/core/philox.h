@@ -36,21 +36,33 @@ MORTAR_HOST_DEVICE inline PhiloxWords philox4x32(PhiloxWords counter, std::uint3
   return c;
 }
 
-/// Draws of elements 4 * quad to 4 * quad + 3 of a tensor. The counter is (quad, offset), two words
-/// each, and the key is the seed.
+/// Block `index` of a stream: the counter is (index, offset), two words each, and the key is the
+/// seed.
 template <int kRounds = kPhiloxRounds>
 MORTAR_HOST_DEVICE inline PhiloxWords philox_quad(std::uint64_t seed, std::uint64_t offset,
-                                                  std::uint64_t quad) {
+                                                  std::uint64_t index) {
   return philox4x32<kRounds>(
-      {{static_cast<std::uint32_t>(quad), static_cast<std::uint32_t>(quad >> 32),
+      {{static_cast<std::uint32_t>(index), static_cast<std::uint32_t>(index >> 32),
         static_cast<std::uint32_t>(offset), static_cast<std::uint32_t>(offset >> 32)}},
       static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32));
 }
 
-/// The draw of element `index` alone.
+/// Elements that share a block of draws, and those that share a word of it.
+inline constexpr int kDrawsOfBlock = 16, kDrawsOfWord = 4;
+
+/// Draw i of a word: its bits turned to the left by i bytes. Each is as random as the word, and two
+/// of them are independent of each other unless the highest eight bits of one do not decide.
+MORTAR_HOST_DEVICE inline std::uint32_t turned_draw(std::uint32_t word, int i) {
+  const int bits = 8 * (i % kDrawsOfWord);
+  return bits == 0 ? word : word << bits | word >> (32 - bits);
+}
+
+/// The draw of element `index`: 16 elements share a block, four of them a word.
 MORTAR_HOST_DEVICE inline std::uint32_t philox_draw(std::uint64_t seed, std::uint64_t offset,
                                                     std::uint64_t index) {
-  return philox_quad(seed, offset, index / 4).word[index % 4];
+  const PhiloxWords block = philox_quad(seed, offset, index / kDrawsOfBlock);
+  const std::uint64_t in_block = index % kDrawsOfBlock;
+  return turned_draw(block.word[in_block / kDrawsOfWord], static_cast<int>(in_block));
 }
 
 }  // namespace mortar

@@ -5,9 +5,11 @@
 
 #include <cuda_fp16.h>
 
+#include <bit>
 #include <cstdint>
 
 #include "core/float8.h"
+#include "core/philox.h"
 #include "device/convert.cuh"
 
 namespace mortar::device {
@@ -95,16 +97,34 @@ __device__ __forceinline__ std::uint32_t pack_fp8x4(const float (&v)[4]) {
 #endif
 }
 
-/// Rounds stochastically, value i by the random word i.
+/// Rounds stochastically, value i by the random word i, as float8_stochastic() does.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack_fp8x4(const float (&v)[4],
                                                     const std::uint32_t (&random)[4]) {
-  std::uint32_t word = 0;
+  // With their exponents moved so that subnormals of T are subnormals of float32, the last place of
+  // every value is the same bit. Random bits below it are added to a number that is rounded up
+  // where they carry; what is left of them is cut off. A NaN has no room for a carry.
+  constexpr int kBits = kDrawnBits<T>, kMoved = 126 + T::kLeastExponent;
+  constexpr std::uint32_t kPlace = (1u << kBits) - 1u;
+  constexpr float kDown = std::bit_cast<float>(static_cast<std::uint32_t>(127 - kMoved) << 23);
+  constexpr float kUp = std::bit_cast<float>(static_cast<std::uint32_t>(127 + kMoved) << 23);
+  float rounded[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    word |= std::uint32_t{float8_stochastic<T>(v[i], random[i]).bits} << (8 * i);
+    std::uint32_t bits = __float_as_uint(v[i] * kDown);
+    asm("{\n.reg .pred number;\nsetp.num.f32 number, %1, %1;\n@number add.u32 %0, %0, %2;\n}"
+        : "+r"(bits)
+        : "f"(v[i]), "r"(kPlace - (random[i] >> (32 - kBits))));
+    rounded[i] = __uint_as_float(bits & ~kPlace) * kUp;
   }
-  return word;
+  return pack_fp8x4<T>(rounded);
+}
+
+/// The same for four values that share a word of draws.
+template <class T>
+__device__ __forceinline__ std::uint32_t pack_fp8x4(const float (&v)[4], std::uint32_t word) {
+  return pack_fp8x4<T>(
+      v, {turned_draw(word, 0), turned_draw(word, 1), turned_draw(word, 2), turned_draw(word, 3)});
 }
 
 }  // namespace mortar::device

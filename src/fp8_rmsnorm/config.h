@@ -28,7 +28,7 @@ struct ForwardShape {
   bool norm = true;
   Fp8Scaling scaling = Fp8Scaling::kTensor;
   int group = 128;
-  bool given_scale = false;
+  bool given_scale = false, stochastic = false;
   bool q = true, q_t = false;
 };
 
@@ -78,8 +78,15 @@ struct HeldRowsPlan {
 /// Tiles of kRows x kColumns of y that are quantised and transposed.
 struct TilesPlan {
   static constexpr int kRows = 128, kColumns = 128, kThreads = 256;
-  /// CTAs of 256 threads whose registers an SM holds, by the bytes of an element of x.
-  static constexpr int per_sm(int x_bytes) { return x_bytes == 1 ? 4 : 2; }
+  /// CTAs of 256 threads whose registers an SM holds, by the bytes of an element of x; `turned`:
+  /// with scales of q_t's own rows or groups.
+  static constexpr int per_sm(int x_bytes, bool stochastic, bool turned) {
+    if (x_bytes != 1) return 2;
+    return !stochastic ? 4 : turned ? 2 : 3;
+  }
+  /// Whether the kernels for aligned rows round stochastically too. A block of draws is shared by
+  /// 16 elements: float32 would make four blocks where one serves 8-bit x.
+  static constexpr bool draws(int x_bytes, bool turned) { return x_bytes <= (turned ? 1 : 2); }
 
   std::int64_t tiles = 0;
   int grid = 0;
@@ -190,7 +197,9 @@ inline TilesPlan choose_tiles(const ForwardShape& s, const GpuShape& gpu) {
                ceil_div<std::int64_t>(s.hidden, TilesPlan::kColumns);
   // Without any rows, one CTA writes the scale of zeros.
   plan.grid = static_cast<int>(std::clamp<std::int64_t>(
-      plan.tiles, 1, std::int64_t{gpu.num_sms} * TilesPlan::per_sm(s.x_bytes)));
+      plan.tiles, 1,
+      std::int64_t{gpu.num_sms} *
+          TilesPlan::per_sm(s.x_bytes, s.stochastic, s.scaling != Fp8Scaling::kTensor)));
   return plan;
 }
 

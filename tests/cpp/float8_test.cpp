@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "core/philox.h"
@@ -119,8 +120,7 @@ TYPED_TEST(Float8, SaturatesAndKeepsNaNAndTheSignOfZero) {
 }
 
 // Between two neighbours the upper one comes in exactly the share of the random numbers that makes
-// the mean right: for a fraction of k / 64, those whose upper 31 bits lie below k / 64 of their
-// range.
+// the mean right: for a fraction of k / 64, those that lie below k / 64 of their range.
 TYPED_TEST(Float8, StochasticRoundingGoesUpInProportion) {
   const std::vector<double> values = this->finite();
   for (std::size_t code = 0; code + 1 < values.size(); ++code) {
@@ -134,16 +134,38 @@ TYPED_TEST(Float8, StochasticRoundingGoesUpInProportion) {
   }
 }
 
-// Values far below the least subnormal have their share too.
+// Values far below the least subnormal have their share too, rounded to kDrawnBits bits.
 TYPED_TEST(Float8, StochasticRoundingOfTinyValues) {
   const auto least = static_cast<float>(this->finite()[1]);
-  for (int exponent : {1, 7, 20, 30}) {
+  constexpr int kBits = kDrawnBits<TypeParam>;
+  for (int exponent : {1, 7, 15, kBits}) {
     const float v = std::ldexp(least, -exponent);
     const std::uint32_t threshold = 1u << (32 - exponent);
     EXPECT_EQ(float8_stochastic<TypeParam>(v, threshold - 1).bits, 1);
     EXPECT_EQ(float8_stochastic<TypeParam>(v, threshold).bits, 0);
   }
+  // 2.5 and 3.5 of the least share: to even.
+  const float share = std::ldexp(least, -kBits);
+  const std::uint32_t one = 1u << (32 - kBits);
+  for (const auto& [v, shares] : {std::pair{2.5f, 2u}, {3.5f, 4u}, {0.5f, 0u}, {0.75f, 1u}}) {
+    EXPECT_EQ(float8_stochastic<TypeParam>(v * share, shares * one).bits, 0) << v;
+    if (shares == 0) continue;
+    EXPECT_EQ(float8_stochastic<TypeParam>(v * share, shares * one - 1).bits, 1) << v;
+  }
   EXPECT_EQ(float8_stochastic<TypeParam>(std::numeric_limits<float>::denorm_min(), 0).bits, 0);
+}
+
+// All random numbers count: over the multiples of a step, as many go up as should.
+TYPED_TEST(Float8, StochasticRoundingUsesEveryDrawnBit) {
+  constexpr int kBits = kDrawnBits<TypeParam>;
+  const float v = 1.0f + 0x1.5p-12f;  // between 1 and the next, 2^-kMantissaBits above
+  const double share = (static_cast<double>(v) - 1) * (1 << TypeParam::kMantissaBits);
+  const auto one = static_cast<int>(float8_nearest<TypeParam>(1.0f).bits);
+  int ups = 0;
+  for (std::uint32_t i = 0; i < 1u << kBits; ++i) {
+    ups += float8_stochastic<TypeParam>(v, i << (32 - kBits)).bits - one;
+  }
+  EXPECT_EQ(ups, share * (1 << kBits));
 }
 
 // The mean over n draws of a variable with values a step apart and standard deviation at most half
@@ -185,11 +207,15 @@ TEST(Philox, SmallKnownAnswers) {
 
 TEST(Philox, SmallDrawsAreCountedAsDocumented) {
   const std::uint64_t seed = 0x0123456789abcdefu, offset = 0xfedcba9876543210u;
-  const std::uint64_t index = (std::uint64_t{5} << 34) + 4 * 9 + 2;
+  const std::uint64_t block = (std::uint64_t{5} << 32) + 9;
   const PhiloxWords words =
       philox4x32({{9, 5, 0x76543210u, 0xfedcba98u}}, 0x89abcdefu, 0x01234567u);
-  EXPECT_EQ(philox_draw(seed, offset, index), words.word[2]);
-  EXPECT_EQ(philox_quad(seed, offset, index / 4).word[3], words.word[3]);
+  EXPECT_EQ(philox_quad(seed, offset, block).word[3], words.word[3]);
+  for (int i = 0; i < 16; ++i) {
+    const std::uint32_t word = words.word[i / 4];
+    EXPECT_EQ(philox_draw(seed, offset, 16 * block + static_cast<std::uint64_t>(i)),
+              std::rotl(word, i % 4 * 8));
+  }
 }
 
 }  // namespace

@@ -25,6 +25,7 @@ TEST(Fp8RmsNormConfig, RowsAreHeldAndFit) {
     s.scaling = static_cast<Fp8Scaling>(rng() % 3);
     s.group = 16 << rng() % 4;
     s.given_scale = rng() % 2 != 0;
+    s.stochastic = rng() % 2 != 0;
     s.q_t = rng() % 2 != 0;
     const GpuShape& gpu = kGpus[rng() % std::size(kGpus)];
     const ForwardPlan plan = choose(s, gpu);

@@ -45,6 +45,7 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
             .scaling = c.scaling,
             .group = static_cast<int>(c.group),
             .given_scale = c.given,
+            .stochastic = c.stochastic,
             .q = c.make_q,
             .q_t = c.make_q_t};
   }
@@ -165,6 +166,27 @@ TEST_P(Fp8RmsNormCuda, LaunchChoicesOfOtherFormsChangeNoBit) {
       expect_same_bits(quantize);
     }
   }
+}
+
+// Rows that begin anywhere in a block of draws, and whose q_t is aligned or not.
+TEST_P(Fp8RmsNormCuda, LaunchChoicesOfStochasticRoundingChangeNoBit) {
+  for (Fp8Scaling scaling : kScalings) {
+    for (DType q : {kE4M3, kE5M2}) {
+      expect_same_bits({.rows = 140,
+                        .columns = 1040,
+                        .scaling = scaling,
+                        .group = 64,
+                        .stochastic = true,
+                        .q = q});
+      expect_same_bits({.rows = 144,
+                        .columns = 1000,
+                        .x = kBF16,
+                        .scaling = scaling,
+                        .stochastic = true,
+                        .q = q});
+    }
+  }
+  expect_same_bits({.rows = 131, .columns = 264, .x = kF16, .norm = false, .stochastic = true});
 }
 
 // q_t's rows begin at every address modulo 16 and end at any; tiles are whole or not.

@@ -133,10 +133,16 @@ TEST_P(Fp8Quantize, SmallTiesOfEveryCode) {
 TEST_P(Fp8Quantize, SmallStochasticBytesFollowTheDraws) {
   for (Fp8Scaling scaling : kScalings) {
     for (DType q : {kE4M3, kE5M2}) {
-      for (std::int64_t columns : {1, 5, 67, 1030}) {
+      for (const auto& [x, columns] : {std::pair{kF32, 1},
+                                       {kF32, 5},
+                                       {kF32, 67},
+                                       {kF32, 1030},
+                                       {kF32, 132},
+                                       {kBF16, 136},
+                                       {kF16, 1032}}) {
         NormTrial trial = with_scale({.rows = 37,
                                       .columns = columns,
-                                      .x = kF32,
+                                      .x = x,
                                       .scaling = scaling,
                                       .group = 16,
                                       .stochastic = true,

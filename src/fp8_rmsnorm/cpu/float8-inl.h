@@ -75,9 +75,15 @@ HWY_INLINE BitsVec narrow8(FloatVec v, const std::uint32_t* p) {
     const FloatVec places = hn::Mul(hn::BitCast(f32, clamped), hn::BitCast(f32, inverse));
     const auto below = hn::ConvertTo(i32, places);
     const FloatVec fraction = hn::Sub(places, hn::ConvertTo(f32, below));
-    const auto threshold = hn::ConvertTo(i32, hn::Mul(fraction, hn::Set(f32, 0x1p31f)));
-    const auto random = hn::BitCast(i32, hn::ShiftRight<1>(hn::LoadU(u32, p)));
-    const auto up = hn::VecFromMask(i32, hn::Lt(random, threshold));  // -1 where it goes up
+    // The float32 adder rounds the share of the random numbers that lead upwards.
+    constexpr int kBits = kDrawnBits<T>;
+    const FloatVec share = hn::Add(hn::Mul(fraction, hn::Set(f32, static_cast<float>(1 << kBits))),
+                                   hn::Set(f32, 0x1p23f));
+    const BitsVec threshold =
+        hn::Sub(hn::BitCast(u32, share), hn::Set(u32, std::bit_cast<std::uint32_t>(0x1p23f)));
+    const auto random = hn::BitCast(i32, hn::ShiftRight<32 - kBits>(hn::LoadU(u32, p)));
+    // -1 where it goes up.
+    const auto up = hn::VecFromMask(i32, hn::Lt(random, hn::BitCast(i32, threshold)));
     units = hn::BitCast(u32, hn::Sub(below, up));
   } else {
     // The power of two that is added has no bits in the low byte.

@@ -75,23 +75,23 @@ inline void transpose(const std::uint8_t* from, std::int64_t pitch, std::int64_t
   }
 }
 
-/// words[4 i + w] = word w of quad first + i, for i below `quads` rounded up to a vector.
-inline void draw_quads(const std::int64_t* rng, std::uint64_t first, std::int64_t quads,
-                       std::uint32_t* words) {
+/// words[4 i + w] = word w of block first + i, for i below `blocks` rounded up to a vector.
+inline void draw_blocks(const std::int64_t* rng, std::uint64_t first, std::int64_t blocks,
+                        std::uint32_t* words) {
   const auto seed = static_cast<std::uint64_t>(rng[0]), offset = static_cast<std::uint64_t>(rng[1]);
 #if HWY_TARGET == HWY_SCALAR
-  for (std::int64_t i = 0; i < quads; ++i) {
-    const PhiloxWords quad = philox_quad(seed, offset, first + static_cast<std::uint64_t>(i));
-    std::memcpy(words + 4 * i, quad.word, sizeof(quad.word));
+  for (std::int64_t i = 0; i < blocks; ++i) {
+    const PhiloxWords block = philox_quad(seed, offset, first + static_cast<std::uint64_t>(i));
+    std::memcpy(words + 4 * i, block.word, sizeof(block.word));
   }
 #else
-  // One quad for each lane of 64 bits. A word is its lower half; the upper one is not read.
+  // One block for each lane of 64 bits. A word is its lower half; the upper one is not read.
   const hn::ScalableTag<std::uint64_t> u64;
   const hn::Repartition<std::uint32_t, decltype(u64)> u32;
   using V = hn::Vec<decltype(u64)>;
   const auto multiply = [&](V a, std::uint32_t b)
                             HWY_ATTR { return hn::MulEven(hn::BitCast(u32, a), hn::Set(u32, b)); };
-  for (std::int64_t i = 0; i < quads; i += static_cast<std::int64_t>(hn::Lanes(u64))) {
+  for (std::int64_t i = 0; i < blocks; i += static_cast<std::int64_t>(hn::Lanes(u64))) {
     V c0 = hn::Iota(u64, first + static_cast<std::uint64_t>(i)), c1 = hn::ShiftRight<32>(c0);
     V c2 = hn::Set(u64, offset), c3 = hn::ShiftRight<32>(c2);
     std::uint32_t key0 = static_cast<std::uint32_t>(seed);
@@ -113,13 +113,36 @@ inline void draw_quads(const std::int64_t* rng, std::uint64_t first, std::int64_
 #endif
 }
 
+/// draws[i] = draw i of the words: four of each.
+inline void turn_words(const std::uint32_t* words, std::int64_t n, std::uint32_t* draws) {
+#if HWY_TARGET == HWY_SCALAR
+  for (std::int64_t i = 0; i < n; ++i) {
+    draws[i] = turned_draw(words[i / kDrawsOfWord], static_cast<int>(i % kDrawsOfWord));
+  }
+#else
+  // Byte b of a word's draw i is its byte b - i.
+  alignas(16) static constexpr std::uint8_t kFrom[16] = {0, 1, 2, 3, 3, 0, 1, 2,
+                                                         2, 3, 0, 1, 1, 2, 3, 0};
+  const hn::Full128<std::uint32_t> u32;
+  const auto from = hn::BitCast(u32, hn::Load(hn::Full128<std::uint8_t>(), kFrom));
+  for (std::int64_t i = 0; i < n; i += kDrawsOfWord) {
+    const auto word = hn::Set(u32, words[i / kDrawsOfWord]);
+    hn::StoreU(hn::TableLookupBytes(word, from), u32, draws + i);
+  }
+#endif
+}
+
 inline void draw(const std::int64_t* rng, std::uint64_t first, std::int64_t n,
                  std::uint32_t* draws) {
-  const auto skipped = static_cast<std::int64_t>(first % 4);
-  if (skipped == 0) return draw_quads(rng, first / 4, ceil_div<std::int64_t>(n, 4), draws);
-  alignas(64) std::uint32_t words[kRun + 2 * kPadding];
-  draw_quads(rng, first / 4, ceil_div<std::int64_t>(n + skipped, 4), words);
-  std::memcpy(draws, words + skipped, static_cast<std::size_t>(n) * sizeof(std::uint32_t));
+  constexpr std::int64_t kMostBlocks = kRun / kDrawsOfBlock + 1;
+  const auto skipped = static_cast<std::int64_t>(first % kDrawsOfBlock);
+  alignas(64) std::uint32_t words[4 * round_up<std::int64_t>(kMostBlocks, 16)];
+  draw_blocks(rng, first / kDrawsOfBlock, ceil_div<std::int64_t>(skipped + n, kDrawsOfBlock),
+              words);
+  if (skipped % kDrawsOfWord == 0) return turn_words(words + skipped / kDrawsOfWord, n, draws);
+  alignas(64) std::uint32_t all[kRun + kPadding];
+  turn_words(words, skipped + n, all);
+  std::memcpy(draws, all + skipped, static_cast<std::size_t>(n) * sizeof(std::uint32_t));
 }
 
 }  // namespace HWY_NAMESPACE

@@ -22,6 +22,7 @@ void set_format(ForwardShape& s, const Quantize& out) {
   s.scaling = out.scaling;
   s.group = out.group;
   s.given_scale = out.given_scale;
+  s.stochastic = out.rng != nullptr;
   s.q = out.q.given();
   s.q_t = out.q_t.given();
 }
@@ -58,8 +59,10 @@ void run(ForwardParams p, Stream stream) {
     p.x_aligned = hidden % of_residual == 0 && rows_aligned(p.residual, 16);
     p.q_aligned = hidden % of_residual == 0 && rows_aligned(p.out.q, of_residual);
   }
-  const bool whole = !plan.tile_plan.any && p.x_aligned && p.q_aligned && nearest &&
-                     !p.tiles_make_maxima() && (fast || (p.norm && !p.out.given_scale));
+  const bool draws = TilesPlan::draws(static_cast<int>(dtype_size(p.input.x.dtype)),
+                                      p.out.scaling != Fp8Scaling::kTensor);
+  const bool whole = !plan.tile_plan.any && p.x_aligned && p.q_aligned && !p.tiles_make_maxima() &&
+                     (nearest ? fast || (p.norm && !p.out.given_scale) : fast && draws);
   if (plan.columns) (whole ? column_maxima : any_column_maxima)(p, stream);
   if (plan.tiles) (whole ? tiles : any_tiles)(p, stream);
   if (plan.amax && p.out.amax != nullptr) reduce_amax(p, stream);

@@ -15,6 +15,10 @@ namespace mortar::fp8_rmsnorm::cuda {
 using InputDTypes = DTypeList<DType::kFloat8E4M3, DType::kFloat8E5M2, DType::kBFloat16,
                               DType::kFloat16, DType::kFloat32>;
 
+/// Those of one or two bytes.
+using NarrowDTypes =
+    DTypeList<DType::kFloat8E4M3, DType::kFloat8E5M2, DType::kBFloat16, DType::kFloat16>;
+
 template <class T>
 inline constexpr bool kIsFloat8 = sizeof(T) == 1;
 

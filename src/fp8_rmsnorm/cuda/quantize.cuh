@@ -71,24 +71,40 @@ struct Draws {
   }
 };
 
-/// The random words of elements index to index + 3.
-__device__ __forceinline__ uint4 draw4(Draws draws, std::uint64_t index) {
-  const PhiloxWords a = philox_quad(draws.seed, draws.offset, index / 4);
-  if (index % 4 == 0) return make_uint4(a.word[0], a.word[1], a.word[2], a.word[3]);
-  // They straddle two blocks.
-  const PhiloxWords b = philox_quad(draws.seed, draws.offset, index / 4 + 1);
-  if (index % 4 == 1) return make_uint4(a.word[1], a.word[2], a.word[3], b.word[0]);
-  if (index % 4 == 2) return make_uint4(a.word[2], a.word[3], b.word[0], b.word[1]);
-  return make_uint4(a.word[3], b.word[0], b.word[1], b.word[2]);
+/// The words of draws of adjacent elements from `index` on, four of them a word, where `index` is a
+/// multiple of their number: 4, 8 or 16.
+template <int kWords>
+__device__ __forceinline__ void draw_words(Draws draws, std::uint64_t index,
+                                           std::uint32_t (&words)[kWords]) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4, "a block or an even part of one");
+  const PhiloxWords block = philox_quad(draws.seed, draws.offset, index / kDrawsOfBlock);
+  const unsigned in_block = static_cast<unsigned>(index % kDrawsOfBlock);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if constexpr (kWords == 4) {
+      words[i] = block.word[i];
+    } else {
+      const unsigned at = in_block / kDrawsOfWord + i;
+      const std::uint32_t low = at == 1 ? block.word[1] : block.word[0];
+      const std::uint32_t high = at == 3 ? block.word[3] : block.word[2];
+      words[i] = at < 2 ? low : high;
+    }
+  }
 }
 
-/// The codes of four values, rounded stochastically. A function of its own: inlined for each of a
-/// thread's quads it is more code than the instruction caches hold.
-template <class Out>
-__device__ __noinline__ std::uint32_t encode4_drawn(Draws draws, std::uint64_t index, float a,
-                                                    float b, float c, float d) {
-  const uint4 words = draw4(draws, index);
-  return device::pack_fp8x4<Out>({a, b, c, d}, {words.x, words.y, words.z, words.w});
+/// The draws of elements index to index + 3. A function of its own: inlined for each of a thread's
+/// quads it is more code than the instruction caches hold.
+__device__ __noinline__ inline uint4 draw4(Draws draws, std::uint64_t index) {
+  const unsigned first = static_cast<unsigned>(index % kDrawsOfWord);
+  std::uint32_t low[1], high[1];
+  draw_words(draws, index - first, high);
+  low[0] = high[0];
+  if (first != 0) draw_words(draws, index - first + kDrawsOfWord, high);
+  const auto draw = [&](unsigned i) {
+    const std::uint32_t word = i < kDrawsOfWord ? low[0] : high[0];
+    return __funnelshift_l(word, word, 8 * i);
+  };
+  return make_uint4(draw(first), draw(first + 1), draw(first + 2), draw(first + 3));
 }
 
 /// The codes of four values that are already divided by their scales. `index`: of the first of them
@@ -96,10 +112,11 @@ __device__ __noinline__ std::uint32_t encode4_drawn(Draws draws, std::uint64_t i
 __device__ __forceinline__ std::uint32_t encode4(const Quantize& out, const Draws& draws,
                                                  std::uint64_t index, const float (&v)[4]) {
   if (out.rng != nullptr) {
+    const uint4 words = draw4(draws, index);
     if (out.dtype == DType::kFloat8E4M3) {
-      return encode4_drawn<Float8E4M3>(draws, index, v[0], v[1], v[2], v[3]);
+      return device::pack_fp8x4<Float8E4M3>(v, {words.x, words.y, words.z, words.w});
     }
-    return encode4_drawn<Float8E5M2>(draws, index, v[0], v[1], v[2], v[3]);
+    return device::pack_fp8x4<Float8E5M2>(v, {words.x, words.y, words.z, words.w});
   }
   if (out.dtype == DType::kFloat8E4M3) return device::pack_fp8x4<Float8E4M3>(v);
   return device::pack_fp8x4<Float8E5M2>(v);

@@ -9,7 +9,8 @@
 // limit  : memory: warps wait for x more than half of the time, at 10 instructions an element of 25
 //          and 2.8 TB/s. A thread has 4 rows of 16 columns; its bytes are transposed in registers
 //          4 x 4 and meet those of other rows in shared memory, without bank conflicts. Stores of
-//          both outputs are runs of 128 bytes. The next tile is on its way while this one is stored
+//          both outputs are runs of 128 bytes. The next tile is on its way while this one is
+//          stored. Stochastic rounding adds as many instructions again
 // wrong  : rows of q_t that do not begin at multiples of 16 bytes (M % 16 != 0) are stored in
 //          words, shifted into place
 #include "device/byte_transpose.cuh"
@@ -18,6 +19,7 @@
 #include "fp8_rmsnorm/cuda/kernels.cuh"
 #include "fp8_rmsnorm/cuda/quantize.cuh"
 #include "fp8_rmsnorm/cuda/tile.cuh"
+#include "fp8_rmsnorm/cuda/tile_operands.cuh"
 #include "fp8_rmsnorm/cuda/words.cuh"
 
 namespace mortar::fp8_rmsnorm::cuda {
@@ -27,100 +29,6 @@ namespace {
 /// own rows or groups; the maxima that the former take.
 enum class TilePass { kPlain, kCompat, kTurned, kColumnMaxima };
 
-/// Where a thread's part of a tile lies, from the last tile to the first.
-class TileCursor {
- public:
-  std::int64_t row0;
-  int column0;
-
-  __device__ __forceinline__ TileCursor(const ForwardParams& p)
-      : across_(ceil_div(static_cast<int>(p.input.hidden), kTileColumns)) {
-    const auto tiles = static_cast<unsigned>(p.plan.tile_plan.tiles);
-    const auto across = static_cast<unsigned>(across_);
-    left_ = static_cast<int>(tiles) - 1 - static_cast<int>(blockIdx.x);
-    const unsigned index = left_ < 0 ? 0 : static_cast<unsigned>(left_);
-    row0 = std::int64_t{index / across} * kTileRows;
-    column0 = static_cast<int>(index % across) * kTileColumns;
-    step_rows_ = static_cast<int>(gridDim.x / across) * kTileRows;
-    step_columns_ = static_cast<int>(gridDim.x % across) * kTileColumns;
-  }
-  __device__ __forceinline__ bool valid() const { return left_ >= 0; }
-  __device__ __forceinline__ void advance() {
-    left_ -= static_cast<int>(gridDim.x);
-    row0 -= step_rows_;
-    column0 -= step_columns_;
-    if (column0 < 0) {
-      column0 += across_ * kTileColumns;
-      row0 -= kTileRows;
-    }
-  }
-
- private:
-  int across_, left_, step_rows_, step_columns_;
-};
-
-/// A thread's operands: x, and the words of its scales, of rstd and of one weight.
-template <class T>
-struct TileOperands {
-  static constexpr int kElements = kPiece<T>, kPieces = 16 / kElements;
-  uint4 raw[kThreadRows][kPieces];
-  std::uint32_t scale[kThreadRows], rstd[kThreadRows];
-  std::uint32_t weight = 0;
-
-  __device__ __forceinline__ void load(const ForwardParams& p, const TileCursor& at, int c, int r) {
-    const int hidden = static_cast<int>(p.input.hidden);
-    const std::int64_t row = at.row0 + kThreadRows * r;
-    const int left = static_cast<int>(min(p.input.rows - row, std::int64_t{kThreadRows}));
-    const int column = at.column0 + c * kElements;
-    if (left < kThreadRows || at.column0 + kTileColumns > hidden) {  // zeros outside
-#pragma unroll
-      for (int m = 0; m < kThreadRows; ++m) {
-        scale[m] = rstd[m] = 0;
-#pragma unroll
-        for (int k = 0; k < kPieces; ++k) raw[m][k] = make_uint4(0, 0, 0, 0);
-      }
-    }
-    const std::int64_t stride = p.input.x.row_stride * static_cast<std::int64_t>(sizeof(T));
-    const char* x = static_cast<const char*>(p.input.x.data) + row * stride +
-                    column * static_cast<int>(sizeof(T));
-#pragma unroll
-    for (int m = 0; m < kThreadRows; ++m, x += stride) {
-#pragma unroll
-      for (int k = 0; k < kPieces; ++k) {
-        device::load_if(m < left && column + k * 8 * kElements < hidden, raw[m][k], x + k * 128);
-      }
-    }
-    if constexpr (kIsFloat8<T>) {
-      const bool narrow = narrow_scales(p);
-      const std::int64_t bytes = narrow ? 2 : 4, step = p.input.x_scale.row_stride * bytes;
-      const char* s = static_cast<const char*>(p.input.x_scale.data) + row * step +
-                      (column >> log2_of(p.input.x_group)) * bytes;
-#pragma unroll
-      for (int m = 0; m < kThreadRows; ++m, s += step) {
-        load_word_if(m < left && column < hidden, narrow, scale[m], s);
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kThreadRows; ++m) {
-      load_word_if(p.norm && m < left, false, rstd[m], p.rstd + row + m);
-    }
-    int thread = static_cast<int>(threadIdx.x);
-    asm volatile("" : "+r"(thread));  // its place is made anew, not kept for all tiles
-    const int n = at.column0 + column_of_weight(thread);
-    const bool narrow = p.weight.dtype != DType::kFloat32;
-    load_word_if(p.norm && threadIdx.x < kTileColumns && n < hidden, narrow, weight,
-                 static_cast<const char*>(p.weight.data) + n * (narrow ? 2 : 4));
-  }
-
-  /// The column of a tile whose weight lies at place i in shared memory.
-  __device__ __forceinline__ static int column_of_weight(int i) {
-    return column_of<kElements>(i / 4 % 8, i / 32) + i % 4;
-  }
-  __device__ __forceinline__ static bool narrow_scales(const ForwardParams& p) {
-    return p.input.x_scale.dtype != DType::kFloat32;
-  }
-};
-
 /// fl(y / scale) but for its lowest 8 bits, where y is rounded to bfloat16 and the scale is one,
 /// with `inverse` = 1 / scale, a little above: then a quotient that lies halfway between two 8-bit
 /// floats comes out exactly, and any other, 2^-13 of itself or more from there, on its side of it.
@@ -128,11 +36,31 @@ __device__ __forceinline__ float divide_bf16(float y, float inverse) {
   return __uint_as_float(__float_as_uint(__fmul_rn(y, inverse)) & 0xffffff00u);
 }
 
-template <class T, TilePass kPass>
-inline constexpr int kPerSm = TilesPlan::per_sm(sizeof(T));
+/// The words of draws of a thread's part of a tile: those of row m and quad k.
+template <int kElements>
+__device__ __forceinline__ void draw_tile(const Draws& draws, std::int64_t row, int column,
+                                          int hidden,
+                                          std::uint32_t (&words)[kThreadRows][kThreadQuads]) {
+  constexpr int kQuads = kElements / 4;
+#pragma unroll
+  for (int m = 0; m < kThreadRows; ++m) {
+    const auto index = static_cast<std::uint64_t>((row + m) * hidden + column);
+#pragma unroll
+    for (int k = 0; k < kThreadQuads; k += kQuads) {
+      std::uint32_t of_piece[kQuads];
+      draw_words(draws, index + column_of<kElements>(0, k), of_piece);
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) words[m][k + i] = of_piece[i];
+    }
+  }
+}
 
-template <class T, TilePass kPass>
-__global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass>)
+template <class T, TilePass kPass, bool kDrawn>
+inline constexpr int kPerSm = TilesPlan::per_sm(sizeof(T), kDrawn, kPass == TilePass::kTurned);
+
+/// kDrawn: rounded stochastically, for the dtypes of which TilesPlan::draws() says so.
+template <class T, TilePass kPass, bool kDrawn>
+__global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
     tiles_kernel(const __grid_constant__ ForwardParams p) {
   constexpr int kElements = kPiece<T>, kQuads = kElements / 4, kPieces = 16 / kElements;
   constexpr bool kTurned = kPass == TilePass::kTurned, kMaxima = kPass == TilePass::kColumnMaxima;
@@ -154,6 +82,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass>)
   device::pdl_trigger();
   TileOperands<T> in;
   if (at.valid()) in.load(p, at, c, r);
+  const Draws draws(kDrawn ? p.out.rng : nullptr);
   float inverse = 1.0f;
   if constexpr (!kTurned && !kMaxima) {
     inverse = inverse_of(tensor_scale(p, tile.scratch));
@@ -164,6 +93,11 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass>)
     const std::int64_t row0 = at.row0, my_row = row0 + kThreadRows * r;
     const int column0 = at.column0;
     const bool whole = row0 + kTileRows <= rows && column0 + kTileColumns <= hidden;
+    // Draws do not wait for x. The codes take their words' places.
+    std::uint32_t codes[kThreadRows][kThreadQuads];
+    if constexpr (kDrawn) {
+      draw_tile<kElements>(draws, my_row, column0 + c * kElements, hidden, codes);
+    }
     float factor[kThreadRows], rstd[kThreadRows];
 #pragma unroll
     for (int m = 0; m < kThreadRows; ++m) {
@@ -275,7 +209,6 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass>)
     }
 
     // Compute.
-    std::uint32_t codes[kThreadRows][kThreadQuads];
     const auto encode = [&](auto tag) {
       using Out = typename decltype(tag)::type;
 #pragma unroll
@@ -300,7 +233,11 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass>)
               y[j + 1] = divide_bf16(rounded.y, inverse);
             }
           }
-          of_rows[m] = device::pack_fp8x4<Out>(y);
+          if constexpr (kDrawn) {
+            of_rows[m] = device::pack_fp8x4<Out>(y, codes[m][k]);
+          } else {
+            of_rows[m] = device::pack_fp8x4<Out>(y);
+          }
           codes[m][k] = of_rows[m];
         }
         device::transpose_bytes_4x4(of_rows, of_columns);
@@ -355,18 +292,24 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass>)
 
 // ------------------------------------------------------------------------------------------- host
 
-template <TilePass kPass>
+template <TilePass kPass, bool kDrawn = false>
 void launch_tiles(const ForwardParams& p, Stream stream) {
+  using DrawnDTypes = std::conditional_t<kPass == TilePass::kTurned, Float8DTypes, NarrowDTypes>;
+  using DTypes = std::conditional_t<kDrawn, DrawnDTypes, InputDTypes>;
   const device::Launch launch = launch_of_tiles(p, stream);
-  device::visit_dtype<InputDTypes>(p.input.x.dtype, p.op, [&](auto tag) {
-    device::launch<tiles_kernel<typename decltype(tag)::type, kPass>>(p.op, launch, p);
+  device::visit_dtype<DTypes>(p.input.x.dtype, p.op, [&](auto tag) {
+    device::launch<tiles_kernel<typename decltype(tag)::type, kPass, kDrawn>>(p.op, launch, p);
   });
 }
 
 }  // namespace
 
 void tiles(const ForwardParams& p, Stream stream) {
-  if (p.out.scaling != Fp8Scaling::kTensor) {
+  const bool turned = p.out.scaling != Fp8Scaling::kTensor;
+  if (p.out.rng != nullptr) {
+    turned ? launch_tiles<TilePass::kTurned, true>(p, stream)
+           : launch_tiles<TilePass::kPlain, true>(p, stream);
+  } else if (turned) {
     launch_tiles<TilePass::kTurned>(p, stream);
   } else if (p.out.numerics == Fp8Numerics::kCompat) {
     launch_tiles<TilePass::kCompat>(p, stream);
