@@ -7,7 +7,8 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import Tensor, arange, float64, int64, zeros
+from torch import Tensor, arange, float64, int64, randint, zeros
+from torch.compiler import is_compiling
 
 from ._ffi import lib, torch_function
 from .reference import lora_train as reference
@@ -48,6 +49,11 @@ class Layer(_LayerFields):
         """p of every adapter, then the scale of every adapter and slice."""
         return (*self.p, *self.spread(self.scales, 1.0))
 
+    @functools.cached_property
+    def forward_numbers(self) -> tuple:
+        """All that a forward's torch_function takes beside the tensors."""
+        return (*self.sizes, *self.numbers)
+
     def spread(self, values: Sequence, absent) -> list:
         """One value per adapter and slice of one per pair."""
         if len(self.places) == len(self.widths) * len(self.p):
@@ -58,12 +64,39 @@ class Layer(_LayerFields):
         return out
 
 
+_made = functools.lru_cache(maxsize=4096)(Layer)
+
+
+def known_layer(*fields) -> Layer:
+    """Layer(*fields), made once for all calls of a layer, with what is derived from it."""
+    if is_compiling():
+        return Layer(*fields)
+    try:
+        return _made(*fields)
+    except TypeError:  # sizes that are symbols of a tracer have no hash
+        return Layer(*fields)
+
+
+@functools.lru_cache(maxsize=4096)
+def single_layer(width: int, scale: float, p: float) -> Layer:
+    """One adapter, one slice, dropout on the input; for eager calls."""
+    return Layer((width,), (0,), (float(scale),), (float(p),), False)
+
+
 class Rows(NamedTuple):
     """Where masks and the adapter of a row come from."""
 
     rng: Tensor | None
     offsets: Tensor | None
     plan: Tensor | None
+
+
+def draw(x: Tensor) -> Tensor:
+    """Seed and offset, from PyTorch's generator of the device of x."""
+    return randint(2**63 - 1, (2,), dtype=int64, device=x.device)
+
+
+NO_ROWS = Rows(None, None, None)
 
 
 def as_rows(t: Tensor) -> Tensor:
@@ -134,7 +167,7 @@ def run_forward(layer: Layer, rows: Rows, x, h, y, base, a, b, eager: bool) -> N
         return
     base = base or [None] * len(y)
     tensors = (x, h, None, *rows, *y, *base, *_matrices(layer, a, b))
-    if eager and _forward_now(id(tensors), *layer.sizes, *layer.numbers):
+    if eager and _forward_now(id(tensors), *layer.forward_numbers):
         return
     pairs = _interleave(
         layer.spread(a, None), layer.spread(b, None), layer.spread(layer.scales, 1.0)

@@ -33,7 +33,6 @@ The method is that of Hu et al. (arXiv:2106.09685).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -41,10 +40,10 @@ from torch import Tensor
 
 from . import _lora_train_ops as ops
 from ._ffi import lib
+from ._lora_train_calls import NO_ROWS, draw, known_layer
 
 __all__ = ["backward", "check", "linear", "mixed_linear"]
 
-_NO_ROWS = ops.Rows(None, None, None)
 _DROPS = {"input": False, "delta": True}
 
 
@@ -102,8 +101,8 @@ def linear(
     _check_matrices("linear", x, a, b)
     p = _probability("linear", dropout, training)
     widths = tuple([m.shape[0] for m in b])
-    layer = _layer(widths, tuple(range(slices)), scales, (p,), _drops("linear", dropout_on))
-    rows = ops.Rows(_draw(x), None, None) if 0 < p < 1 else _NO_ROWS
+    layer = known_layer(widths, tuple(range(slices)), scales, (p,), _drops("linear", dropout_on))
+    rows = ops.Rows(draw(x), None, None) if 0 < p < 1 else NO_ROWS
     y = _run("linear", layer, rows, x, a, b, base, out, dtype, save_h)
     return y[0] if single else tuple(y)
 
@@ -183,7 +182,7 @@ def mixed_linear(
     layer = ops.Layer(
         tuple(found), tuple(places), tuple(pair_scales), p, _drops("mixed_linear", dropout_on)
     )
-    rng = _draw(x) if any(0 < q < 1 for q in p) else None
+    rng = draw(x) if any(0 < q < 1 for q in p) else None
     y = _run(
         "mixed_linear", layer, _rows(rng, rows, x, len(listed)), x, a, b, base, out, dtype, save_h
     )
@@ -250,19 +249,6 @@ def check(offsets: Tensor, num_adapters: int, num_rows: int) -> None:
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-# Made once for all calls of a layer, with what is derived from it.
-_known_layer = functools.lru_cache(maxsize=4096)(ops.Layer)
-
-
-def _layer(*fields) -> ops.Layer:
-    if torch.compiler.is_compiling():
-        return ops.Layer(*fields)
-    try:
-        return _known_layer(*fields)
-    except TypeError:  # sizes that are symbols of a tracer have no hash
-        return ops.Layer(*fields)
-
-
 def _listed(op: str, name: str, given, count: int | None) -> list:
     """One tensor or a sequence of them as a list, of `count` entries unless that is None."""
     listed = [given] if isinstance(given, Tensor) else list(given)
@@ -310,11 +296,6 @@ def _drops(op: str, dropout_on: str) -> bool:
     if dropout_on not in _DROPS:
         raise ValueError(f'{op}: dropout_on must be "input" or "delta", got {dropout_on!r}')
     return _DROPS[dropout_on]
-
-
-def _draw(x: Tensor) -> Tensor:
-    """Seed and offset, from PyTorch's generator of the device of x."""
-    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=x.device)
 
 
 def _rows(rng: Tensor | None, rows, x: Tensor, num_adapters: int) -> ops.Rows:

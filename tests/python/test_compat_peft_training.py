@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mortar
+from mortar.compat import _peft_training
 from mortar.compat.peft import accelerate, restore
 from peft_models import ADAPTERS, adapted, gpt2, llama, tokens
 
@@ -87,9 +88,13 @@ def test_conv1d(device):
 
 
 def counted(monkeypatch):
+    """The options of every layer's call, whichever of the two it was."""
     calls = []
-    original = mortar.lora.linear
-    monkeypatch.setattr(mortar.lora, "linear", lambda *a, **o: calls.append(o) or original(*a, **o))
+    for owner, name in ((mortar.lora, "linear"), (_peft_training, "adapted_linear")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *a, original=original, **o: calls.append(o) or original(*a, **o)
+        )
     return calls
 
 

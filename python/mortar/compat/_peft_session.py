@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -59,33 +59,37 @@ class PeftSession(Session):
         self._configs = dict(self._model.peft_config)
         self._watched = [_Watched(layer) for layer in served]
         for layer in served:
-            trained = TrainedForward(self, layer, layer.forward)
-            forward = _PeftForward(self, layer.base_layer, trained, _weights(layer, self.ids))
-            self.patch(layer, "forward", forward)
+            original = layer.forward
+            forward = _PeftForward(self, layer.base_layer, original, _weights(layer, self.ids))
+            self.patch(layer, "forward", TrainedForward(self, layer, original, forward).run)
         for module in modules:
             if refusals.get(module) or isinstance(module, AuxiliaryTrainingWrapper):
                 # PEFT hands its names to these layers by hooks that it sets for every forward.
                 forward = _NamedForward(self, module.forward)
                 if module in untrained and untrained[module] is None:
-                    forward = TrainedForward(self, module, forward)
+                    forward = TrainedForward(self, module, forward).run
                 self.patch(module, "forward", forward)
         self.patch(self._model, "_enable_peft_forward_hooks", self._hooks)
         self.patch(self._model, KEY, self)
 
-    @contextmanager
-    def _hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _hooks(self, *args: Any, **kwargs: Any) -> AbstractContextManager:
         names = kwargs.get("adapter_names")
         self.has_mixed = False
-        if names is not None and self._model.training and self._train_mixed:
+        if names is not None:
+            return self._named_hooks(names, args, kwargs)
+        self._refresh(self._has_new_configs())
+        return self._peft_hooks(*args, **kwargs)
+
+    @contextmanager
+    def _named_hooks(self, names: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
+        if self._model.training and self._train_mixed:
             self._check_mixed(kwargs)
             self._refresh(self._has_changed())
             self.has_mixed = True
             with training_mixed(self, self._model, self.batch_of(self.checked(names, False))):
                 yield
             return
-        if names is None:
-            self._refresh(self._has_new_configs())
-        if names is None or not self._can_serve(kwargs):
+        if not self._can_serve(kwargs):
             with self._peft_hooks(*args, **kwargs):
                 yield
             return
@@ -131,8 +135,8 @@ class PeftSession(Session):
 
     def _has_new_configs(self) -> bool:
         configs = self._model.peft_config  # a loaded adapter may have brought new layers
-        return configs.keys() != self._configs.keys() or any(
-            configs[name] is not config for name, config in self._configs.items()
+        return len(configs) != len(self._configs) or any(
+            configs.get(name) is not config for name, config in self._configs.items()
         )
 
     def _has_changed(self) -> bool:

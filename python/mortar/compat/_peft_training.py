@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from .. import lora
+from .._lora_layer_ops import adapted_linear, takes
 from .._lora_table import DTYPES
 
 if TYPE_CHECKING:
@@ -35,36 +37,43 @@ class _Adapter(NamedTuple):
         return dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
 
 
+_DROPOUTS = (nn.Dropout, nn.Identity)
+_TENSORS = (nn.Parameter, Tensor)
+
+
 class TrainedForward:
-    """In place of PEFT's forward where a gradient is wanted or the layer is in training mode.
+    """`run` is in place of PEFT's forward where a gradient is wanted or the layer trains.
 
     Reads the layer anew in every call: adapters may have been switched, rescaled or replaced. What
     it cannot do, PEFT's forward does.
     """
 
-    def __init__(self, session: Session, layer: LoraLayer, original: Callable) -> None:
+    def __init__(
+        self, session: Session, layer: LoraLayer, original: Callable, served: Callable | None = None
+    ) -> None:
+        """served: does what serves a mixed batch, PEFT's forward if None."""
         self._session = session
         self._layer = layer
         self._original = original
+        self._served = served or original
 
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         session, layer = self._session, self._layer
-        mixed = session.mixed
+        if session.batch is not None:
+            return self._served(x, *args, **kwargs)
         if (
-            session.batch is not None
-            or kwargs.get("adapter_names") is not None
-            or kwargs.get("alora_offsets") is not None
-            or layer._disable_adapters
+            layer._disable_adapters
             or layer.merged_adapters
+            or (kwargs and _names_or_offsets(kwargs))
         ):
             return self._original(x, *args, **kwargs)
-        present = self._adapters("lora_A")
-        if mixed is None:
+        mixed, present = session.mixed, layer._modules["lora_A"]._modules
+        if mixed is None and session.has_mixed:
             session.check_recompute()
-            names = [name for name in layer.active_adapters if name in present]
-        else:
-            names = [name for name in session.ids if name in present]
-        adapters = [self._adapter(name) for name in names]
+        adapters = []
+        for name in layer.active_adapters if mixed is None else session.ids:
+            if name in present:
+                adapters.append(self._adapter(name))
         if mixed is None and not self._trains(x, adapters):
             return self._original(x, *args, **kwargs)
         reason = self._reason(x, adapters)
@@ -74,22 +83,24 @@ class TrainedForward:
                 kwargs["adapter_names"] = list(mixed.names)
             return self._original(x, *args, **kwargs)
         kwargs.pop("alora_offsets", None)
+        if mixed is None and len(adapters) == 1 and not args and not kwargs:
+            y = self._in_one_node(x, adapters[0])
+            if y is not None:
+                return y
         y = layer._modules["base_layer"](x, *args, **kwargs)
-        if not names:
+        if not adapters:
             return y
         if mixed is not None:
             return self._add_mixed(x, y, mixed, adapters)
         return self._add_active(x, y, adapters)
 
-    # Modules and weights are read from the dictionaries that hold them: a module's own look-up
-    # takes several times as long, and every layer makes a dozen of them.
-    def _adapters(self, kind: str) -> dict[str, nn.Module]:
-        return self._layer._modules[kind]._modules
-
     def _adapter(self, name: str) -> _Adapter:
-        modules = [self._adapters(kind)[name] for kind in ("lora_A", "lora_B", "lora_dropout")]
-        weights = [module._parameters["weight"] for module in modules[:2]]
-        return _Adapter(name, *weights, modules)
+        # Modules and weights are read from the dictionaries that hold them: a module's own look-up
+        # takes several times as long, and every layer makes a dozen of them.
+        kinds = self._layer._modules
+        a, b = kinds["lora_A"]._modules[name], kinds["lora_B"]._modules[name]
+        modules = (a, b, kinds["lora_dropout"]._modules[name])
+        return _Adapter(name, a._parameters["weight"], b._parameters["weight"], modules)
 
     def _trains(self, x: Tensor, adapters: list[_Adapter]) -> bool:
         if self._layer.training:
@@ -106,22 +117,37 @@ class TrainedForward:
         for name, a, b, modules in adapters:
             if name in variants:
                 return type(variants[name]).__name__
-            if type(modules[2]) not in (nn.Dropout, nn.Identity):
+            if type(modules[2]) not in _DROPOUTS:
                 return f"dropout of {type(modules[2]).__name__}"
             for module in modules:
-                if (
-                    module._forward_hooks
-                    or module._forward_pre_hooks
-                    or module._backward_hooks
-                    or module._backward_pre_hooks
-                ):
+                if _has_hooks(module):
                     return "hooks on the modules of an adapter"
             for weight in (a, b):
-                if type(weight) not in (nn.Parameter, Tensor):
+                if type(weight) not in _TENSORS:
                     return f"weights of {type(weight).__name__}"
                 if weight.dtype not in DTYPES:
                     return f"adapters of {weight.dtype}"
         return None
+
+    def _in_one_node(self, x: Tensor, adapter: _Adapter) -> Tensor | None:
+        """The layer's output where its base is a plain, frozen linear layer; None elsewhere."""
+        base = self._layer._modules["base_layer"]
+        if (
+            type(base) is not nn.Linear
+            or "forward" in base.__dict__
+            or _has_hooks(base)
+            or has_global_hooks()
+        ):
+            return None
+        weight, bias = base._parameters.get("weight"), base._parameters.get("bias")
+        if not _is_frozen(weight) or (bias is not None and not _is_frozen(bias)):
+            return None
+        if not takes(x, weight):
+            return None
+        return adapted_linear(
+            x, weight, bias, adapter.a, adapter.b, self._layer.scaling[adapter.name],
+            dropout=adapter.probability(),
+        )  # fmt: skip
 
     def _add_active(self, x: Tensor, y: Tensor, adapters: list[_Adapter]) -> Tensor:
         """y plus the deltas of all active adapters, in one rounding if there is one adapter, and
@@ -171,6 +197,24 @@ class TrainedForward:
             and y.is_contiguous()
             and not (y.is_leaf and y.requires_grad)
         )
+
+
+def _names_or_offsets(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("adapter_names") is not None or kwargs.get("alora_offsets") is not None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    there = module.__dict__
+    return (
+        there["_forward_hooks"]
+        or there["_forward_pre_hooks"]
+        or there["_backward_hooks"]
+        or there["_backward_pre_hooks"]
+    )
+
+
+def _is_frozen(weight: Tensor | None) -> bool:
+    return type(weight) in _TENSORS and not weight.requires_grad
 
 
 def _warn(session: Session, reason: str) -> None:

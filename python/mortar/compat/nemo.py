@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .. import _lora_train_ops as ops
 from .._library import is_eager
+from .._lora_train_calls import NO_ROWS, known_layer
 from ._install import Replacements, found
 
 __all__ = [
@@ -37,11 +38,9 @@ __all__ = [
     "uninstall",
 ]
 
-_NO_ROWS = ops.Rows(None, None, None)
-
 
 def _layer(width: int, scale: float) -> ops.Layer:
-    return ops.Layer((width,), (0,), (float(scale),), (0.0,), False)
+    return known_layer((width,), (0,), (float(scale),), (0.0,), False)
 
 
 def _one_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +73,7 @@ def lora_forward_wrapper(
             f"{tuple(res.shape)}"
         )
     layer = _layer(b.shape[0], scale)
-    ops.run_forward(layer, _NO_ROWS, x, None, [res], [], [a], [b], is_eager(x))
+    ops.run_forward(layer, NO_ROWS, x, None, [res], [], [a], [b], is_eager(x))
     return res
 
 
@@ -95,7 +94,7 @@ def lora_da_dx_update_wrapper(
     da = dy.new_empty(xt.shape[0], a.shape[0], dtype=dtype)
     dx = dy.new_empty(dy.shape[0], a.shape[1], dtype=dtype)
     layer = _layer(b.shape[0], scale)
-    ops.run_backward(layer, _NO_ROWS, [dy], xt.t(), None, dx, False, [a], [b], [da.t()], [None],
+    ops.run_backward(layer, NO_ROWS, [dy], xt.t(), None, dx, False, [a], [b], [da.t()], [None],
                      layer.no_adds, is_eager(dy))  # fmt: skip
     return da, dx
 
@@ -111,7 +110,7 @@ def lora_db_update_wrapper(
     # dB does not read B: one zero stands for every element.
     b = lora_A.new_zeros(1, 1).expand(db.shape)
     layer = _layer(db.shape[0], scale)
-    ops.run_backward(layer, _NO_ROWS, [dy], xt.t(), None, None, False, [lora_A], [b], [None], [db],
+    ops.run_backward(layer, NO_ROWS, [dy], xt.t(), None, None, False, [lora_A], [b], [None], [db],
                      layer.no_adds, is_eager(dy))  # fmt: skip
     return db
 
@@ -127,7 +126,7 @@ def _forward(x, lora_A, lora_B, scale, dtype, use_triton_kernel=True, res=None):
         dtype = torch.get_autocast_dtype(kind)  # as the products that stood here
     a, b = _one_dtype(lora_A.detach(), lora_B.detach())
     base = [] if res is None else [ops.as_rows(res).to(dtype)]
-    call = ops.Call(_layer(b.shape[0], scale), _NO_ROWS, len(base), dtype, False, False)
+    call = ops.Call(_layer(b.shape[0], scale), NO_ROWS, len(base), dtype, False, False)
     (y,), _ = ops.forward_outputs(call, x, base, [a], [b], False)
     return y
 
@@ -146,7 +145,7 @@ def _backward(ctx, d_y):
     wants = list(ctx.needs_input_grad[:3])
     layer = _layer(b.shape[0], ctx.scale)
     dx, da, db = ops.found_gradients(
-        layer, _NO_ROWS, [d_y], ops.as_rows(x), None, [a], [b], wants, x.dtype
+        layer, NO_ROWS, [d_y], ops.as_rows(x), None, [a], [b], wants, x.dtype
     )
     dx = None if dx is None else dx.view(x.shape)
     da = None if da is None else da.to(lora_A.dtype)

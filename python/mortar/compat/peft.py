@@ -15,6 +15,7 @@
 While a layer trains (in training mode, or with a gradient wanted) its base layer runs, and then
 one ``mortar.lora.linear`` adds the delta of the active adapter: dropout, both products, scale and
 sum in one pass, x kept as it is, h beside it and nothing else. Several active adapters are summed.
+A plain frozen ``nn.Linear`` and its adapter are one node of autograd (docs/training.md).
 Losses are PEFT's but for rounding, the output has PEFT's dtype; dropout draws other numbers from
 the same generator.
 

@@ -22,15 +22,21 @@
 namespace mortar::lora::train::cpu {
 namespace {
 
-/// Runs body(item) for every item, drawn by up to most_threads() threads.
+/// Runs body(item, thread) for every item, drawn by up to most_threads() threads. A parallel region
+/// of one thread would cost a system call, and a few microseconds of a small call.
 template <class Body>
 void for_items(std::int64_t items, std::int64_t work, const Body& body) {
   const std::int64_t wanted = std::min(items, work / kWorkPerThread);
-  const int threads = static_cast<int>(
-      std::clamp<std::int64_t>(wanted, 1, std::min(omp_get_max_threads(), most_threads())));
+  const int threads = wanted <= 1 ? 1
+                                  : static_cast<int>(std::min<std::int64_t>(
+                                        wanted, std::min(omp_get_max_threads(), most_threads())));
   std::atomic<std::int64_t> next{0};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  for (std::int64_t i = next++; i < items; i = next++) body(i);
+  const auto draw = [&](int thread) {
+    for (std::int64_t i = next++; i < items; i = next++) body(i, thread);
+  };
+  if (threads <= 1) return draw(0);
+#pragma omp parallel num_threads(threads)
+  draw(omp_get_thread_num());
 }
 
 Matrix transposed(const Matrix& m) { return {m.data, m.col_stride, m.row_stride, m.dtype}; }
@@ -56,8 +62,8 @@ class Call {
   void run() {
     prepare();
     const auto& chunks = chunks_.chunks();
-    for_items(static_cast<std::int64_t>(chunks.size()), work_, [&](std::int64_t i) {
-      Scratch scratch = layout_.scratch(omp_get_thread_num());
+    for_items(static_cast<std::int64_t>(chunks.size()), work_, [&](std::int64_t i, int thread) {
+      Scratch scratch = layout_.scratch(thread);
       each_step(chunks[i], [&](const StepRows& rows, bool first) {
         backward_ ? backward_step(chunks[i], i, rows, first, &scratch)
                   : forward_step(chunks[i], rows, &scratch);
@@ -92,7 +98,7 @@ class Call {
     std::int64_t widest = p_.hidden;
     for (int s = 0; s < p_.num_slices; ++s) widest = std::max(widest, p_.slices[s].width);
     const std::int64_t blocks = ceil_div(widest, kColumns);
-    for_items(p_.num_adapters * blocks, work_, [&](std::int64_t item) {
+    for_items(p_.num_adapters * blocks, work_, [&](std::int64_t item, int) {
       const std::int64_t adapter = item / blocks, first = item % blocks * kColumns;
       const auto columns_of = [&](std::int64_t width) {
         return Columns{first, std::clamp<std::int64_t>(width - first, 0, kColumns)};
@@ -311,7 +317,7 @@ class Call {
     for (std::int64_t l = 0; l < p_.num_adapters; ++l) first[l + 1] += first[l];
     std::int64_t ranks = 0;
     for (int s = 0; s < p_.num_slices; ++s) ranks += p_.slices[s].rank;
-    for_items(p_.num_adapters * ranks, work_, [&](std::int64_t item) {
+    for_items(p_.num_adapters * ranks, work_, [&](std::int64_t item, int) {
       const std::int64_t adapter = item / ranks;
       std::int64_t r = item % ranks, da_row = 0;
       for (int s = 0; s < p_.num_slices; r -= p_.slices[s++].rank) {

@@ -7,7 +7,10 @@
 
 namespace mortar::lora::train::cpu {
 
-int most_threads() { return std::max(1, std::min(omp_get_num_procs(), 256)); }
+int most_threads() {
+  static const int processors = std::clamp(omp_get_num_procs(), 1, 256);  // a system call
+  return processors;
+}
 
 PreparedWeights WorkLayout::take_weights(Arena* arena) const {
   PreparedWeights w;
