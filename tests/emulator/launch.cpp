@@ -23,7 +23,7 @@ struct Call {
   Kernel* kernel;
   std::array<unsigned, 3> grid, block, cluster{1, 1, 1};
   unsigned smem = 0;
-  bool cooperative = false;
+  bool cooperative = false, early = false;
   std::vector<unsigned char> params;
 };
 
@@ -45,7 +45,8 @@ CUresult check_call(const Call& c) {
       c.grid[1] > 65535 || c.grid[2] > 65535) {
     return refuse(k, "no such grid", CUDA_ERROR_INVALID_VALUE);
   }
-  if (c.smem > k.max_dynamic_smem || c.smem + k.static_smem > unsigned{kMostSmem}) {
+  if (c.smem > k.max_dynamic_smem ||
+      c.smem + k.static_smem > static_cast<unsigned>(this_device().most_smem())) {
     return refuse(k, "more shared memory than allowed", CUDA_ERROR_INVALID_VALUE);
   }
   unsigned in_cluster = 1;
@@ -55,10 +56,16 @@ CUresult check_call(const Call& c) {
       return refuse(k, "a grid that is not whole clusters", CUDA_ERROR_INVALID_CLUSTER_SIZE);
     }
   }
+  if (!this_device().clusters() && (in_cluster > 1 || c.early)) {
+    return refuse(k, "a cluster or an early start, which the device does not know",
+                  CUDA_ERROR_INVALID_VALUE);
+  }
   if (in_cluster > 8) return refuse(k, "too large a cluster", CUDA_ERROR_INVALID_CLUSTER_SIZE);
-  const unsigned resident = std::min({2048 / ((threads + 31) / 32 * 32),
-                                      kSmSmem / (c.smem + k.static_smem + 1024), 32u}) *
-                            static_cast<unsigned>(num_sms());
+  const unsigned resident =
+      std::min({2048 / ((threads + 31) / 32 * 32),
+                static_cast<unsigned>(this_device().sm_smem) / (c.smem + k.static_smem + 1024),
+                32u}) *
+      static_cast<unsigned>(num_sms());
   if (c.cooperative && c.grid[0] * c.grid[1] * c.grid[2] > resident) {
     return refuse(k, "too many blocks to cooperate", CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE);
   }
@@ -136,6 +143,8 @@ CUresult emulated_cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction func
       call.cluster = {a.value.clusterDim.x, a.value.clusterDim.y, a.value.clusterDim.z};
     } else if (a.id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) {
       call.cooperative = a.value.cooperative != 0;
+    } else if (a.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
+      call.early = a.value.programmaticStreamSerializationAllowed != 0;
     }
   }
   call.params = gather(*call.kernel, params);
@@ -267,14 +276,14 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* sy
   attributes->maxThreadsPerBlock = static_cast<int>(kernel->max_threads);
   attributes->numRegs = 32;
   attributes->maxDynamicSharedSizeBytes = static_cast<int>(kernel->max_dynamic_smem);
-  attributes->ptxVersion = attributes->binaryVersion = arch();
+  attributes->ptxVersion = attributes->binaryVersion = this_device().arch;
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void* symbol, cudaFuncAttribute attribute, int value) {
   Kernel* kernel = find_kernel(symbol);
   if (kernel == nullptr) return note(cudaErrorInvalidDeviceFunction);
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
-    if (value < 0 || value + static_cast<int>(kernel->static_smem) > kMostSmem) {
+    if (value < 0 || value + static_cast<int>(kernel->static_smem) > this_device().most_smem()) {
       return note(cudaErrorInvalidValue);
     }
     kernel->max_dynamic_smem = static_cast<unsigned>(value);
@@ -286,8 +295,9 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
                                                                    unsigned) {
   const Kernel* kernel = find_kernel(symbol);
   if (kernel == nullptr) return note(cudaErrorInvalidDeviceFunction);
-  *blocks = std::min<int>({2048 / ((threads + 31) / 32 * 32),
-                           static_cast<int>(kSmSmem / (smem + kernel->static_smem + 1024)), 32});
+  *blocks = std::min<int>(
+      {2048 / ((threads + 31) / 32 * 32),
+       static_cast<int>(this_device().sm_smem / (smem + kernel->static_smem + 1024)), 32});
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* symbol,

@@ -7,10 +7,13 @@ here=$(cd "$(dirname "$0")" && pwd)
 tree=$(realpath "$1")
 program=$2
 shift 2
+arch=${MORTAR_EMULATOR_ARCH:-90}
 build=$tree/build/emulated
+code=90a
+[[ $arch == 90 ]] || { build=$build-$arch; code=$arch; }
 runtime=$build/libcudart_emulated.so
 options=(
-  -DMORTAR_CUDA_ARCHS=90a-virtual -DMORTAR_COMPRESS=OFF -DCMAKE_CUDA_FLAGS=-lineinfo
+  "-DMORTAR_CUDA_ARCHS=$code-virtual" -DMORTAR_COMPRESS=OFF -DCMAKE_CUDA_FLAGS=-lineinfo
   "-DCUDA_cudart_static_LIBRARY=$runtime"
   "-DPython3_EXECUTABLE=${MORTAR_PYTHON:-$tree/.venv/bin/python}"
 )

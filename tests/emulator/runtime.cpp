@@ -53,8 +53,20 @@ cudaError_t note(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
 }
-int num_sms() { return number("MORTAR_EMULATOR_SMS", 132); }
-int arch() { return number("MORTAR_EMULATOR_ARCH", 90); }
+const Device& this_device() {
+  static const Device known = [] {
+    static constexpr Device kDevices[] = {{80, "Emulated A100", 108, 164 << 10, 40 << 20},
+                                          {90, "Emulated H200", 132, 228 << 10, 50 << 20}};
+    const int arch = number("MORTAR_EMULATOR_ARCH", 90);
+    for (const Device& d : kDevices) {
+      if (d.arch == arch) return d;
+    }
+    std::fprintf(stderr, "emulator: MORTAR_EMULATOR_ARCH is 80 or 90, got %d\n", arch);
+    std::abort();
+  }();
+  return known;
+}
+int num_sms() { return number("MORTAR_EMULATOR_SMS", this_device().sms); }
 
 }  // namespace emulator
 
@@ -109,16 +121,16 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       *value = num_sms();
       break;
     case cudaDevAttrComputeCapabilityMajor:
-      *value = arch() / 10;
+      *value = this_device().arch / 10;
       break;
     case cudaDevAttrComputeCapabilityMinor:
-      *value = arch() % 10;
+      *value = this_device().arch % 10;
       break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = kMostSmem;
+      *value = this_device().most_smem();
       break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = kSmSmem;
+      *value = this_device().sm_smem;
       break;
     case cudaDevAttrMaxSharedMemoryPerBlock:
       *value = 48 * 1024;
@@ -136,13 +148,13 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       *value = 32;
       break;
     case cudaDevAttrL2CacheSize:
-      *value = 50 << 20;
+      *value = this_device().l2_bytes;
       break;
     case cudaDevAttrCooperativeLaunch:
       *value = 1;
       break;
     case cudaDevAttrClusterLaunch:
-      *value = 1;
+      *value = this_device().clusters();
       break;
     default:
       return note(cudaErrorInvalidValue);
@@ -152,14 +164,14 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   if (device != 0) return note(cudaErrorInvalidDevice);
   std::memset(p, 0, sizeof *p);
-  std::strcpy(p->name, "Emulated H200");
-  p->major = arch() / 10;
-  p->minor = arch() % 10;
+  std::strcpy(p->name, this_device().name);
+  p->major = this_device().arch / 10;
+  p->minor = this_device().arch % 10;
   p->multiProcessorCount = num_sms();
-  p->sharedMemPerBlockOptin = kMostSmem;
-  p->sharedMemPerMultiprocessor = kSmSmem;
+  p->sharedMemPerBlockOptin = this_device().most_smem();
+  p->sharedMemPerMultiprocessor = this_device().sm_smem;
   p->sharedMemPerBlock = 48 * 1024;
-  p->l2CacheSize = 50 << 20;
+  p->l2CacheSize = this_device().l2_bytes;
   p->warpSize = 32;
   p->maxThreadsPerBlock = 1024;
   p->maxThreadsPerMultiProcessor = 2048;

@@ -9,15 +9,21 @@
 
 namespace emulator {
 
-inline constexpr int kMostSmem = 227 * 1024;
-inline constexpr int kSmSmem = 228 * 1024;
+/// What differs between the devices that are emulated.
+struct Device {
+  int arch;  ///< 10 * major + minor, of MORTAR_EMULATOR_ARCH
+  const char* name;
+  int sms, sm_smem, l2_bytes;
+  int most_smem() const { return sm_smem - 1024; }  ///< of a block
+  bool clusters() const { return arch >= 90; }      ///< and launches that start early
+};
+const Device& this_device();
 
 /// Does it now, or when the graph is launched that the stream captures.
 cudaError_t enqueue(cudaStream_t stream, std::function<cudaError_t()> work);
 /// Keeps an error for cudaGetLastError.
 cudaError_t note(cudaError_t error);
 int num_sms();
-int arch();
 
 extern "C" CUresult emulated_cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function,
                                               void** params, void** extra);
