@@ -28,17 +28,23 @@ enum class Share {
 };
 
 /// Shapes of shrink_wgmma.cu: rank rows and tiles of 64 tokens of a CTA, as many stages as the
-/// shared memory of an SM holds, and CTAs per SM.
+/// shared memory of an SM holds, and CTAs per SM; of float32 weights, or of those of x's type.
 struct WgmmaShape {
   int rows, tiles, stages, per_sm;
   Share share;
+  bool float_weights = false;
 };
 inline constexpr WgmmaShape kWgmmaShapes[] = {
-    {48, 1, 14, 1, Share::kHalf}, {48, 2, 9, 1, Share::kHalf},  {48, 3, 6, 1, Share::kHalf},
-    {96, 1, 10, 1, Share::kHalf}, {96, 2, 6, 1, Share::kHalf},  {96, 3, 5, 1, Share::kHalf},
-    {144, 2, 5, 1, Share::kHalf}, {192, 2, 4, 1, Share::kHalf}, {16, 1, 4, 4, Share::kLeaf},
-    {48, 2, 4, 2, Share::kLeaf},  {96, 2, 7, 1, Share::kLeaf},  {48, 2, 3, 2, Share::kAll},
-    {96, 2, 6, 1, Share::kAll},   {144, 2, 4, 1, Share::kAll},  {192, 2, 3, 1, Share::kAll},
+    {48, 1, 14, 1, Share::kHalf},      {48, 2, 9, 1, Share::kHalf},
+    {48, 3, 6, 1, Share::kHalf},       {96, 1, 10, 1, Share::kHalf},
+    {96, 2, 6, 1, Share::kHalf},       {96, 3, 5, 1, Share::kHalf},
+    {144, 2, 5, 1, Share::kHalf},      {192, 2, 4, 1, Share::kHalf},
+    {16, 1, 4, 4, Share::kLeaf},       {48, 2, 4, 2, Share::kLeaf},
+    {96, 2, 7, 1, Share::kLeaf},       {48, 2, 3, 2, Share::kAll},
+    {96, 2, 6, 1, Share::kAll},        {144, 2, 4, 1, Share::kAll},
+    {192, 2, 3, 1, Share::kAll},       {48, 1, 3, 2, Share::kHalf, true},
+    {48, 2, 5, 1, Share::kHalf, true}, {96, 2, 2, 1, Share::kHalf, true},
+    {48, 1, 3, 2, Share::kLeaf, true}, {96, 2, 3, 1, Share::kLeaf, true},
 };
 
 /// Shapes of shrink_mma.cu: warps along tokens (16 each) and along rank rows, fragments of 8 rank
@@ -65,11 +71,14 @@ struct ShrinkPlan {
 };
 
 /// Shapes of expand_wide.cu: tiles of 64 tokens and columns of a CTA, stages of its ring, and CTAs
-/// per SM.
+/// per SM; of float32 weights, or of those of y's type.
 struct WideShape {
   int tiles, cols, stages, per_sm;
+  bool float_weights = false;
 };
-inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2}, {2, 128, 3, 2}};
+inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2}, {2, 128, 3, 2}, {1, 128, 1, 2, true}};
+inline constexpr int kWidePartsShape = 2;  ///< the one of float32 weights
+static_assert(kWideShapes[kWidePartsShape].float_weights);
 
 struct ExpandPlan {
   ExpandKernel kernel = ExpandKernel::kDecode;

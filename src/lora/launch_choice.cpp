@@ -38,8 +38,8 @@ std::int64_t tokens_per_adapter(const LoraShape& s) {
   return ceil_div(s.num_tokens, std::max<std::int64_t>(1, std::min(s.num_tokens, s.num_adapters)));
 }
 
-/// Tiles of 16 start sooner and waste less of a tile on few tokens of an adapter; tiles of 64 read
-/// weights less often.
+}  // namespace
+
 int best_tile_tokens(const LoraShape& s) {
   const std::int64_t tokens = tokens_per_adapter(s);
   if (s.num_tokens <= kSmallTileTokens) {
@@ -55,9 +55,6 @@ int best_tile_tokens(const LoraShape& s) {
   return light && s.num_tokens <= kLightBatch ? 16 : 64;
 }
 
-/// Columns per CTA, close to `cols`, that cut the widest slice into blocks of equal width, so that
-/// the last CTA does not get a narrow remainder. The number of blocks is max_width / cols, rounded
-/// up where its fraction is 0.4 or more. The result is a multiple of `multiple`.
 int even_cols(const LoraShape& s, std::int64_t cols, int multiple) {
   const std::int64_t blocks =
       std::max<std::int64_t>(1, (5 * s.max_width() + 3 * cols) / (5 * cols));
@@ -70,6 +67,8 @@ std::int64_t column_blocks(const LoraShape& s, int cols) {
   for (int i = 0; i < s.num_slices; ++i) blocks += ceil_div<std::int64_t>(s.widths[i], cols);
   return blocks;
 }
+
+namespace {
 
 /// The shape with the least estimated time: waves of CTAs times the rows of x and of A that one CTA
 /// reads. One CTA fits an SM, so 150 CTAs take two waves on 132 SMs, as long as 264 do. (8192
@@ -88,7 +87,7 @@ ShapeCtas best_half_shape(const LoraShape& s, const Machine& m) {
   std::int64_t least = 0;
   for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
     const WgmmaShape& shape = kWgmmaShapes[i];
-    if (shape.share != Share::kHalf) continue;
+    if (shape.share != Share::kHalf || shape.float_weights) continue;
     // An adapter's tiles are taken in runs, and the host does not know how full the last run of
     // each adapter is. Adapters with arbitrary numbers of tokens fill it by half on average, which
     // adds half a run per adapter; if all runs are full, nothing is added. Up to 96 rank rows the
@@ -110,7 +109,7 @@ ShapeCtas best_half_shape(const LoraShape& s, const Machine& m) {
 int narrowest_shape(const LoraShape& s, Share share) {
   int best = -1;
   for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
-    if (kWgmmaShapes[i].share != share) continue;
+    if (kWgmmaShapes[i].share != share || kWgmmaShapes[i].float_weights) continue;
     best = i;
     if (kWgmmaShapes[i].rows >= s.rank_rows()) break;
   }
@@ -123,7 +122,7 @@ ShrinkPlan prefill_shrink(const LoraShape& s, const Machine& m) {
   const std::int64_t columns = ceil_div(s.rank_rows(), 192);
   const std::int64_t ctas = ceil_div<std::int64_t>(s.num_tokens, 128) * columns;
   const std::int64_t most_ctas = max_tiles(s.num_tokens, s.num_adapters, 128) * columns;
-  const bool wgmma = s.aligned_x && m.arch == 90;
+  const bool wgmma = runs_wgmma(s, m);
   const ShapeCtas half = best_half_shape(s, m);
   // Splitting fills the chip; without need it only writes and reads partials. Many of them pay
   // where the halves of K would leave two SMs in three idle. (471 tokens of rank 64, down of 28,672
@@ -219,19 +218,6 @@ int prefill_smem(const LoraShape& s) {
   return stages * (64 * kPrefillCols * 2 + 64 * ranks * 2) + b_slots * kPrefillCols * ranks * 2;
 }
 
-ExpandPlan parts_expand(const LoraShape& s, const Machine& m) {
-  // As many CTAs of 16 or 32 tokens as run at once, three per SM.
-  ExpandPlan c;
-  c.kernel = ExpandKernel::kParts;
-  c.tile_tokens = best_tile_tokens(s);
-  const std::int64_t ctas = c.tile_tokens == 16 ? max_tiles(s.num_tokens, s.num_adapters, 16)
-                                                : ceil_div<std::int64_t>(s.num_tokens, 32);
-  c.cols = even_cols(
-      s, std::max<std::int64_t>(128, ceil_div<std::int64_t>(s.sum_widths() * ctas, 3 * m.sms)),
-      128);
-  return c;
-}
-
 int least_log_run(const LoraShape& s) { return h_width(s) > 16 || !s.aligned_y ? 1 : 0; }
 
 ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
@@ -249,7 +235,13 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
   return c;
 }
 
-bool runs_wide(const LoraShape& s, const Machine& m) { return m.arch == 90 && s.op == Op::kApply; }
+bool runs_wide(const LoraShape& s, const Machine& m) {
+  return m.arch == 90 && s.op == Op::kApply && (s.one_type || (s.float_weights && s.aligned_y));
+}
+
+bool runs_wgmma(const LoraShape& s, const Machine& m) {
+  return m.arch == 90 && s.aligned_x && (s.one_type || s.float_weights);
+}
 
 ExpandPlan wide_expand(int shape) {
   ExpandPlan c;
@@ -324,7 +316,7 @@ bool suits_wide(const LoraShape& s, const Machine& m) {
 }
 
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
-  if (!s.one_type) return parts_expand(s, m);
+  if (!s.one_type) return choose_parts_expand(s, m);
   if (suits_prefill(s, m)) return prefill_expand(s, m);
   if (suits_wide(s, m)) return wide_expand(tokens_per_adapter(s) > 64 ? 1 : 0);
   ExpandPlan c = decode_expand(s, m);
@@ -333,26 +325,8 @@ ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
   return c;
 }
 
-ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m) {
-  ShrinkPlan c;
-  c.kernel = ShrinkKernel::kParts;
-  c.tile_tokens = best_tile_tokens(s);
-  const std::int64_t leaves = num_leaves(s.hidden);
-  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, c.tile_tokens);
-  const bool split = leaves > 1 && partials_fit(s);
-  const bool finish = c.tile_tokens > 16 || s.max_rank > kExpandPrefillMaxRank;
-  if (split) c.partials = finish ? Partials::kFinish : Partials::kExpand;
-  // Rank rows are shared out until there are two CTAs per SM.
-  const std::int64_t ctas = tiles * (split ? leaves : 1);
-  const std::int64_t shares = std::clamp<std::int64_t>(2 * m.sms / std::max<std::int64_t>(ctas, 1),
-                                                       1, ceil_div(s.rank_rows(), 16));
-  const int own = round_up(static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares)), 16);
-  c.rows = std::min(own, split ? kPartsMaxRows : kPartsMaxTotals);
-  return c;
-}
-
 ShrinkPlan choose_shrink(const LoraShape& s, const Machine& m) {
-  if (!s.one_type) return parts_shrink(s, m);
+  if (!s.one_type) return choose_parts_shrink(s, m);
   return best_tile_tokens(s) == 16 ? decode_shrink(s, m) : prefill_shrink(s, m);
 }
 

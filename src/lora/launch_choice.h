@@ -9,11 +9,22 @@ namespace mortar::lora {
 inline constexpr int kPrefillStaticSmem = 9 * 1024;  ///< of the prefill expand: steps and segments
 inline constexpr int kMmaStaticSmem = 8 * 1024;      ///< of shrink_mma.cu: rank rows
 
+/// Tiles of 16 start sooner and waste less of a tile on few tokens of an adapter; tiles of 64 read
+/// weights less often.
+int best_tile_tokens(const LoraShape& s);
+/// Columns per CTA, close to `cols`, that cut the widest slice into blocks of equal width, so that
+/// the last CTA does not get a narrow remainder. The number of blocks is max_width / cols, rounded
+/// up where its fraction is 0.4 or more. The result is a multiple of `multiple`.
+int even_cols(const LoraShape& s, std::int64_t cols, int multiple);
+/// Blocks of so many columns of all slices.
+std::int64_t column_blocks(const LoraShape& s, int cols);
+
 /// Shared memory of a CTA of the prefill expand beside that.
 int prefill_smem(const LoraShape& s);
 /// Runs of tiles that its two slots for B need, as a power of two.
 int least_log_run(const LoraShape& s);
-/// Whether the wide expand can run: it reads the op's own h.
+/// Whether the wide expand can run: it reads the op's own h, and of float32 weights it writes
+/// aligned y alone.
 bool runs_wide(const LoraShape& s, const Machine& m);
 /// Rank rows that a CTA of the decode shrink may take: a ring of 128 rows, which leaves of 512
 /// elements have, is more than some devices hold.
@@ -27,11 +38,18 @@ bool fits_clusters(const LoraShape& s, const Machine& m, int rows);
 int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m);
 
 ExpandPlan prefill_expand(const LoraShape& s, const Machine& m);
+/// Whether shapes of shrink_wgmma.cu can: x of 16 bits, weights of its type or of float32.
+bool runs_wgmma(const LoraShape& s, const Machine& m);
 ExpandPlan wide_expand(int shape);
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m);
 ExpandPlan parts_expand(const LoraShape& s, const Machine& m);
 ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m);
 
+/// Of mixtures of dtypes, and of float32 throughout.
+ShrinkPlan choose_parts_shrink(const LoraShape& s, const Machine& m);
+ExpandPlan choose_parts_expand(const LoraShape& s, const Machine& m);
+
+/// Of any.
 ShrinkPlan choose_shrink(const LoraShape& s, const Machine& m);
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m);
 void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand);

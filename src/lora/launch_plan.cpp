@@ -14,9 +14,26 @@ namespace {
 
 /// Every way of shrink that the device has for a problem, whatever its partials' way.
 std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
-  if (!s.one_type) return {parts_shrink(s, m)};
   std::vector<ShrinkPlan> plans;
   const bool splits = num_leaves(s.hidden) > 1 && partials_fit(s);
+  for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)) && runs_wgmma(s, m); ++i) {
+    const WgmmaShape& shape = kWgmmaShapes[i];
+    const bool leaf = shape.share == Share::kLeaf;
+    // A narrower CTA that holds all rank rows does less.
+    const bool narrower =
+        std::any_of(std::begin(kWgmmaShapes), std::end(kWgmmaShapes), [&](const WgmmaShape& other) {
+          return other.share == shape.share && other.float_weights == shape.float_weights &&
+                 other.tiles <= shape.tiles && other.rows < shape.rows &&
+                 other.rows >= s.rank_rows();
+        });
+    if (narrower || (leaf && !splits) || shape.float_weights != s.float_weights) continue;
+    plans.push_back(
+        {ShrinkKernel::kWgmma, i, 64, shape.rows, leaf ? Partials::kFinish : Partials::kNone, 0});
+  }
+  if (!s.one_type) {
+    plans.push_back(parts_shrink(s, m));
+    return plans;
+  }
   const auto partials = splits ? Partials::kFinish : Partials::kNone;
   // Tiles of 16 lie along z of shrink's grids.
   const bool few = max_tiles(s.num_tokens, s.num_adapters, 16) <= 32768;
@@ -32,20 +49,6 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
       if (last < rows) break;
     }
   }
-  for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)) && s.aligned_x && m.arch == 90;
-       ++i) {
-    const WgmmaShape& shape = kWgmmaShapes[i];
-    const bool leaf = shape.share == Share::kLeaf;
-    // A narrower CTA that holds all rank rows does less.
-    const bool narrower =
-        std::any_of(std::begin(kWgmmaShapes), std::end(kWgmmaShapes), [&](const WgmmaShape& other) {
-          return other.share == shape.share && other.tiles <= shape.tiles &&
-                 other.rows < shape.rows && other.rows >= s.rank_rows();
-        });
-    if (narrower || (leaf && !splits)) continue;
-    plans.push_back(
-        {ShrinkKernel::kWgmma, i, 64, shape.rows, leaf ? Partials::kFinish : Partials::kNone, 0});
-  }
   for (int i = 0; i < static_cast<int>(std::size(kMmaShapes)); ++i) {
     const MmaShape& shape = kMmaShapes[i];
     if (shape.smem() + kMmaStaticSmem > m.max_smem || (shape.tokens() == 16 && !few)) continue;
@@ -58,14 +61,17 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
 }
 
 std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
-  if (!s.one_type) return {parts_expand(s, m)};
   std::vector<ExpandPlan> plans;
+  for (int i = 0; i < static_cast<int>(std::size(kWideShapes)) && runs_wide(s, m); ++i) {
+    if (kWideShapes[i].float_weights == s.float_weights) plans.push_back(wide_expand(i));
+  }
+  if (!s.one_type) {
+    plans.push_back(parts_expand(s, m));
+    return plans;
+  }
   if (h_width(s) <= kExpandPrefillMaxRank && prefill_smem(s) + kPrefillStaticSmem <= m.max_smem) {
     ExpandPlan c = prefill_expand(s, m);
     for (c.log_run = least_log_run(s); c.log_run <= 3; ++c.log_run) plans.push_back(c);
-  }
-  for (int i = 0; i < static_cast<int>(std::size(kWideShapes)) && runs_wide(s, m); ++i) {
-    plans.push_back(wide_expand(i));
   }
   ExpandPlan c = decode_expand(s, m);
   const int widest = !s.aligned_y || s.max_rank > 64 ? 32 : s.max_rank <= 16 ? 256 : 128;

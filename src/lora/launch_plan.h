@@ -33,8 +33,9 @@ struct LoraShape {
   std::int64_t num_tokens = 0, hidden = 0, num_adapters = 1;
   std::array<std::int64_t, kLoraMaxSlices> widths{};
   int num_slices = 1, max_rank = 0;
-  int h_columns = 0;      ///< rank columns that shrink writes per slice
-  bool one_type = true;   ///< x, weights and y of one 16-bit type
+  int h_columns = 0;           ///< rank columns that shrink writes per slice
+  bool one_type = true;        ///< x, weights and y of one 16-bit type
+  bool float_weights = false;  ///< of float32, under bfloat16 x and y
   bool aligned_x = true;  ///< every row of x and A starts at a multiple of 16 bytes, and is whole
   bool aligned_y = true;  ///< the same for the slices of y
   bool b_by_8 = false;    ///< rows of stacked B start at multiples of 8 bytes, not of 16: rank 4

@@ -123,6 +123,7 @@ LoraShape random_shape(std::mt19937& random) {
                       8 * log_uniform(2000), widths);
   s.op = static_cast<Op>(random() % 3);
   s.one_type = random() % 4 != 0;
+  s.float_weights = !s.one_type && s.op != Op::kExpand && random() % 4 != 0;
   s.aligned_x = random() % 4 != 0;
   s.aligned_y = random() % 4 != 0;
   return s;
@@ -142,8 +143,23 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
     }
     const ShrinkPlan& shrink = plan.shrink;
     const ExpandPlan& expand = plan.expand;
-    EXPECT_EQ(s.op != Op::kExpand && !s.one_type, shrink.kernel == ShrinkKernel::kParts);
-    EXPECT_EQ(s.op != Op::kShrink && !s.one_type, expand.kernel == ExpandKernel::kParts);
+    const bool wgmma_shape = shrink.kernel == ShrinkKernel::kWgmma && s.op != Op::kExpand;
+    const bool wide = expand.kernel == ExpandKernel::kWide && s.op != Op::kShrink;
+    if (wgmma_shape) {
+      EXPECT_EQ(kWgmmaShapes[shrink.shape].float_weights, s.float_weights);
+    }
+    if (wide) {
+      EXPECT_EQ(kWideShapes[expand.shape].float_weights, s.float_weights);
+    }
+    EXPECT_EQ(s.op != Op::kExpand && !s.one_type && !wgmma_shape,
+              shrink.kernel == ShrinkKernel::kParts);
+    EXPECT_EQ(s.op != Op::kShrink && !s.one_type && !wide, expand.kernel == ExpandKernel::kParts);
+    if ((!s.aligned_x || !s.float_weights) && !s.one_type && s.op != Op::kExpand) {
+      EXPECT_EQ(shrink.kernel, ShrinkKernel::kParts);
+    }
+    if ((!s.aligned_y || !s.float_weights) && !s.one_type && s.op != Op::kShrink) {
+      EXPECT_EQ(expand.kernel, ExpandKernel::kParts);
+    }
     if (!s.aligned_x && s.one_type) {
       EXPECT_EQ(shrink.kernel, ShrinkKernel::kMma);
     }

@@ -38,8 +38,10 @@ lora::LoraShape shape_of(const LoraOperands& op) {
   std::copy(op.c.widths.begin(), op.c.widths.end(), s.widths.begin());
   s.num_slices = static_cast<int>(op.c.widths.size());
   s.max_rank = s.h_columns = op.max_rank();
+  s.one_type = op.c.w != DType::kFloat32 && op.c.x == op.c.w && op.c.y == op.c.w;
+  s.float_weights = op.c.w == DType::kFloat32 && op.c.x == DType::kBFloat16 && op.c.y == op.c.x;
   s.aligned_x = s.aligned_y = !op.c.strided;
-  s.b_by_8 = op.max_rank() % 8 == 4 && !op.c.strided;
+  s.b_by_8 = s.one_type && op.max_rank() % 8 == 4 && !op.c.strided;
   return s;
 }
 
@@ -111,6 +113,22 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
     return in_clusters;
   }
 
+  /// Every row of the tables of wgmma for such weights.
+  void expect_all_shapes_ran(bool float_weights) const {
+    if (this_machine().arch != 90) return;
+    for (std::size_t i = 0; i < std::size(lora::kWgmmaShapes); ++i) {
+      if (lora::kWgmmaShapes[i].float_weights != float_weights) continue;
+      const int row = static_cast<int>(i);
+      EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kWgmma), row}))
+          << "row " << i << " of kWgmmaShapes never ran";
+    }
+    for (std::size_t i = 0; i < std::size(lora::kWideShapes); ++i) {
+      if (lora::kWideShapes[i].float_weights != float_weights) continue;
+      EXPECT_TRUE(wide_ran_.contains(static_cast<int>(i)))
+          << "row " << i << " of kWideShapes never ran";
+    }
+  }
+
   static std::vector<std::uint8_t> bytes_of(GuardedTensor& t) {
     t.download();
     const Tensor view = t.host();
@@ -142,12 +160,8 @@ TEST_P(LoraLaunch, EveryPlanGivesTheSameBits) {
   LoraCase strided = case_of(133, 1040, {96, 40}, {16, 8, 24});
   strided.strided = true;
   expect_same_bits(strided);
+  expect_all_shapes_ran(false);
   if (this_machine().arch != 90) return;
-  for (std::size_t i = 0; i < std::size(lora::kWgmmaShapes); ++i) {
-    EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kWgmma), static_cast<int>(i)}))
-        << "row " << i << " of kWgmmaShapes never ran";
-  }
-  EXPECT_EQ(wide_ran_.size(), std::size(lora::kWideShapes));
   for (std::size_t i = 0; i < std::size(lora::kMmaShapes); ++i) {
     EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kMma), static_cast<int>(i)}))
         << "row " << i << " of kMmaShapes never ran";
@@ -172,6 +186,33 @@ TEST_P(LoraLaunch, EveryPlanOfShrinkGivesTheSameBits) {
     expect(case_of(3, 9736, {40}, {200, 24, 8}, DType::kFloat16), DType::kFloat32, true);
   }
   EXPECT_EQ(in_clusters > 0, this_machine().arch == 90);
+}
+
+/// The same of float32 weights under bfloat16 x and y: products of parts on both kinds of tensor
+/// core instructions.
+TEST_P(LoraLaunch, EveryPlanOfFloatWeightsGivesTheSameBits) {
+  const auto float_weights = [](LoraCase c) {
+    c.w = DType::kFloat32;
+    return c;
+  };
+  expect_same_bits(float_weights(case_of(150, 1544, {264, 40}, {16})));
+  expect_same_bits(float_weights(case_of(197, 4616, {384, 136}, {32, 8, 24})));
+  expect_same_bits(float_weights(case_of(300, 776, {264, 72, 64}, {48, 64, 3})));
+  expect_same_bits(float_weights(case_of(260, 520, {264, 40}, {201, 129, 40})));
+  LoraCase alone = float_weights(case_of(330, 2056, {520}, {132}));
+  alone.map = Map::kOneAdapter;
+  expect_same_bits(alone);
+  LoraCase strided = float_weights(case_of(133, 1040, {96, 40}, {16, 8, 24}));
+  strided.strided = true;
+  expect_same_bits(strided);
+  for (const bool segments : {false, true}) {
+    LoraCase c = float_weights(case_of(150, 1544, {96, 40}, {16, 0, 100}));
+    c.segments = segments;
+    expect_same_hidden(c, DType::kBFloat16);
+    c.add = false;  // without zeros for base rows
+    expect_same_hidden(c, DType::kFloat32);
+  }
+  expect_all_shapes_ran(true);
 }
 
 TEST_P(LoraLaunch, AnotherProblemsPlanIsRefused) {

@@ -70,6 +70,7 @@ LoraShape shape_of(const ShrinkProblem& p) {
   LoraShape s = shape_of(Op::kShrink, p.num_tokens, p.weights);
   s.h_columns = static_cast<int>(p.h.width);
   s.one_type = s.one_type && p.x.dtype == p.weights.dtype;
+  s.float_weights = p.weights.dtype == DType::kFloat32 && p.x.dtype == DType::kBFloat16;
   s.aligned_x = allows_vectors(p.x, p.weights);
   return s;
 }
@@ -82,6 +83,8 @@ LoraShape shape_of(const ExpandProblem& p) {
 LoraShape shape_of(const ApplyProblem& p) {
   LoraShape s = shape_of(Op::kApply, p.num_tokens, p.weights);
   s.one_type = s.one_type && p.x.dtype == p.weights.dtype && p.y.dtype == p.weights.dtype;
+  s.float_weights = p.weights.dtype == DType::kFloat32 && p.x.dtype == DType::kBFloat16 &&
+                    p.y.dtype == DType::kBFloat16;
   s.aligned_x = allows_vectors(p.x, p.weights);
   s.aligned_y = allows_vectors(p.y, p.weights, p.offset);
   s.b_by_8 = s.one_type && rows_by_8(p.weights);

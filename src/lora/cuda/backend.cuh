@@ -30,7 +30,8 @@ void read_plan_header(const std::int32_t* plan, std::int32_t* header, Stream str
 
 /// Slabs of h = x A^T for tiles of 16 tokens, on tensor cores: x and A of one 16-bit type, aligned.
 void shrink_decode(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
-/// h, whole or in slabs, for tiles of 64 tokens, on the tensor cores of sm_90a: aligned x and A.
+/// h, whole or in slabs, for tiles of 64 tokens, on the tensor cores of sm_90a: aligned x and A, of
+/// one type, or float32 A under a bfloat16 x.
 void shrink_wgmma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
 /// h, whole or in slabs, on the tensor cores of any architecture: all that the other two leave.
 void shrink_mma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
@@ -42,8 +43,10 @@ void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream);
 void expand_decode(const ExpandParams& p, Stream stream);
 /// The same for tiles of 64 tokens, h not in slabs and ranks up to kExpandPrefillMaxRank.
 void expand_prefill(const ExpandParams& p, Stream stream);
-/// The same for high ranks, on the tensor cores of sm_90a.
+/// The same for high ranks, on the tensor cores of sm_90a; the second of float32 weights, to which
+/// the first leaves their shapes.
 void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream);
+void expand_wide_parts(const ExpandParams& p, const ExpandPlan& c, Stream stream);
 /// The same for every pair of dtypes, on tensor cores that multiply parts of values.
 void expand_parts(const ExpandParams& p, Stream stream);
 

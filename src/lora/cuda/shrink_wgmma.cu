@@ -12,11 +12,13 @@
 // rank rows of all its slices taken together. A further warpgroup streams K through a ring of
 // cp.async stages in the swizzle that wgmma reads; it reads the rows' pointers in batches (one by
 // one, each before its copy, the main loop took 29 us instead of 20, 8192 tokens, R = 192).
+// Float32 A under a bfloat16 x is split into parts on its way to the ring: shrink_wgmma_parts.cuh.
 // Summation: a leaf of K is one chain of MMA steps from zero; the first half of the leaves is added
 // in order, then the second half, then both halves. A cluster of two CTAs takes a half each, a grid
 // a leaf each (slabs), or one CTA both halves: the same bits.
 #include <cstddef>
 #include <iterator>
+#include <type_traits>
 #include <utility>
 
 #include "device/async_copy.cuh"
@@ -29,6 +31,7 @@
 #include "device/swizzle.cuh"
 #include "device/wgmma.cuh"
 #include "lora/cuda/backend.cuh"
+#include "lora/cuda/shrink_wgmma_parts.cuh"
 #include "lora/cuda/shrink_wgmma_traits.cuh"
 #include "lora/cuda/store_sums.cuh"
 
@@ -150,7 +153,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   if (threadIdx.x == 0) {
     shared.octets.begin();
     for (int i = 0; i < Tr::kStages; ++i) {
-      shared.full[i].init(kProducers);
+      shared.full[i].init(Tr::kFloatWeights ? 2 * kProducers : kProducers);
       shared.empty[i].init(Tr::kConsumers / 32);
     }
   }
@@ -168,7 +171,11 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   // Load
   if (threadIdx.x >= Tr::kConsumers) {
     device::fewer_registers<Tr::kProducerRegisters>();
-    produce<Tr>(p, shared, ring);
+    if constexpr (Tr::kFloatWeights) {
+      produce_parts<Tr>(p, shared, smem);
+    } else {
+      produce<Tr>(p, shared, ring);
+    }
     return;
   }
 
@@ -190,7 +197,11 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   }
   device::pdl_wait();
   float total[Tr::kSums];
-  consume<Tr>(p, shared, ring, parked, total);
+  if constexpr (Tr::kFloatWeights) {
+    consume_parts<Tr>(p, shared, ring, parked, total);
+  } else {
+    consume<Tr>(p, shared, ring, parked, total);
+  }
   std::int64_t base[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -214,6 +225,10 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     for (int i = 0; i < kHalf; ++i) {
       own[i] = part == 0 ? total[i] : total[kHalf + i];
       other[i] = part == 0 ? total[kHalf + i] : total[i];
+    }
+    if constexpr (Tr::kFloatWeights) {  // whose last leaf may still be in there
+      device::cluster_arrive();
+      device::cluster_wait();
     }
     put_sums<Tr::kConsumers>(device::in_cluster(parked, 1 - part), other);
     device::cluster_arrive();
@@ -244,11 +259,23 @@ void launch_traits(const ShrinkParams& p, Stream stream) {
   device::launch<shrink_wgmma_kernel<Tr>>("lora_shrink", l, p);
 }
 
+using Launch = void (*)(const ShrinkParams&, Stream);
+
+/// Float32 weights are those of a bfloat16 x.
+template <class T, int kShape>
+constexpr Launch launch_of() {
+  if constexpr (kWgmmaShapes[kShape].float_weights && std::is_same_v<T, __half>) {
+    return nullptr;
+  } else {
+    return launch_traits<Traits<T, kShape>>;
+  }
+}
+
 template <class T, std::size_t... kShapes>
 void launch_shape(int shape, const ShrinkParams& p, Stream stream,
                   std::index_sequence<kShapes...>) {
-  using Launch = void (*)(const ShrinkParams&, Stream);
-  static constexpr Launch kLaunches[] = {launch_traits<Traits<T, static_cast<int>(kShapes)>>...};
+  static constexpr Launch kLaunches[] = {launch_of<T, static_cast<int>(kShapes)>()...};
+  check(kLaunches[shape] != nullptr, "lora_shrink: wgmma takes no float32 weights with this x");
   kLaunches[shape](p, stream);
 }
 
@@ -257,9 +284,10 @@ void launch_shape(int shape, const ShrinkParams& p, Stream stream,
 void shrink_wgmma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   constexpr std::size_t kCount = std::size(kWgmmaShapes);
   check(p.vector && p.tiles.tile_tokens == 64 && static_cast<std::size_t>(c.shape) < kCount &&
-            (kWgmmaShapes[c.shape].share == Share::kLeaf) == c.split(),
-        "lora_shrink: wgmma needs tiles of 64 tokens and rows of whole 16-byte pieces, and leaves "
-        "partials from CTAs of one K chunk alone");
+            (kWgmmaShapes[c.shape].share == Share::kLeaf) == c.split() &&
+            kWgmmaShapes[c.shape].float_weights == (p.weights.dtype == DType::kFloat32),
+        "lora_shrink: wgmma needs tiles of 64 tokens and rows of whole 16-byte pieces, a shape of "
+        "the weights' type, and leaves partials from CTAs of one K chunk alone");
   device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
     launch_shape<typename decltype(tag)::type>(c.shape, p, stream,
                                                std::make_index_sequence<kCount>());

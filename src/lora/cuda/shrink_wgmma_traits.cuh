@@ -12,6 +12,7 @@
 #include "lora/config.h"
 #include "lora/cuda/params.cuh"
 #include "lora/cuda/rank_rows.cuh"
+#include "lora/cuda/split_rows.cuh"
 #include "lora/cuda/store_sums.cuh"
 #include "lora/cuda/tile_run.cuh"
 
@@ -34,19 +35,25 @@ struct Traits {
   static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kSums = kRows / 2;  ///< sums of a thread
   static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes;
-  static constexpr int kStageBytes = kTokenBytes + kRows * device::kSwizzleBytes;
+  /// Float32 rank rows are split into planes of parts as they come.
+  static constexpr bool kFloatWeights = kOf.float_weights;
+  static constexpr int kPlaneBytes = kRows * device::kSwizzleBytes;
+  static constexpr int kStageBytes = kTokenBytes + (kFloatWeights ? kSplitParts : 1) * kPlaneBytes;
   static constexpr int kRing = kStages * kStageBytes;
   static constexpr int kSumBytes = kConsumers * kSums * 4;
-  static constexpr int kParked = kShare == Share::kAll    ? kSumBytes
+  /// Of float32 weights first those of half a leaf, then (kHalf) those of all leaves before it.
+  static constexpr int kParked = kFloatWeights ? (kShare == Share::kHalf ? 2 : 1) * kSumBytes
+                                 : kShare == Share::kAll  ? kSumBytes
                                  : kShare == Share::kHalf ? kSumBytes / 2
                                                           : 0;
   // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
   static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
-  static constexpr int kProducerRegisters = 40;
+  static constexpr int kProducerRegisters = kFloatWeights ? 88 : 40;
   static constexpr int kConsumerRegisters =
       std::min(240, kRegisters + (kRegisters - kProducerRegisters) / kTiles / 8 * 8);
   static_assert(kRows == 16 || kRows % 48 == 0, "there is an MMA of so many columns");
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
+  static_assert(!kFloatWeights || kShare != Share::kAll, "its sums would not fit beside the ring");
 };
 
 /// What lies in shared memory behind the ring and the sums, parked or of the cluster's other CTA.

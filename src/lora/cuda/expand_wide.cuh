@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernel of expand_wide.cu and expand_wide_parts.cu. (The compiler makes other code of the
+// first where both are in one file.)
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/async_copy.cuh"
+#include "device/barrier.cuh"
+#include "device/launch.cuh"
+#include "device/pdl.cuh"
+#include "device/ring.cuh"
+#include "device/swizzle.cuh"
+#include "device/vector.cuh"
+#include "device/wgmma.cuh"
+#include "device/wgmma_parts.cuh"
+#include "lora/cuda/backend.cuh"
+#include "lora/cuda/expand_tile.cuh"
+#include "lora/cuda/split_rows.cuh"
+#include "lora/cuda/tile_run.cuh"
+
+namespace mortar::lora::cuda::wide_expand {
+
+inline constexpr int kStepRanks = device::kSwizzleBytes / 2;  ///< of a stage
+inline constexpr int kProducers = 128;
+inline constexpr int kGroupCols = 32;  ///< columns that are permuted together
+inline constexpr int kMmaCols = 64;    ///< of one wgmma
+
+template <class T_, int kShape, bool kVectorY_>
+struct Traits {
+  using T = T_;
+  static constexpr WideShape kOf = kWideShapes[kShape];
+  static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
+  static constexpr int kTiles = kOf.tiles, kTokens = 64 * kTiles, kCols = kOf.cols;
+  static constexpr int kStages = kOf.stages, kMinCtas = kOf.per_sm;
+  static constexpr int kConsumers = 128 * kTiles, kThreads = kConsumers + kProducers;
+  /// B and h are float32, split into planes of parts as they come.
+  static constexpr bool kFloatWeights = kOf.float_weights;
+  using TW = std::conditional_t<kFloatWeights, float, T>;
+  static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes;
+  static constexpr int kPlaneBytes = kTokenBytes + kCols * device::kSwizzleBytes;
+  static constexpr int kStageBytes = (kFloatWeights ? kSplitParts : 1) * kPlaneBytes;
+  static constexpr int kRing = kStages * kStageBytes;
+  // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
+  static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
+  static constexpr int kProducerRegisters = kFloatWeights ? 72 : 40;
+  static constexpr int kConsumerRegisters =
+      kRegisters + (kRegisters - kProducerRegisters) / kTiles / 8 * 8;
+  static_assert(kCols % kMmaCols == 0 && kConsumers >= kCols, "a thread looks up a column");
+};
+
+/// What lies in shared memory behind the ring.
+template <class Tr>
+struct Shared {
+  /// Row of h from the slice on of each token, then row of B of each permuted column; null: none.
+  const void* rows[Tr::kTokens + Tr::kCols];
+  std::int64_t y[Tr::kTokens];  ///< element of y of the block's first column; negative: no token
+  device::Mbarrier full[Tr::kStages], empty[Tr::kStages];
+  TileRun<Tr::kTiles, Tr::kThreads> run;
+};
+template <class Tr>
+constexpr int kSmem = Tr::kRing + int{sizeof(Shared<Tr>)};
+
+/// 64 ranks from `first` on of kRows rows, 16 bytes at a time; zeros past `rank`. Rows of any
+/// address wait for their loads.
+template <class T, int kRows>
+__device__ __forceinline__ void copy_ranks(const void* const* rows, unsigned char* to, int first,
+                                           int rank, bool vector) {
+  const int thread = static_cast<int>(threadIdx.x) % kProducers;
+  const int piece = thread % 8, row0 = thread / 8, left = rank - first - piece * 8;
+  const int at = left > 0 ? first + piece * 8 : 0;
+  unsigned char* dst = to + device::swizzled(row0, piece);
+  constexpr int kStep = kProducers / 8;
+#pragma unroll
+  for (int i = 0; i < kRows / kStep; ++i) {
+    const auto* row = static_cast<const T*>(rows[row0 + i * kStep]);
+    if (row == nullptr) continue;
+    unsigned char* place = dst + i * kStep * device::kSwizzleBytes;
+    if (vector) {
+      device::cp_async_16(device::smem_address(place), row + at, piece_bytes(left));
+    } else {
+      *reinterpret_cast<uint4*>(place) = device::load_some<T, 8>(row + at, left).piece(0);
+    }
+  }
+}
+
+/// Fills the ring from rows of float32, 64 at a time: B first, as h is the predecessor's.
+template <class Tr>
+__device__ __forceinline__ void produce_parts(Shared<Tr>& shared, unsigned char* ring, int rank,
+                                              bool vector) {
+  constexpr int kRows = 64, kParts = Tr::kPlaneBytes / (kRows * device::kSwizzleBytes);
+  const int num_steps = ceil_div(rank, kStepRanks);
+  const auto rows_of = [&](int part) { return shared.rows + part * kRows; };
+  SplitRows<kRows, kProducers> rows(static_cast<int>(threadIdx.x) - Tr::kConsumers, vector);
+  rows.load(rows_of(Tr::kTiles), 0, rank);
+  device::RingCursor<Tr::kStages> at;
+#pragma unroll 1
+  for (int step = 0; step < num_steps; ++step, at.next()) {
+    if (step >= Tr::kStages) shared.empty[at.stage].wait((at.round - 1) & 1);
+#pragma unroll 1
+    for (int i = 0; i < kParts; ++i) {
+      const int own = (i + Tr::kTiles) % kParts, next = (own + 1) % kParts;
+      if (step == 0 && next == 0) device::pdl_wait();
+      rows.vector = vector || next < Tr::kTiles;  // rows of h always are
+      rows.store_and_load(ring + at.stage * Tr::kStageBytes + own * kRows * device::kSwizzleBytes,
+                          Tr::kPlaneBytes, rows_of(next),
+                          (i + 1 == kParts ? step + 1 : step) * kStepRanks, rank);
+    }
+    device::fence_async_proxy();
+    shared.full[at.stage].arrive();
+  }
+}
+
+/// Fills the ring: B of the first stages before the predecessor's end is awaited.
+template <class Tr>
+__device__ __forceinline__ void produce(Shared<Tr>& shared, unsigned char* ring, int rank,
+                                        bool vector) {
+  using T = typename Tr::T;
+  const int num_steps = ceil_div(rank, kStepRanks), ahead = min(num_steps, Tr::kStages);
+#pragma unroll 1
+  for (int step = 0; step < ahead; ++step) {
+    copy_ranks<T, Tr::kCols>(shared.rows + Tr::kTokens,
+                             ring + step * Tr::kStageBytes + Tr::kTokenBytes, step * kStepRanks,
+                             rank, vector);
+  }
+  device::pdl_wait();
+  device::RingCursor<Tr::kStages> at;
+#pragma unroll 1
+  for (int step = 0; step < num_steps; ++step, at.next()) {
+    unsigned char* stage = ring + at.stage * Tr::kStageBytes;
+    if (step >= ahead) {
+      shared.empty[at.stage].wait((at.round - 1) & 1);
+      copy_ranks<T, Tr::kCols>(shared.rows + Tr::kTokens, stage + Tr::kTokenBytes,
+                               step * kStepRanks, rank, vector);
+    }
+    copy_ranks<T, Tr::kTokens>(shared.rows, stage, step * kStepRanks, rank, true);
+    if (vector) {
+      shared.full[at.stage].arrive_after_copies();
+    } else {
+      device::cp_async_commit();
+      device::cp_async_wait<0>();
+      shared.full[at.stage].arrive();
+    }
+  }
+}
+
+/// acc = h B^T of a consumer warpgroup: its 64 tokens and all columns.
+template <class Tr>
+__device__ __forceinline__ void consume(Shared<Tr>& shared, std::uint32_t ring, int rank,
+                                        float (&acc)[Tr::kCols / 2]) {
+  using T = typename Tr::T;
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128;
+  const int num_steps = ceil_div(rank, kStepRanks);
+  const bool signals = threadIdx.x % 32 == 0;
+#pragma unroll
+  for (float& v : acc) v = 0;
+  device::RingCursor<Tr::kStages> at;
+  int last = -1;  // stage of the MMAs in flight
+#pragma unroll 1
+  for (int step = 0; step < num_steps; ++step, at.next()) {
+    shared.full[at.stage].wait(at.round & 1);
+    device::fence_async_proxy();  // cp.async wrote through the generic proxy
+    device::wgmma_keep(acc);
+    device::wgmma_fence();
+    const std::uint32_t stage = ring + at.stage * Tr::kStageBytes;
+    const auto h = device::wgmma_descriptor(stage + warpgroup * 64 * device::kSwizzleBytes);
+#pragma unroll
+    for (int i = 0; i < kStepRanks / 16; ++i) {
+#pragma unroll
+      for (int c = 0; c < Tr::kCols; c += kMmaCols) {
+        const auto b =
+            device::wgmma_descriptor(stage + Tr::kTokenBytes + c * device::kSwizzleBytes);
+        device::wgmma<T, kMmaCols>(acc + c / 2, h + i * device::kDescriptorStep,
+                                   b + i * device::kDescriptorStep, 1);
+      }
+    }
+    device::wgmma_commit();
+    device::wgmma_wait<1>();
+    if (last >= 0 && signals) shared.empty[last].arrive();
+    last = at.stage;
+  }
+  device::wgmma_wait<0>();
+  device::wgmma_keep(acc);
+}
+
+/// The same of float32, in the order of expand_parts.cu.
+template <class Tr>
+__device__ __forceinline__ void consume_parts(Shared<Tr>& shared, std::uint32_t ring, int rank,
+                                              float (&acc)[Tr::kCols / 2]) {
+  constexpr std::uint64_t kPlane = Tr::kPlaneBytes / 16;
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128;
+  device::WgmmaPartSums<Tr::kCols> sums;
+  sums.begin();
+  device::RingCursor<Tr::kStages> at;
+#pragma unroll 1
+  for (int left = rank; left > 0; left -= kStepRanks, at.next()) {
+    shared.full[at.stage].wait(at.round & 1);
+    device::fence_async_proxy();  // parts came through the generic proxy
+    const std::uint32_t stage = ring + at.stage * Tr::kStageBytes;
+    const auto h = device::wgmma_descriptor(stage + warpgroup * 64 * device::kSwizzleBytes);
+    const auto b = device::wgmma_descriptor(stage + Tr::kTokenBytes);
+    const int num = min(ceil_div(left, 16), kStepRanks / 16);
+#pragma unroll 1
+    for (int i = 0; i < num; ++i) {
+      sums.template add<kSplitParts, kSplitParts>(h + i * device::kDescriptorStep, kPlane,
+                                                  b + i * device::kDescriptorStep, kPlane);
+    }
+    if (threadIdx.x % 32 == 0) shared.empty[at.stage].arrive();
+  }
+#pragma unroll
+  for (int i = 0; i < Tr::kCols / 2; ++i) acc[i] = sums.total(i);
+}
+
+template <class Tr>
+__global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
+    expand_wide_kernel(const __grid_constant__ ExpandParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using T = typename Tr::T;
+  using TW = typename Tr::TW;
+  extern __shared__ __align__(1024) unsigned char smem[];
+  auto& shared = *reinterpret_cast<Shared<Tr>*>(smem + Tr::kRing);
+  const int thread = static_cast<int>(threadIdx.x);
+
+  // Guard
+  device::pdl_begin(p.early);
+  if (!shared.run.find(p.groups, p.tiles, p.weights.num_adapters)) return device::pdl_leave();
+  const Tile tile = shared.run.tile;
+  const Block block = find_block(p, static_cast<int>(blockIdx.x));
+  const SliceWeights w = weights_of(p, tile, block, true);
+  if (w.rank == 0) return device::pdl_leave();
+
+  // Pointers
+  const bool vector = device::is_aligned<TW, 16 / int{sizeof(TW)}>(static_cast<const TW*>(w.b)) &&
+                      w.b_row_stride % (16 / int{sizeof(TW)}) == 0;
+  if (thread < Tr::kTokens) {
+    const int token = thread < tile.count ? shared.run.token(p.groups, p.tiles, thread) : -1;
+    const int row = h_row(p.h, tile, first_position(p.groups, p.tiles), thread, token);
+    const auto* h = static_cast<const TW*>(p.h.data) + block.slice * p.h.slice_stride;
+    shared.rows[thread] = row < 0 ? nullptr : h + row * p.h.row_stride;
+    shared.y[thread] = token < 0 ? -1 : token * p.y.row_stride + block.y_col;
+  }
+  if (thread < Tr::kCols) {
+    const auto* b = static_cast<const TW*>(w.b) + (block.first + thread) * w.b_row_stride;
+    shared.rows[Tr::kTokens + permuted(thread)] = thread < block.cols ? b : nullptr;
+  }
+  if (thread == 0) {
+    for (int i = 0; i < Tr::kStages; ++i) {
+      shared.full[i].init(kProducers);
+      shared.empty[i].init(Tr::kConsumers / 32);
+    }
+  }
+  __syncthreads();
+
+  // Load
+  if (thread >= Tr::kConsumers) {
+    device::fewer_registers<Tr::kProducerRegisters>();
+    if constexpr (Tr::kFloatWeights) {
+      produce_parts<Tr>(shared, smem, w.rank, vector);
+    } else {
+      produce<Tr>(shared, smem, w.rank, vector);
+    }
+    return;
+  }
+
+  // Compute
+  device::more_registers<Tr::kConsumerRegisters>();
+  T* const y = static_cast<T*>(p.y.data);
+  if (p.add_inputs && p.early) {
+    // y to L2, whatever the predecessor may still write there: two lines a row and two threads.
+    const std::int64_t row = shared.y[thread / 2];
+    const int col = thread % 2 * 64;
+    if (row >= 0 && col < block.cols) device::prefetch_l2(y + row + col);
+  }
+  device::pdl_wait();
+  float acc[Tr::kCols / 2];
+  if constexpr (Tr::kFloatWeights) {
+    consume_parts<Tr>(shared, device::smem_address(smem), w.rank, acc);
+  } else {
+    consume<Tr>(shared, device::smem_address(smem), w.rank, acc);
+  }
+
+  // Store
+  const int row0 = thread / 32 * 16 + thread % 32 / 4, col0 = thread % 4 * 8;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const std::int64_t at = shared.y[row0 + 8 * half];
+    if (at < 0) continue;
+    constexpr int kGroups = Tr::kCols / kGroupCols;
+    uint4 old[kGroups] = {};
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int left = block.cols - g * kGroupCols - col0;
+      const T* from = y + at + g * kGroupCols + col0;
+      if constexpr (Tr::kVectorY) {
+        device::load_if(p.add_inputs && left > 0, old[g], from);
+      } else {
+        old[g] = device::load_some<T, 8>(from, p.add_inputs ? left : 0).piece(0);
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int left = block.cols - g * kGroupCols - col0;
+      if (left <= 0) continue;
+      const auto& products = reinterpret_cast<const float(&)[4][4]>(acc[g * 16]);
+      const uint4 out = add_products<T>(old[g], products, half, w.scale, p.add_inputs);
+      T* to = y + at + g * kGroupCols + col0;
+      if constexpr (Tr::kVectorY) {
+        *reinterpret_cast<uint4*>(to) = out;
+      } else {
+        device::Vector<T, 8> some;
+        some.set_piece(0, out);
+        device::store_some(to, some, left);
+      }
+    }
+  }
+#endif
+}
+
+// ---- host ---------------------------------------------------------------------------------------
+
+template <class Tr>
+void launch_traits(const ExpandParams& p, Stream stream) {
+  static_assert((kSmem<Tr> + 1024) * Tr::kMinCtas <= 228 * 1024, "the CTAs fit an SM");
+  using Run = TileRun<Tr::kTiles, Tr::kThreads>;
+  check(p.cols == Tr::kCols, "lora_expand: no wide kernel for ", p.cols, " columns");
+  device::Launch l;
+  l.grid = dim3(static_cast<unsigned>(p.block_start[p.weights.num_slices]), 1,
+                static_cast<unsigned>(Run::most(p.tiles, p.weights.num_adapters)));
+  l.threads = Tr::kThreads;
+  l.smem = kSmem<Tr>;
+  l.stream = stream;
+  l.pdl = true;
+  device::launch<expand_wide_kernel<Tr>>("lora_expand", l, p);
+}
+
+}  // namespace mortar::lora::cuda::wide_expand

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// y (+)= h B^T for many tokens per adapter of float32 adapters under a bfloat16 y, on the warpgroup
+// tensor cores of sm_90a.
+//
+// y[t, n] (+)= sum_r h[s, t, r] B_{a(t), s}[n, r]        N hidden out, r rank
+// bytes  = 4 M sum_s N_s (y read and written) + 4 sum_a sum_s r N_s (B of adapters in use) + h; of
+//          h and B from L2, for tiles of 64 tokens by 128 columns: 6 r M N / 64
+// FLOP   = 12 M N r: six products of parts (src/device/parts.cuh)
+// 2048 tokens of one adapter, qkv, r256: 61 MB -> 14 us of DRAM, 39 GFLOP -> 60 us
+// limit  : L2 and the tensor cores: 64 ranks of a tile take 48 KB of L2 (1,780 clocks at 27 bytes
+//          each), 1,540 clocks of tensor cores, and 620 of a scheduler to split h and B
+// wrong  : ranks up to 32, where y is most of the work: expand_parts.cu has more of it in flight
+//
+// The kernel is that of expand_wide.cu. Its producers read h and B into registers, split them and
+// write planes of parts, and have the next rows on their way meanwhile. Products and sums are in
+// the order of expand_parts.cu.
+#include "device/wgmma.cuh"
+#include "lora/cuda/backend.cuh"
+#include "lora/cuda/expand_wide.cuh"
+
+namespace mortar::lora::cuda {
+
+void expand_wide_parts(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
+  check(c.shape == kWidePartsShape && p.vector_y && p.y.dtype == DType::kBFloat16 &&
+            p.h.by_position && p.h.dtype == DType::kFloat32 && p.weights.dtype == DType::kFloat32,
+        "lora_expand: the wide kernel of parts takes lora_apply's own h, float32 weights and an "
+        "aligned bfloat16 y");
+  wide_expand::launch_traits<wide_expand::Traits<__nv_bfloat16, kWidePartsShape, true>>(p, stream);
+}
+
+}  // namespace mortar::lora::cuda

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which kernel of each pass suits a mixture of dtypes, or float32, and in which shape.
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+
+#include "lora/launch_choice.h"
+
+namespace mortar::lora {
+namespace {
+
+/// The shape of shrink_wgmma.cu for float32 weights that takes the busiest SM the fewest clocks.
+///
+/// A stage of a CTA takes the tensor cores 6 clocks per tile and rank row, and L2 its bytes; CTAs
+/// of an SM share both, and none has a stage in less than a trip to L2 and back.
+ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
+  constexpr double kBytesAClock = 27;           // of an SM, from L2
+  constexpr double kTrip = 700, kStart = 3000;  // clocks of a trip, of a CTA's start and end
+  constexpr double kFinish = 3000;              // of the kernel that adds partials
+  const bool splits = num_leaves(s.hidden) > 1 && partials_fit(s);
+  const std::int64_t groups = std::max<std::int64_t>(1, std::min(s.num_tokens, s.num_adapters));
+  const double stages = static_cast<double>(ceil_div<std::int64_t>(s.hidden, 64));
+  ShrinkPlan best;
+  double least = 0;
+  for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
+    const WgmmaShape& shape = kWgmmaShapes[i];
+    const bool leaf = shape.share == Share::kLeaf;
+    if (!shape.float_weights || (leaf && !splits)) continue;
+    // The last run of an adapter is half full on average.
+    const std::int64_t runs =
+        std::max(ceil_div<std::int64_t>(s.num_tokens, 64 * shape.tiles),
+                 s.num_tokens / (64 * shape.tiles) + ceil_div<std::int64_t>(groups, 2));
+    const std::int64_t shares = leaf ? num_leaves(s.hidden) : 2;
+    const std::int64_t ctas = runs * ceil_div(s.rank_rows(), shape.rows) * shares;
+    const double an_sm = static_cast<double>(ceil_div<std::int64_t>(ctas, m.sms));
+    const double rounds = std::ceil(an_sm / shape.per_sm);
+    const int rows = std::min(shape.rows, s.rank_rows());
+    const double stage = std::max(6.0 * shape.rows * shape.tiles,
+                                  (128.0 * 64 * shape.tiles + 256.0 * rows) / kBytesAClock);
+    double clocks = stages / static_cast<double>(shares) * std::max(an_sm * stage, rounds * kTrip) +
+                    rounds * kStart;
+    if (leaf) {
+      clocks += kFinish + 2.0 * static_cast<double>(partial_bytes(s)) / (m.sms * kBytesAClock);
+    }
+    if (least != 0 && clocks >= least) continue;
+    least = clocks;
+    best = {ShrinkKernel::kWgmma, i, 64, shape.rows, leaf ? Partials::kFinish : Partials::kNone, 0};
+  }
+  return best;
+}
+
+/// With float32 weights, where six products of parts take mma.sync longer than memory takes for y,
+/// and CTAs of 64 tokens fill half of the chip. (At 60 % of the rate of wgmma, 40 clocks of an SM
+/// per rank for 64 tokens and 128 columns, whose y of 32 KB takes 2,000.)
+bool suits_wide_parts(const LoraShape& s, const Machine& m) {
+  const std::int64_t ctas =
+      max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kWideShapes[0].cols);
+  return runs_wide(s, m) && s.float_weights && best_tile_tokens(s) == 64 && h_width(s) > 48 &&
+         2 * ctas >= m.sms;
+}
+
+}  // namespace
+
+ExpandPlan parts_expand(const LoraShape& s, const Machine& m) {
+  // As many CTAs of 16 or 32 tokens as run at once, three per SM.
+  ExpandPlan c;
+  c.kernel = ExpandKernel::kParts;
+  c.tile_tokens = best_tile_tokens(s);
+  const std::int64_t ctas = c.tile_tokens == 16 ? max_tiles(s.num_tokens, s.num_adapters, 16)
+                                                : ceil_div<std::int64_t>(s.num_tokens, 32);
+  c.cols = even_cols(
+      s, std::max<std::int64_t>(128, ceil_div<std::int64_t>(s.sum_widths() * ctas, 3 * m.sms)),
+      128);
+  return c;
+}
+
+ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m) {
+  ShrinkPlan c;
+  c.kernel = ShrinkKernel::kParts;
+  c.tile_tokens = best_tile_tokens(s);
+  const std::int64_t leaves = num_leaves(s.hidden);
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, c.tile_tokens);
+  const bool split = leaves > 1 && partials_fit(s);
+  const bool finish = c.tile_tokens > 16 || s.max_rank > kExpandPrefillMaxRank;
+  if (split) c.partials = finish ? Partials::kFinish : Partials::kExpand;
+  // Rank rows are shared out until there are two CTAs per SM.
+  const std::int64_t ctas = tiles * (split ? leaves : 1);
+  const std::int64_t shares = std::clamp<std::int64_t>(2 * m.sms / std::max<std::int64_t>(ctas, 1),
+                                                       1, ceil_div(s.rank_rows(), 16));
+  const int own = round_up(static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares)), 16);
+  c.rows = std::min(own, split ? kPartsMaxRows : kPartsMaxTotals);
+  return c;
+}
+
+ShrinkPlan choose_parts_shrink(const LoraShape& s, const Machine& m) {
+  const bool wgmma = s.float_weights && runs_wgmma(s, m) && best_tile_tokens(s) == 64;
+  return wgmma ? wgmma_parts_shrink(s, m) : parts_shrink(s, m);
+}
+
+ExpandPlan choose_parts_expand(const LoraShape& s, const Machine& m) {
+  return suits_wide_parts(s, m) ? wide_expand(kWidePartsShape) : parts_expand(s, m);
+}
+
+}  // namespace mortar::lora
