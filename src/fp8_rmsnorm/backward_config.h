@@ -22,10 +22,9 @@ struct BackwardShape {
 /// alone, and with it the tree by which dw is summed: row m belongs to row group m % row_groups of
 /// chunk m / row_groups % chunks, so that at any time the CTAs work on rows next to each other.
 struct BackwardPlan {
-  static constexpr int kMostThreads = 512;       ///< of a CTA
-  static constexpr int kElements = 16;           ///< of a row, that a thread holds
-  static constexpr int kMostStrips = 8;          ///< as many CTAs as a cluster may have
-  static constexpr int kMostGroupsOfStrips = 2;  ///< row groups where a row has several strips
+  static constexpr int kMostThreads = 512;  ///< of a CTA
+  static constexpr int kElements = 16;      ///< of a row, that a thread holds
+  static constexpr int kMostStrips = 8;     ///< as many CTAs as a cluster may have
   static constexpr int kMostStages = 4;
   static constexpr int kStaticSmem = 3 << 10;  ///< at most, with what the system keeps
 
@@ -59,17 +58,13 @@ inline BackwardPlan backward_plan(const BackwardShape& s, const GpuShape& gpu, i
   BackwardPlan plan;
   plan.strips = static_cast<int>(
       power_of_two_above(ceil_div<std::int64_t>(s.hidden, most_threads * kElements)));
-  // Two rows at a time: while the CTAs of a cluster send each other one's sums, they have another.
-  if (plan.strips > 1) plan.strips = std::min(2 * plan.strips, BackwardPlan::kMostStrips);
   plan.cluster = plan.strips > 1 && gpu.clusters;
   const int columns = static_cast<int>(ceil_div<std::int64_t>(s.hidden, plan.strips));
   const int least = ceil_div(columns, kElements);  // threads
   plan.row_threads =
       least <= 32 ? static_cast<int>(power_of_two_above(least)) : round_up(least, 32);
   if (chunks == 0) chunks = most_chunks(plan.strips);
-  const int most_groups =
-      std::min(most_threads / plan.row_threads,
-               plan.strips > 1 ? BackwardPlan::kMostGroupsOfStrips : most_threads);
+  const int most_groups = plan.strips > 1 ? 1 : most_threads / plan.row_threads;
   plan.row_groups =
       static_cast<int>(std::clamp<std::int64_t>(ceil_div(s.rows, chunks), 1, most_groups));
   plan.chunks = std::min(chunks, ceil_div<std::int64_t>(s.rows, plan.row_groups));

@@ -41,13 +41,15 @@ GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Fp8RmsNormBackwardPlans);
 INSTANTIATE_TEST_SUITE_P(Devices, Fp8RmsNormBackwardPlans, ::testing::ValuesIn(gpus()),
                          device_name);
 
-// Fewer rows in flight; and views that start or end between 16-byte vectors.
+// Fewer rows in flight; and views that start or end between 16-byte vectors. Rows in one strip and
+// in several.
 TEST_P(Fp8RmsNormBackwardPlans, StagesAndAlignmentChangeNoBit) {
   for (const auto& [x, dy] :
        {std::pair{kE4M3, kBF16}, {kE5M2, kF32}, {kF16, kF16}, {kF32, kBF16}}) {
-    for (const std::int64_t columns : {48, 1040, 5120}) {
+    for (const auto& [columns, threads] :
+         {std::pair{48, 512}, {1040, 512}, {5120, 512}, {2064, 64}}) {
       const GradCase c{.rows = 37, .columns = columns, .x = x, .dy = dy, .residual_grad = true};
-      const BackwardPlan plan = backward_plan(shape_of(c), gpu_, BackwardPlan::kMostThreads, 9);
+      const BackwardPlan plan = backward_plan(shape_of(c), gpu_, threads, 9);
       const Bits bits = run(c, plan);
       GradCase moved = c;
       moved.layout = {.lead = 4, .row_gap = 4};

@@ -12,10 +12,11 @@
 //          shared memory. A thread keeps 16 columns of a row in registers while the row's sum is
 //          made, beside their weights and sums of dw. 20 instructions an element, of 33 that the
 //          floor allows. Rows over 8,192 columns are strips of CTAs in a cluster, which send each
-//          other their sums
+//          other their sums and make dx a row later: 26 instructions an element
 // wrong  : rows over 8,192 columns before sm_90, without clusters: the strips' sums are made by a
 //          pass of their own, so that dy and x are read twice
 #include <bit>
+#include <type_traits>
 
 #include "device/async_copy.cuh"
 #include "device/cluster.cuh"
@@ -60,10 +61,7 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
   constexpr bool kStrips = kAccess == Access::kStrips || kAccess == Access::kAny;
   extern __shared__ uint4 ring[];
   __shared__ __align__(16) float warp_sums[DotReduction::kScratch];
-  // The dots of a row of every group, from all CTAs of a cluster.
-  constexpr int kMostGroups = kStrips ? BackwardPlan::kMostGroupsOfStrips : 1;
-  __shared__ float strip_dots[kMostGroups][2][BackwardPlan::kMostStrips];
-  __shared__ device::Mbarrier dots_arrived[kMostGroups][2];
+  __shared__ StripDots<kStrips ? 4 : 1> strip_dots;
   const BackwardProblem& p = params.problem;
   const BackwardPlan& plan = params.plan;
 
@@ -139,9 +137,7 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
   for (int i = thread; i < DotReduction::kScratch; i += static_cast<int>(blockDim.x)) {
     warp_sums[i] = 0.0f;
   }
-  if (kStrips && plan.cluster && thread < 2 * kMostGroups) {
-    dots_arrived[thread / 2][thread % 2].init(1);
-  }
+  if (kStrips && plan.cluster) strip_dots.init(thread);
   __syncthreads();
   if (kStrips && plan.cluster) {  // all its CTAs have come so far
     device::cluster_arrive();
@@ -191,6 +187,75 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
   const std::uint32_t end = first_stage + plan.stages * stage_bytes;
   std::uint32_t stage = first_stage;
   const float inverse_hidden = 1.0f / static_cast<float>(hidden);
+  const auto read = [&](std::uint32_t from, int run) {
+    struct Raw {
+      uint4 x, dy;
+    };
+    return Raw{
+        read_shared<kCount* int{sizeof(X)}>(from + x_read + run * lanes * kCount * int{sizeof(X)}),
+        read_shared<kCount* int{sizeof(D)}>(from + dy_read +
+                                            run * lanes * kCount * int{sizeof(D)})};
+  };
+  // z = x s and u = rstd g. The first time dw, and the thread's part of the row's sum of u z.
+  const auto unpack_row = [&](auto first, std::uint32_t from, const auto& scale, float rstd,
+                              auto& z, auto& u, auto& sum) {
+    auto next = read(from, 0);
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const auto raw = next;
+      if (run + 1 < kRuns) next = read(from, run + 1);
+      unpack_run<X>(raw.x, z[run]);
+      unpack_run<D>(raw.dy, u[run]);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (kIsFloat8<X>) z[run][i] *= scale[run];
+        u[run][i] *= rstd;
+        if (first) dw[run][i] = __fmaf_rn(u[run][i], z[run][i], dw[run][i]);
+        u[run][i] *= weight[run][i];
+        if (first) sum[i % 4] = __fmaf_rn(u[run][i], z[run][i], sum[i % 4]);
+      }
+    }
+  };
+  const auto add_row = [&](std::uint32_t from, auto& u) {
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      float added[kCount];
+      unpack_run<D>(read_shared<kCount* int{sizeof(D)}>(from + dy_read + kAddedAt +
+                                                        run * lanes * kCount * int{sizeof(D)}),
+                    added);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) u[run][i] = __fadd_rn(u[run][i], added[i]);  // no fma
+    }
+  };
+  const auto store_dx = [&](float dot, float rstd, auto& z, auto& u) {
+    const float slope = rstd * rstd * (dot * inverse_hidden);
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) u[run][i] = __fmaf_rn(-slope, z[run][i], u[run][i]);
+      store_run<D, kAligned>(dx + run * lanes * kCount * int{sizeof(D)}, u[run],
+                             hidden - lanes_column - of_run(run));
+    }
+    dx += params.dx_step;
+  };
+  // In strips dx is made of what is still in the ring, unpacked anew: in a cluster a row later, so
+  // that the dots are on their way meanwhile, unless that left no row in flight.
+  constexpr bool kTwice = kAccess == Access::kStrips;
+  const int lag = kTwice && plan.cluster && plan.stages > 2 && makes_dx ? 1 : 0;
+  struct Row {
+    std::uint32_t stage;
+    float scale[kRuns], rstd, dot;
+  };
+  Row before = {};
+  const auto finish_row = [&](int step, const Row& row) {
+    const float dot = plan.cluster ? strip_dots.receive(step, plan.strips) : row.dot;
+    float z[kRuns][kCount], u[kRuns][kCount], unused[4];
+    unpack_row(std::false_type(), row.stage, row.scale, row.rstd, z, u, unused);
+    if (adds) add_row(row.stage, u);
+    store_dx(dot, row.rstd, z, u);
+    __syncwarp();
+    load(step + plan.stages, row.stage);
+  };
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const bool there = kWarps || step < own_rows;
@@ -201,51 +266,20 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
       scale[run] = __uint_as_float(scale_ahead[run] << (params.narrow_scale ? 16 : 0));
     }
     look_ahead(step + 1);
-    wait_for_copies(plan.stages - 1);
+    wait_for_copies(plan.stages - 1 - (step > 0 ? lag : 0));
     __syncwarp();
 
-    struct Raw {
-      uint4 x, dy;
-    };
-    const auto read = [&](int run) {
-      return Raw{read_shared<kCount* int{sizeof(X)}>(stage + x_read +
-                                                     run * lanes * kCount * int{sizeof(X)}),
-                 read_shared<kCount* int{sizeof(D)}>(stage + dy_read +
-                                                     run * lanes * kCount * int{sizeof(D)})};
-    };
     // z = x s and u = rstd g; dy rstd on the way.
     float z[kRuns][kCount] = {}, u[kRuns][kCount] = {}, sum[4] = {};
     if (there) {
-      Raw next = read(0);
-#pragma unroll
-      for (int run = 0; run < kRuns; ++run) {
-        const Raw raw = next;
-        if (run + 1 < kRuns) next = read(run + 1);
-        unpack_run<X>(raw.x, z[run]);
-        unpack_run<D>(raw.dy, u[run]);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          if (kIsFloat8<X>) z[run][i] *= scale[run];
-          u[run][i] *= rstd;
-          dw[run][i] = __fmaf_rn(u[run][i], z[run][i], dw[run][i]);
-          u[run][i] *= weight[run][i];
-          sum[i % 4] = __fmaf_rn(u[run][i], z[run][i], sum[i % 4]);
-        }
-      }
-      if (adds) {
-#pragma unroll
-        for (int run = 0; run < kRuns; ++run) {
-          float added[kCount];
-          unpack_run<D>(read_shared<kCount* int{sizeof(D)}>(stage + dy_read + kAddedAt +
-                                                            run * lanes * kCount * int{sizeof(D)}),
-                        added);
-#pragma unroll
-          for (int i = 0; i < kCount; ++i) u[run][i] = __fadd_rn(u[run][i], added[i]);  // no fma
-        }
-      }
+      unpack_row(std::true_type(), stage, scale, rstd, z, u, sum);
+      if (!kTwice && adds) add_row(stage, u);
     }
-    __syncwarp();
-    load(step + plan.stages, stage);
+    const std::uint32_t here = stage;
+    if (!kTwice || !makes_dx) {
+      __syncwarp();
+      load(step + plan.stages, stage);
+    }
     stage = stage + stage_bytes == end ? first_stage : stage + stage_bytes;
 
     // Reduce: the row's sum of u z.
@@ -259,18 +293,8 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
         for (int s = 0; s < plan.strips; ++s) dot += __ldcg(params.dots + s * p.input.rows + row);
       }
       if (plan.cluster) {
-        // Two sets in turn: a CTA sends its next dot only when it has read those of the row before.
-        float* dots = strip_dots[group][step % 2];
-        device::Mbarrier& arrived = dots_arrived[group][step % 2];
-        const int of_group = thread - group * row_threads;
-        if (of_group == 0) arrived.arrive_and_expect(plan.strips * int{sizeof(float)});
-        if (of_group < plan.strips) {
-          device::send_to_cluster(dots + blockIdx.y, dot, &arrived, of_group);
-        }
-        arrived.wait(static_cast<std::uint32_t>(step / 2 % 2));
-        dot = 0.0f;
-#pragma unroll 1
-        for (int s = 0; s < plan.strips; ++s) dot += dots[s];
+        strip_dots.send(step, dot, thread, plan.strips);
+        if (!kTwice) dot = strip_dots.receive(step, plan.strips);
       }
       if (dots_only && there && thread == group * row_threads) {
         params.dots[blockIdx.y * p.input.rows + row] = dot;
@@ -278,51 +302,26 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
     }
 
     // Store.
-    if (makes_dx && there) {
-      const float slope = rstd * rstd * (dot * inverse_hidden);
+    if (!makes_dx || !there) continue;
+    if constexpr (kTwice) {
+      Row row{here, {}, rstd, dot};
 #pragma unroll
-      for (int run = 0; run < kRuns; ++run) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) u[run][i] = __fmaf_rn(-slope, z[run][i], u[run][i]);
-        store_run<D, kAligned>(dx + run * lanes * kCount * int{sizeof(D)}, u[run],
-                               hidden - lanes_column - of_run(run));
-      }
-      dx += params.dx_step;
+      for (int run = 0; run < kRuns; ++run) row.scale[run] = scale[run];
+      Row done = before;
+      if (lag == 0) done = row;
+      if (step >= lag) finish_row(step - lag, done);
+      before = row;
+    } else {
+      store_dx(dot, rstd, z, u);
     }
   }
+  if (kTwice && lag != 0 && steps > 0) finish_row(steps - 1, before);
   device::cp_async_wait<0>();
   if (!params.makes_dw || dots_only) return;
 
-  // The sums of the row groups, in their order.
-  __syncthreads();
-  const int strip = plan.strip();
-  float4* sums = reinterpret_cast<float4*>(ring);
-  if (group < plan.row_groups) {
-#pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
-      float4* to = sums + (group * strip + lanes_column - strip_column + of_run(run)) / 4;
-#pragma unroll
-      for (int q = 0; q < kCount / 4; ++q) {
-        to[q] =
-            make_float4(dw[run][4 * q], dw[run][4 * q + 1], dw[run][4 * q + 2], dw[run][4 * q + 3]);
-      }
-    }
-  }
-  __syncthreads();
-  const int stride = round_up(hidden, 4);
-  float4* partials =
-      reinterpret_cast<float4*>(params.partials + std::int64_t{blockIdx.x} * stride + strip_column);
-  const int quads = min(strip, stride - strip_column) / 4;
-#pragma unroll 2
-  for (int q = thread; q < quads; q += static_cast<int>(blockDim.x)) {
-    float4 sum = sums[q];
-#pragma unroll 2
-    for (int g = 1; g < plan.row_groups; ++g) {
-      const float4 v = sums[g * (strip / 4) + q];
-      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
-    }
-    partials[q] = sum;
-  }
+  __syncthreads();  // the ring is free
+  store_partials<kCount, kRuns>(params, reinterpret_cast<float4*>(ring), thread, group, hidden,
+                                strip_column, lanes_column, of_run, dw);
 }
 
 // ------------------------------------------------------------------------------------------- host

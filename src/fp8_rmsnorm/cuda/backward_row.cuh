@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a thread of the backward has beside its part of the rows: their weights, and the sum that it
-// makes with the other threads of a row.
+// What a thread of the backward has beside its part of the rows: their weights, the sum that it
+// makes with the other threads of a row, and what the row groups of a CTA make of dw.
 #pragma once
 
+#include "device/cluster.cuh"
 #include "device/reduce.cuh"
 #include "fp8_rmsnorm/cuda/backward.cuh"
 #include "fp8_rmsnorm/cuda/elements.cuh"
@@ -129,5 +130,72 @@ class DotReduction {
   float* sums_;
   int group_, row_threads_, own_, odd_ = kMostWarps;
 };
+
+/// The dots of rows of which every CTA of a cluster has a strip, in shared memory, in kSets that
+/// are used in turn. Four are enough where a row's dot is received after the next row's is sent: a
+/// CTA that sends that of step s has those of s - 2, which the others sent when they had those of
+/// s - 4.
+template <int kSets>
+struct StripDots {
+  float dots[kSets][BackwardPlan::kMostStrips];
+  device::Mbarrier arrived[kSets];
+
+  __device__ __forceinline__ void init(int thread) {
+    if (thread < kSets) arrived[thread].init(1);
+  }
+  /// To all CTAs of the cluster.
+  __device__ __forceinline__ void send(int step, float dot, int thread, int strips) {
+    device::Mbarrier& here = arrived[step % kSets];
+    if (thread == 0) here.arrive_and_expect(strips * int{sizeof(float)});
+    if (thread < strips) {
+      device::send_to_cluster(dots[step % kSets] + blockIdx.y, dot, &here, thread);
+    }
+  }
+  /// Waits for the strips' dots; their sum.
+  __device__ __forceinline__ float receive(int step, int strips) {
+    arrived[step % kSets].wait(static_cast<std::uint32_t>(step / kSets % 2));
+    float dot = 0.0f;
+#pragma unroll 1
+    for (int s = 0; s < strips; ++s) dot += dots[step % kSets][s];
+    return dot;
+  }
+};
+
+/// The chunk's part of dw: the sums of the row groups in their order, by way of `sums` in shared
+/// memory. Run r of a thread's columns begins of_run(r) after column `lanes_column`.
+template <int kCount, int kRuns>
+__device__ __forceinline__ void store_partials(const BackwardParams& params, float4* sums,
+                                               int thread, int group, int hidden, int strip_column,
+                                               int lanes_column, const auto& of_run,
+                                               const float (&dw)[kRuns][kCount]) {
+  const BackwardPlan& plan = params.plan;
+  const int strip = plan.strip();
+  if (group < plan.row_groups) {
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      float4* to = sums + (group * strip + lanes_column - strip_column + of_run(run)) / 4;
+#pragma unroll
+      for (int q = 0; q < kCount / 4; ++q) {
+        to[q] =
+            make_float4(dw[run][4 * q], dw[run][4 * q + 1], dw[run][4 * q + 2], dw[run][4 * q + 3]);
+      }
+    }
+  }
+  __syncthreads();
+  const int stride = round_up(hidden, 4);
+  float4* partials =
+      reinterpret_cast<float4*>(params.partials + std::int64_t{blockIdx.x} * stride + strip_column);
+  const int quads = min(strip, stride - strip_column) / 4;
+#pragma unroll 2
+  for (int q = thread; q < quads; q += static_cast<int>(blockDim.x)) {
+    float4 sum = sums[q];
+#pragma unroll 2
+    for (int g = 1; g < plan.row_groups; ++g) {
+      const float4 v = sums[g * (strip / 4) + q];
+      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+    }
+    partials[q] = sum;
+  }
+}
 
 }  // namespace mortar::fp8_rmsnorm::cuda
