@@ -17,7 +17,7 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
   constexpr double kBytesAClock = 27;           // of an SM, from L2
   constexpr double kTrip = 700, kStart = 3000;  // clocks of a trip, of a CTA's start and end
   constexpr double kFinish = 3000;              // of the kernel that adds partials
-  const bool splits = num_leaves(s.hidden) > 1 && partials_fit(s);
+  const bool splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
   const std::int64_t groups = std::max<std::int64_t>(1, std::min(s.num_tokens, s.num_adapters));
   const double stages = static_cast<double>(ceil_div<std::int64_t>(s.hidden, 64));
   ShrinkPlan best;
@@ -41,6 +41,8 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
                     rounds * kStart;
     if (leaf) {
       clocks += kFinish + 2.0 * static_cast<double>(partial_bytes(s)) / (m.sms * kBytesAClock);
+      // Many partials also push x and A out of L2: only where they save a fifth by this count.
+      if (!partials_are_light(s)) clocks *= 1.25;
     }
     if (least != 0 && clocks >= least) continue;
     least = clocks;

@@ -16,6 +16,7 @@ namespace {
 std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
   std::vector<ShrinkPlan> plans;
   const bool splits = num_leaves(s.hidden) > 1 && partials_fit(s);
+  const bool wgmma_splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
   for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)) && runs_wgmma(s, m); ++i) {
     const WgmmaShape& shape = kWgmmaShapes[i];
     const bool leaf = shape.share == Share::kLeaf;
@@ -26,7 +27,7 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
                  other.tiles <= shape.tiles && other.rows < shape.rows &&
                  other.rows >= s.rank_rows();
         });
-    if (narrower || (leaf && !splits) || shape.float_weights != s.float_weights) continue;
+    if (narrower || (leaf && !wgmma_splits) || shape.float_weights != s.float_weights) continue;
     plans.push_back(
         {ShrinkKernel::kWgmma, i, 64, shape.rows, leaf ? Partials::kFinish : Partials::kNone, 0});
   }

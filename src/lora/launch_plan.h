@@ -85,23 +85,30 @@ inline std::int64_t light_partials(const LoraShape& s) {
 inline bool partials_are_light(const LoraShape& s) {
   return partial_bytes(s) + finished_bytes(s) <= light_partials(s);
 }
-/// Bytes that they may take, the documented limit: twice h in float32, and 16 MB. With split-bf16
-/// more than the light ones do not pay. (1,334 tokens of rank 512, gate_up of 1,024 to 2 x 3,072,
-/// float32 adapters: 466 us against 444; 1,538 tokens of 58 adapters, rank 256: 198 against 166.)
-inline std::int64_t partial_budget(const LoraShape& s) {
-  if (!s.one_type) return light_partials(s);
+/// Bytes that they may take, the documented limit: twice h in float32, and 16 MB.
+inline std::int64_t most_partials(const LoraShape& s) {
   return 2 * s.num_tokens * s.num_slices * s.max_rank * 4 + (16 << 20);
 }
-/// Whether all of a split shrink's partials fit their budget, with h beside them, and 32 bits.
-inline bool partials_fit(const LoraShape& s) {
-  const std::int64_t partials = partial_bytes(s);
-  return partials + finished_bytes(s) <= partial_budget(s) && partials < std::int64_t{1} << 32;
+/// Those that the kernels without wgmma take: with split-bf16 more than the light ones do not pay.
+/// (1,334 tokens of rank 512, gate_up of 1,024 to 2 x 3,072, float32 adapters: 466 us against 444;
+/// 1,538 tokens of 58 adapters, rank 256: 198 against 166.)
+inline std::int64_t partial_budget(const LoraShape& s) {
+  return s.one_type ? most_partials(s) : light_partials(s);
 }
+/// Whether all of a split shrink's partials fit their budget, with h beside them, and 32 bits.
+inline bool partials_fit(const LoraShape& s, std::int64_t budget) {
+  const std::int64_t partials = partial_bytes(s);
+  return partials + finished_bytes(s) <= budget && partials < std::int64_t{1} << 32;
+}
+inline bool partials_fit(const LoraShape& s) { return partials_fit(s, partial_budget(s)); }
+/// The same of wgmma.
+inline bool wgmma_partials_fit(const LoraShape& s) { return partials_fit(s, most_partials(s)); }
 
 /// Workspace of the two ops whatever is chosen: partials where there may be any, and for lora_apply
 /// h whole beside them.
 inline std::int64_t most_workspace(const LoraShape& s) {
-  const std::int64_t partials = partials_fit(s) ? partial_bytes(s) : 0;
+  const bool fit = s.float_weights ? wgmma_partials_fit(s) : partials_fit(s);
+  const std::int64_t partials = fit ? partial_bytes(s) : 0;
   return s.op == Op::kShrink ? partials : finished_bytes(s) + partials;
 }
 

@@ -288,7 +288,9 @@ std::int64_t workspace(const WorkspaceQuery& q, Op op) {
   s.num_slices = q.num_slices;
   s.max_rank = q.max_rank;
   s.one_type = false;
+  s.float_weights = q.weight == DType::kFloat32 && q.activation == DType::kBFloat16;
   const std::int64_t mixed = most_workspace(s);
+  s.float_weights = false;
   s.one_type = q.activation == q.weight && is_half(q.weight);
   return std::max(mixed, most_workspace(s));
 }
