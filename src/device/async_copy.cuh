@@ -20,6 +20,12 @@ __device__ __forceinline__ void cp_async_16(std::uint32_t dst, const void* src, 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
                : "memory");
 }
+/// 8 bytes, of which `bytes` are read, the others zeros. L1 keeps what it read, so not for what a
+/// predecessor may have written.
+__device__ __forceinline__ void cp_async_8(std::uint32_t dst, const void* src, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(bytes)
+               : "memory");
+}
 /// Asks for the 128-byte line in L2; reads nothing, so what it holds may still change.
 __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));

@@ -17,6 +17,17 @@ __device__ __forceinline__ void wait_for_stage(bool refilled) {
   refilled ? cp_async_wait<kStages - 2>() : cp_async_wait<kStages - 1>();
 }
 
+/// A step of a ring that cp.async fills, all of whose stages but one are in flight, one committed
+/// group a stage: waits for the oldest and for the whole CTA, which has then used up the one before
+/// it; `refill` asks for what comes there next, or for nothing at the end.
+template <int kStages, class Refill>
+__device__ __forceinline__ void next_stage(Refill refill) {
+  cp_async_wait<kStages - 2>();
+  __syncthreads();
+  refill();
+  cp_async_commit();
+}
+
 /// The stage that is next, and how often the ring has been walked through: the parity of `round` is
 /// that of the stage's barriers.
 template <int kStages>

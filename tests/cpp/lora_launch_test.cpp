@@ -129,6 +129,35 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
     }
   }
 
+  /// The same for lora_expand and an h of the caller's.
+  void expect_same_expanded(const LoraCase& c, DType h_dtype) {
+    LoraOperands op(c, GetParam());
+    lora::LoraShape s = shape_of(op);
+    s.op = lora::Op::kExpand;
+    s.aligned_x = true;
+    s.b_by_8 = false;
+    const LoraWeights host = op.host_weights();
+    const auto expected =
+        lora::reference_expand(lora::reference_shrink(op.x.host(), host, op.map, c.scale), host,
+                               op.map, op.y.host(), 0, c.add);
+    GuardedTensor h = make_hidden(op, h_dtype, 0), workspace = op.shrink_workspace();
+    lora_shrink(op.x.view(), op.weights(), op.groups(), h.view(), c.scale, {}, workspace.view(),
+                Stream{});
+    const GuardedTensor original = op.y;
+    std::vector<std::uint8_t> want;
+    for (const LaunchPlan& plan : lora::candidates(s, this_machine())) {
+      const lora::cuda::InjectedPlan injected(plan);
+      restore_y(op, original);
+      lora_expand(h.view(), op.weights(), op.groups(), op.y.view(), 0, c.add, Stream{});
+      if (want.empty()) {
+        expect_outputs(op, expected, h_dtype, "lora_expand");
+        want = bytes_of(op.y);
+      }
+      EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
+      EXPECT_TRUE(op.y.guards_intact()) << describe(plan);
+    }
+  }
+
   static std::vector<std::uint8_t> bytes_of(GuardedTensor& t) {
     t.download();
     const Tensor view = t.host();
@@ -213,6 +242,23 @@ TEST_P(LoraLaunch, EveryPlanOfFloatWeightsGivesTheSameBits) {
     expect_same_hidden(c, DType::kFloat32);
   }
   expect_all_shapes_ran(true);
+}
+
+/// Every bucket of ranks, few and many tokens of an adapter, both forms of groups.
+TEST_P(LoraLaunch, EveryPlanOfExpandGivesTheSameBits) {
+  for (const bool segments : {false, true}) {
+    const auto expect = [&](LoraCase c, DType h_dtype) {
+      c.segments = segments;
+      c.add = !segments;
+      expect_same_expanded(c, h_dtype);
+    };
+    expect(case_of(7, 40, {136}, {16, 8, 5}), DType::kFloat32);
+    expect(case_of(150, 40, {264, 40}, {12, 16}), DType::kBFloat16);
+    expect(case_of(70, 40, {136, 8}, {32, 0, 24}), DType::kBFloat16);
+    expect(case_of(70, 40, {136}, {64, 40}, DType::kFloat16), DType::kFloat16);
+    expect(case_of(70, 40, {136}, {128, 72, 40}), DType::kFloat32);
+    expect(case_of(19, 40, {72}, {136, 512}), DType::kBFloat16);
+  }
 }
 
 TEST_P(LoraLaunch, AnotherProblemsPlanIsRefused) {

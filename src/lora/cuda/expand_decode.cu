@@ -28,12 +28,11 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kTokens = 16;  ///< of a tile
 
-template <class T_, bool kVectorY_, bool kPlan_, int kLogPieces_, bool kBy8_ = false>
+template <class T_, bool kVectorY_, int kLogPieces_, bool kBy8_ = false>
 struct Traits {
   using T = T_;
   using Ranks = RankTile<kLogPieces_>;
   static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
-  static constexpr bool kPlan = kPlan_;        ///< tokens are grouped by a plan, else by segments
   static constexpr bool kBy8 = kBy8_;          ///< rows of B start at multiples of 8 bytes
   /// Groups of 32 columns of a warp, 128 apart: blocks of low ranks are wider.
   static constexpr int kGroups = kLogPieces_ == 1 ? 2 : 1;
@@ -138,13 +137,13 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int tile_row = static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
   const int index = p.tiles.first + tile_row / quarters;
   const int first_place = tile_row % quarters * kTokens;
-  const int early = early_token<Tr::kPlan>(p.groups, p.tiles, index, first_place + lane % kTokens);
+  const int early = early_token(p.groups, p.tiles, index, first_place + lane % kTokens);
   Tile tile;
-  bool live = find_cta_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, index, &tile);
+  bool live = find_cta_tile(p.groups, p.tiles, p.weights.num_adapters, index, &tile);
   tile.start += first_place;
   tile.count = min(tile.count - first_place, kTokens);
   live = live && tile.count > 0;
-  const int token = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, lane % kTokens, early);
+  const int token = tile_token(p.groups, p.tiles, tile, lane % kTokens, early);
   const Block block = find_block(p, static_cast<int>(blockIdx.x));
   const SliceWeights w = weights_of(p, tile, block, live);
   if (w.rank == 0) return device::pdl_wait();
@@ -252,9 +251,9 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 // ---- host ---------------------------------------------------------------------------------------
 
-template <class T, bool kVectorY, bool kPlan, int kLogPieces, bool kBy8 = false>
+template <class T, bool kVectorY, int kLogPieces, bool kBy8 = false>
 void launch_ranks(ExpandParams p, Stream stream) {
-  using Tr = Traits<T, kVectorY, kPlan, kLogPieces, kBy8>;
+  using Tr = Traits<T, kVectorY, kLogPieces, kBy8>;
   check(p.block_cols % 32 == 0 && p.block_cols <= Tr::kGroups * kThreads && p.stages >= 2 &&
             p.stages <= Tr::kStages,
         "lora_expand: no decode kernel for ", p.stages, " stages of ", p.block_cols, " columns");
@@ -273,39 +272,28 @@ void launch_ranks(ExpandParams p, Stream stream) {
   device::launch<expand_decode_kernel<Tr>>("lora_expand", l, p);
 }
 
-template <class T, bool kVectorY, bool kPlan>
-void launch_plan(ExpandParams p, Stream stream) {
+template <class T, bool kVectorY>
+void launch_typed(ExpandParams p, Stream stream) {
   // Unaligned y has two kernels for all ranks: that saves more megabytes than anyone's
   // microseconds.
   if constexpr (kVectorY) {
-    if constexpr (kPlan) {
-      if (p.h.width <= 16 && p.b_by_8) {
-        return launch_ranks<T, kVectorY, kPlan, 1, true>(p, stream);
-      }
-    }
-    if (p.h.width <= 16) return launch_ranks<T, kVectorY, kPlan, 1>(p, stream);
-    if (p.h.width <= 32) return launch_ranks<T, kVectorY, kPlan, 2>(p, stream);
-    if (p.h.width <= 64) return launch_ranks<T, kVectorY, kPlan, 3>(p, stream);
+    if (p.h.width <= 16 && p.b_by_8) return launch_ranks<T, kVectorY, 1, true>(p, stream);
+    if (p.h.width <= 16) return launch_ranks<T, kVectorY, 1>(p, stream);
+    if (p.h.width <= 32) return launch_ranks<T, kVectorY, 2>(p, stream);
+    if (p.h.width <= 64) return launch_ranks<T, kVectorY, 3>(p, stream);
   }
-  if (p.h.width <= 128) return launch_ranks<T, kVectorY, kPlan, 4>(p, stream);
-  launch_ranks<T, kVectorY, kPlan, 6>(p, stream);
-}
-
-template <class T>
-void launch_typed(const ExpandParams& p, Stream stream) {
-  const bool plan = p.groups.plan != nullptr;
-  check(plan || !p.h.by_position, "lora_apply: groups must be a plan, got segments");
-  if (p.vector_y) {
-    return plan ? launch_plan<T, true, true>(p, stream) : launch_plan<T, true, false>(p, stream);
-  }
-  return plan ? launch_plan<T, false, true>(p, stream) : launch_plan<T, false, false>(p, stream);
+  if (p.h.width <= 128) return launch_ranks<T, kVectorY, 4>(p, stream);
+  launch_ranks<T, kVectorY, 6>(p, stream);
 }
 
 }  // namespace
 
 void expand_decode(const ExpandParams& p, Stream stream) {
+  check(p.groups.plan != nullptr || !p.h.by_position,
+        "lora_apply: groups must be a plan, got segments");
   device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
-    launch_typed<typename decltype(tag)::type>(p, stream);
+    using T = typename decltype(tag)::type;
+    p.vector_y ? launch_typed<T, true>(p, stream) : launch_typed<T, false>(p, stream);
   });
 }
 

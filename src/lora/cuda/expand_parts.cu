@@ -238,8 +238,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 2 && sizeof(typename T
   const int local = static_cast<int>(blockIdx.x) / shares;
   const int first_place = static_cast<int>(blockIdx.x) % shares * Tr::kTokens;
   Tile tile;
-  bool live =
-      find_any_tile(p.groups, p.tiles, p.weights.num_adapters, p.tiles.first + local, &tile);
+  bool live = find_tile(p.groups, p.tiles, p.weights.num_adapters, p.tiles.first + local, &tile);
   tile.start += first_place;
   tile.count = min(tile.count - first_place, Tr::kTokens);
   live = live && tile.count > 0;
@@ -253,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 2 && sizeof(typename T
 #pragma unroll 1
   for (int i = 0; i < kStages; ++i) copy.next();
   if (threadIdx.x < Tr::kTokens) {
-    tokens[threadIdx.x] = any_token(p.groups, p.tiles, tile, threadIdx.x);
+    tokens[threadIdx.x] = sorted_token(p.groups, p.tiles, tile, threadIdx.x);
   }
   const int first_row = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
   __syncthreads();

@@ -168,12 +168,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     expand_prefill_kernel(const __grid_constant__ ExpandParams p) {
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ StepSlot slots[Tr::kSlots];
-  __shared__ int segments[Tr::kPlan ? 1 : 3 * kSharedSegments];
+  __shared__ int segments[Tr::kOwnH ? 1 : 3 * kSharedSegments];
   device::pdl_begin(p.early);
 
   GroupsView groups = p.groups;
   int num_tiles = 0;
-  if constexpr (Tr::kPlan) {
+  if (Tr::kOwnH || groups.plan != nullptr) {
     const int4 head = __ldcg(reinterpret_cast<const int4*>(groups.plan));
     if (is_plan_of(head, p.tiles, p.weights.num_adapters)) {
       num_tiles = min(head.w - p.tiles.first, p.tiles.num);
@@ -257,9 +257,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- host ---------------------------------------------------------------------------------------
 
-template <class T, bool kVectorY, bool kPlan, bool kOwnH, int kLogPieces, bool kBy8 = false>
+template <class T, bool kVectorY, bool kOwnH, int kLogPieces, bool kBy8 = false>
 void launch_ranks(const ExpandParams& p, Stream stream) {
-  using Tr = Traits<T, kVectorY, kPlan, kOwnH, kLogPieces, kBy8>;
+  using Tr = Traits<T, kVectorY, kOwnH, kLogPieces, kBy8>;
   device::Launch l;
   l.threads = kThreads;
   l.smem = Tr::kSmem;
@@ -273,34 +273,26 @@ void launch_ranks(const ExpandParams& p, Stream stream) {
   device::launch<expand_prefill_kernel<Tr>>("lora_expand", l, p);
 }
 
-template <class T, bool kVectorY, bool kPlan, bool kOwnH>
+template <class T, bool kVectorY, bool kOwnH>
 void launch_h(const ExpandParams& p, Stream stream) {
   // Unaligned y has one kernel for all ranks: it saves more megabytes than anyone's microseconds.
   if constexpr (kVectorY) {
     if constexpr (kOwnH) {
       if (p.h.width <= 16 && p.b_by_8) {
-        return launch_ranks<T, kVectorY, kPlan, kOwnH, 1, true>(p, stream);
+        return launch_ranks<T, kVectorY, kOwnH, 1, true>(p, stream);
       }
     }
-    if (p.h.width <= 16) return launch_ranks<T, kVectorY, kPlan, kOwnH, 1>(p, stream);
-    if (p.h.width <= 32) return launch_ranks<T, kVectorY, kPlan, kOwnH, 2>(p, stream);
-    if (p.h.width <= 64) return launch_ranks<T, kVectorY, kPlan, kOwnH, 3>(p, stream);
+    if (p.h.width <= 16) return launch_ranks<T, kVectorY, kOwnH, 1>(p, stream);
+    if (p.h.width <= 32) return launch_ranks<T, kVectorY, kOwnH, 2>(p, stream);
+    if (p.h.width <= 64) return launch_ranks<T, kVectorY, kOwnH, 3>(p, stream);
   }
-  launch_ranks<T, kVectorY, kPlan, kOwnH, 4>(p, stream);
-}
-
-template <class T, bool kVectorY>
-void launch_vector(const ExpandParams& p, Stream stream) {
-  if (p.groups.plan == nullptr) return launch_h<T, kVectorY, false, false>(p, stream);
-  if (!p.h.by_position) return launch_h<T, kVectorY, true, false>(p, stream);
-  check(p.h.vector, "lora_expand: lora_apply's own h must have aligned rows of 16-bit elements");
-  launch_h<T, kVectorY, true, true>(p, stream);
+  launch_ranks<T, kVectorY, kOwnH, 4>(p, stream);
 }
 
 template <class T>
 void launch_typed(const ExpandParams& p, Stream stream) {
-  if (p.vector_y) return launch_vector<T, true>(p, stream);
-  launch_vector<T, false>(p, stream);
+  if (!p.vector_y) return launch_h<T, false, false>(p, stream);
+  p.h.by_position ? launch_h<T, true, true>(p, stream) : launch_h<T, true, false>(p, stream);
 }
 
 }  // namespace
@@ -308,6 +300,8 @@ void launch_typed(const ExpandParams& p, Stream stream) {
 void expand_prefill(const ExpandParams& p, Stream stream) {
   check(p.h.width <= kExpandPrefillMaxRank && !p.h.raw,
         "lora_expand: no kernel for tiles of 64 tokens and rank ", p.h.width);
+  check(!p.h.by_position || (p.h.vector && p.groups.plan != nullptr),
+        "lora_apply: groups must be a plan, and h must have aligned rows of 16-bit elements");
   device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
     launch_typed<typename decltype(tag)::type>(p, stream);
   });

@@ -25,14 +25,13 @@ constexpr int kSharedSegments = 256;
 template <class Ranks>
 constexpr bool kUsesWgmma = 2 * Ranks::kPitch == device::kSwizzleBytes;
 
-template <class T_, bool kVectorY_, bool kPlan_, bool kOwnH_, int kLogPieces_, bool kBy8_ = false>
+template <class T_, bool kVectorY_, bool kOwnH_, int kLogPieces_, bool kBy8_ = false>
 struct Traits {
   using T = T_;
   using Ranks = RankTile<kLogPieces_>;
   static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
-  static constexpr bool kPlan = kPlan_;        ///< tokens are grouped by a plan, else by segments
-  static constexpr bool kOwnH = kOwnH_;        ///< h is lora_apply's: rows of T by position
-  static constexpr bool kBy8 = kBy8_;          ///< rows of B start at multiples of 8 bytes
+  static constexpr bool kOwnH = kOwnH_;  ///< lora_apply's h: rows of T by position, with a plan
+  static constexpr bool kBy8 = kBy8_;    ///< rows of B start at multiples of 8 bytes
   /// Stages of y and h: as many as let two CTAs fit an SM (rank 128: one).
   static constexpr int kStages = kLogPieces_ == 1 ? 4 : 3;
   /// Blocks of B. Fewer than stages: where B changes too often it is not copied ahead of time.

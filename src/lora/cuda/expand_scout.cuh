@@ -67,7 +67,7 @@ struct Scout {
     const int tile = static_cast<int>(run << p.log_run) + (s & ((1 << p.log_run) - 1));
     const int index = p.tiles.first + tile;
     bool live;
-    if constexpr (Tr::kPlan) {
+    if (Tr::kOwnH || groups.plan != nullptr) {
       // The list has room for all tiles that the host expects, whether they exist or not.
       if (tile < p.tiles.num && lane < kStepTokens / 4) {
         device::cp_async_16(&slot.tokens[lane * 4],
@@ -82,7 +82,7 @@ struct Scout {
              find_segment_tile(groups, p.weights.num_adapters, kStepTokens, index, &t);
       if (live) {
         for (int i = lane; i < kStepTokens; i += 32) {
-          slot.tokens[i] = tile_token<false>(groups, p.tiles, t, i, -1);
+          slot.tokens[i] = sorted_token(groups, p.tiles, t, i);
         }
         if (lane == 0) slot.entry = make_int4(t.adapter, t.start, t.count, 0);
       }

@@ -77,13 +77,6 @@ __device__ __forceinline__ SliceWeights weights_of(const ExpandParams& p, const 
 /// Bytes of a 16-byte piece of which `left` elements exist.
 __device__ __forceinline__ int piece_bytes(int left) { return 2 * max(0, min(left, 8)); }
 
-/// cp.async of 8 bytes, of which `bytes` are read, the others zeros. L1 keeps what it read, so not
-/// for what a predecessor may have written.
-__device__ __forceinline__ void cp_async_8(std::uint32_t dst, const void* src, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(bytes)
-               : "memory");
-}
-
 /// A thread's share of copying columns of B: always the same piece of every kStep-th row. kBy8: B's
 /// rows start at multiples of 8 bytes.
 template <class T, class Ranks, int kThreads, bool kBy8 = false>
@@ -111,8 +104,8 @@ struct BCopy {
       for (int c = row0; c < cols; c += kStep, at += kStep * stride) {
         const std::uint32_t dst =
             device::smem_address(b_tile + Ranks::place(permuted(c), Ranks::own_piece()));
-        cp_async_8(dst, at, lower);
-        cp_async_8(dst + 8, at + (bytes > 8 ? 4 : 0), bytes - lower);
+        device::cp_async_8(dst, at, lower);
+        device::cp_async_8(dst + 8, at + (bytes > 8 ? 4 : 0), bytes - lower);
       }
       return;
     }

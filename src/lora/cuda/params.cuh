@@ -162,76 +162,62 @@ __device__ __forceinline__ bool is_plan_of(const int4& head, const TileRange& ra
 }
 
 /// Tile `index` of the grouping; false past the last one. Uniform over the CTA.
-template <bool kPlan>
 __device__ __forceinline__ bool find_tile(const GroupsView& g, const TileRange& range,
                                           std::int64_t num_adapters, int index, Tile* tile) {
-  if constexpr (!kPlan) {
+  if (g.plan == nullptr) {
     return find_segment_tile(g, num_adapters, range.tile_tokens, index, tile);
-  } else {
-    // The header and the tile are loaded together: one latency. The list has room for `index`
-    // (the host bounds the grid), so the load is safe even when the tile does not exist.
-    const int4 head = __ldcg(reinterpret_cast<const int4*>(g.plan));
-    const int4 entry = __ldcg(reinterpret_cast<const int4*>(g.plan + range.list) + index);
-    const int num_tiles = range.tile_tokens == 16 ? head.z : head.w;
-    tile->adapter = entry.x;
-    tile->start = entry.y;
-    tile->count = entry.z;
-    return is_plan_of(head, range, num_adapters) && index < num_tiles;
   }
+  // The header and the tile are loaded together: one latency. The list has room for `index`
+  // (the host bounds the grid), so the load is safe even when the tile does not exist.
+  const int4 head = __ldcg(reinterpret_cast<const int4*>(g.plan));
+  const int4 entry = __ldcg(reinterpret_cast<const int4*>(g.plan + range.list) + index);
+  const int num_tiles = range.tile_tokens == 16 ? head.z : head.w;
+  tile->adapter = entry.x;
+  tile->start = entry.y;
+  tile->count = entry.z;
+  return is_plan_of(head, range, num_adapters) && index < num_tiles;
 }
 
 /// The same for a CTA of several warps: its first one looks through segments for all, as the
 /// instructions of the others would only delay its neighbours. With segments this is a barrier.
-template <bool kPlan>
 __device__ __forceinline__ bool find_cta_tile(const GroupsView& g, const TileRange& range,
                                               std::int64_t num_adapters, int index, Tile* tile) {
-  if constexpr (kPlan) {
-    return find_tile<true>(g, range, num_adapters, index, tile);
-  } else {
-    __shared__ Tile found;
-    __shared__ bool live;
-    if (threadIdx.x < 32) {
-      Tile own;
-      const bool there = find_tile<false>(g, range, num_adapters, index, &own);
-      if (threadIdx.x == 0) {
-        found = own;
-        live = there;
-      }
+  if (g.plan != nullptr) return find_tile(g, range, num_adapters, index, tile);
+  __shared__ Tile found;
+  __shared__ bool live;
+  if (threadIdx.x < 32) {
+    Tile own;
+    const bool there = find_segment_tile(g, num_adapters, range.tile_tokens, index, &own);
+    if (threadIdx.x == 0) {
+      found = own;
+      live = there;
     }
-    __syncthreads();
-    *tile = found;
-    return live;
   }
+  __syncthreads();
+  *tile = found;
+  return live;
 }
 
 /// Token in place `i` of tile `index`, as the plan lists it; needs nothing of the tile itself, so
 /// it may be loaded together with it. Meaningless for segments and for tiles that do not exist.
-template <bool kPlan>
 __device__ __forceinline__ int early_token(const GroupsView& g, const TileRange& range, int index,
                                            int i) {
-  return kPlan ? __ldcg(g.plan + range.tokens + index * range.tile_tokens + i) : -1;
+  return g.plan != nullptr ? __ldcg(g.plan + range.tokens + index * range.tile_tokens + i) : -1;
 }
 
-/// The tile's token in place `i`; -1 past its count, and where the caller's own index table points
-/// outside the batch. `early` is what early_token gave.
-template <bool kPlan>
-__device__ __forceinline__ int tile_token(const GroupsView& g, const TileRange& range,
-                                          const Tile& tile, int i, int early) {
-  if (kPlan) return early;  // the plan has -1 past a tile's count
+/// The tile's token in place `i`, from the sorted batch; -1 past its count, and where the caller's
+/// own index table points outside the batch.
+__device__ __forceinline__ int sorted_token(const GroupsView& g, const TileRange& range,
+                                            const Tile& tile, int i) {
   if (i >= tile.count) return -1;
   const int token = __ldcg(g.sorted + tile.start + i);
   return token >= 0 && token < range.num_tokens ? token : -1;
 }
-
-/// The same for kernels that serve both forms of groups with one body.
-__device__ __forceinline__ bool find_any_tile(const GroupsView& g, const TileRange& range,
-                                              std::int64_t num_adapters, int index, Tile* tile) {
-  return g.plan != nullptr ? find_tile<true>(g, range, num_adapters, index, tile)
-                           : find_tile<false>(g, range, num_adapters, index, tile);
-}
-__device__ __forceinline__ int any_token(const GroupsView& g, const TileRange& range,
-                                         const Tile& tile, int i) {
-  return i < tile.count ? tile_token<false>(g, range, tile, i, -1) : -1;
+/// The same, if `early` is what early_token gave.
+__device__ __forceinline__ int tile_token(const GroupsView& g, const TileRange& range,
+                                          const Tile& tile, int i, int early) {
+  // The plan has -1 past a tile's count.
+  return g.plan != nullptr ? early : sorted_token(g, range, tile, i);
 }
 
 /// Place in the grouping from which by_position rows are counted; only Mortar's own h has such

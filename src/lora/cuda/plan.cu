@@ -38,36 +38,6 @@ struct WordCell {
   __device__ __forceinline__ int get() const { return *static_cast<volatile int*>(at); }
 };
 
-/// Index of the last entry of ascending `start[0 .. n)` that is <= value.
-__device__ int last_not_above(const int* start, int n, int value) {
-  int low = 0, high = n;
-  while (high - low > 1) {
-    const int mid = (low + high) / 2;
-    if (start[mid] <= value)
-      low = mid;
-    else
-      high = mid;
-  }
-  return low;
-}
-
-/// Writes the tiles, and zeros in the rest of the list: readers load an entry before they know
-/// whether it exists.
-__device__ void write_tiles(std::int32_t* list, int num_tiles, int max_tiles, int tile_tokens,
-                            const int* first_tile, const int* first_token, int num_adapters,
-                            int thread, int num_threads) {
-  for (int t = thread; t < max_tiles; t += num_threads) {
-    int4 entry = make_int4(0, 0, 0, 0);
-    if (t < num_tiles) {
-      entry.x = last_not_above(first_tile, num_adapters, t);
-      entry.w = t - first_tile[entry.x];
-      entry.y = first_token[entry.x] + entry.w * tile_tokens;
-      entry.z = min(first_token[entry.x + 1] - entry.y, tile_tokens);
-    }
-    *reinterpret_cast<int4*>(list + kPlanEntryWords * t) = entry;
-  }
-}
-
 /// Loads of the histograms of CTAs [begin, end) for one bin, 16 in flight; visit(c, count).
 template <class Visit>
 __device__ __forceinline__ void each_chunk(const std::int32_t* cell, int bins, int begin, int end,
@@ -236,23 +206,26 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   __syncthreads();
 
   // Scatter: the walk of the count again, now with known places. A short one still knows its ids.
-  std::int32_t* sorted = p.plan + p.layout.sorted;
-  std::int32_t* tokens16 = p.plan + p.layout.tokens16;
-  std::int32_t* tokens64 = p.plan + p.layout.tokens64;
   walk(p.warp_tokens > 32 * kAhead, [&](std::int32_t token, int, int bin, int within) {
-    const int place = chunk_first[bin] + within;
-    sorted[first_token[bin] + place] = token;
-    if (bin < p.num_adapters) {
-      tokens16[std::int64_t{first_tile16[bin]} * 16 + place] = token;
-      tokens64[std::int64_t{first_tile64[bin]} * 64 + place] = token;
-    }
+    const int start = first_token[bin], place = chunk_first[bin] + within;
+    p.plan[p.layout.sorted + start + place] = token;
+    if (bin == p.num_adapters) return;
+    const int left = first_token[bin + 1] - start - place;
+    const auto put = [&](std::int64_t tiles, std::int64_t tokens, int first_tile, int size) {
+      p.plan[tokens + std::int64_t{first_tile} * size + place] = token;
+      if (place % size != 0) return;  // the first token of a tile writes its entry
+      put_entry(p.plan + tiles, first_tile + place / size, bin, start + place, min(left, size),
+                place / size);
+    };
+    put(p.layout.tiles16, p.layout.tokens16, first_tile16[bin], 16);
+    put(p.layout.tiles64, p.layout.tokens64, first_tile64[bin], 64);
   });
 
-  // Lists, shared out over the grid.
-  write_tiles(p.plan + p.layout.tiles16, tiles16, static_cast<int>(p.layout.max_tiles16), 16,
-              first_tile16, first_token, p.num_adapters, thread, num_threads);
-  write_tiles(p.plan + p.layout.tiles64, tiles64, static_cast<int>(p.layout.max_tiles64), 64,
-              first_tile64, first_token, p.num_adapters, thread, num_threads);
+  // What is left of the lists, shared out over the grid.
+  clear_list(p.plan + p.layout.tiles16, tiles16, static_cast<int>(p.layout.max_tiles16), thread,
+             num_threads);
+  clear_list(p.plan + p.layout.tiles64, tiles64, static_cast<int>(p.layout.max_tiles64), thread,
+             num_threads);
   for (int a = thread; a < p.num_adapters; a += num_threads) {
     const int count = first_token[a + 1] - first_token[a];
     if (count > 0) {

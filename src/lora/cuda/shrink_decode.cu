@@ -27,6 +27,7 @@
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/pdl.cuh"
+#include "device/ring.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/rank_rows.cuh"
 
@@ -41,18 +42,10 @@ constexpr int kPieces = kK / 8;  ///< 16-byte pieces of a row
 constexpr int kRowStep = kThreads / kPieces;
 constexpr int kStages = 4;
 
-/// What a CTA leaves, and how its tokens are grouped.
-enum class Kind {
-  kSlabsByPlan,
-  kSlabsBySegments,
-  kWhole,  ///< h, for either form of groups
-};
-
-template <class T_, Kind kKind, int kLeaves_>
+template <class T_, bool kWhole_, int kLeaves_>
 struct Traits {
   using T = T_;
-  static constexpr bool kWhole = kKind == Kind::kWhole;
-  static constexpr bool kPlan = kKind == Kind::kSlabsByPlan;
+  static constexpr bool kWhole = kWhole_;                  ///< h, not slabs
   static constexpr int kLeaves = kLeaves_;                 ///< leaves per CTA
   static constexpr int kSteps = kK / 16 / kLeaves;         ///< MMA steps of a leaf
   static constexpr int kStageRows = 8 * kWarps / kLeaves;  ///< rank rows per stage
@@ -111,17 +104,13 @@ __global__ void __launch_bounds__(kThreads, 4)
 
   // Guard
   if (Tr::kWhole && static_cast<int>(blockIdx.z) >= p.tiles.num) return zero_base_rows(p);
-  const bool by_plan = Tr::kWhole ? p.groups.plan != nullptr : Tr::kPlan;
-  const int early = by_plan ? early_token<true>(p.groups, p.tiles, index, lane % kTokens) : -1;
-  const std::int64_t adapters = p.weights.num_adapters;
+  const int early = early_token(p.groups, p.tiles, index, lane % kTokens);
   Tile tile;
-  if (!(by_plan ? find_cta_tile<true>(p.groups, p.tiles, adapters, index, &tile)
-                : find_cta_tile<false>(p.groups, p.tiles, adapters, index, &tile))) {
+  if (!find_cta_tile(p.groups, p.tiles, p.weights.num_adapters, index, &tile)) {
     device::pdl_wait();
     return;
   }
-  const int token =
-      by_plan ? early : tile_token<false>(p.groups, p.tiles, tile, lane % kTokens, early);
+  const int token = tile_token(p.groups, p.tiles, tile, lane % kTokens, early);
   if constexpr (Tr::kWhole) device::cluster_arrive();
   rows.fill(p, tile.adapter, static_cast<int>(blockIdx.x) * p.rows_per_cta, p.rows_per_cta);
   __syncthreads();
@@ -248,10 +237,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   multiply(0, std::true_type{});
 #pragma unroll 1
   for (int stage = 1; stage < num_stages; ++stage) {
-    device::cp_async_wait<kStages - 2>();
-    __syncthreads();
-    if (stage + kStages - 1 < num_stages) copy_rows(stage + kStages - 1);
-    device::cp_async_commit();
+    device::next_stage<kStages>([&] {
+      if (stage + kStages - 1 < num_stages) copy_rows(stage + kStages - 1);
+    });
     multiply(stage, std::false_type{});
   }
   if constexpr (Tr::kWhole) {
@@ -288,20 +276,13 @@ void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
   device::launch<shrink_decode_kernel<Tr>>("lora_shrink", l, p);
 }
 
-template <class T, Kind kKind>
+template <class T, bool kWhole>
 void launch_leaves(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   if (leaf_size(p.weights.hidden) == kK) {
-    return launch_traits<Traits<T, kKind, 1>>(p, c, stream);
+    return launch_traits<Traits<T, kWhole, 1>>(p, c, stream);
   }
   static_assert(leaf_size(1) * 2 == kK && leaf_size(1 << 20) == kK);
-  launch_traits<Traits<T, kKind, 2>>(p, c, stream);
-}
-
-template <class T>
-void launch_typed(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
-  if (!c.split()) return launch_leaves<T, Kind::kWhole>(p, c, stream);
-  if (p.groups.plan != nullptr) return launch_leaves<T, Kind::kSlabsByPlan>(p, c, stream);
-  launch_leaves<T, Kind::kSlabsBySegments>(p, c, stream);
+  launch_traits<Traits<T, kWhole, 2>>(p, c, stream);
 }
 
 }  // namespace
@@ -312,7 +293,8 @@ void shrink_decode(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
         "lora_shrink: the decode kernel takes tiles of 16 tokens and aligned rows, and leaves "
         "partials or a caller's h");
   device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
-    launch_typed<typename decltype(tag)::type>(p, c, stream);
+    using T = typename decltype(tag)::type;
+    c.split() ? launch_leaves<T, false>(p, c, stream) : launch_leaves<T, true>(p, c, stream);
   });
 }
 

@@ -24,15 +24,14 @@ struct FinishParams {
   HView from;
 };
 
-template <class H, bool kPlan>
+template <class H>
 __global__ void __launch_bounds__(kMostThreads, 2)
     finish_kernel(const __grid_constant__ FinishParams p) {
   device::pdl_begin(p.to.early);
   const int index = p.to.tiles.first + static_cast<int>(blockIdx.z);
   Tile tile;
-  const bool live =
-      static_cast<int>(blockIdx.z) < p.to.tiles.num &&
-      find_cta_tile<kPlan>(p.to.groups, p.to.tiles, p.to.weights.num_adapters, index, &tile);
+  const bool live = static_cast<int>(blockIdx.z) < p.to.tiles.num &&
+                    find_cta_tile(p.to.groups, p.to.tiles, p.to.weights.num_adapters, index, &tile);
   if (!live) return zero_base_rows(p.to);
   const HView& from = p.from;
   const HView& h = p.to.h;
@@ -45,7 +44,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   H* out = nullptr;  // where the first lane of a pair writes all four columns; null: nowhere
   if (place < tile.count) {
     w = p.to.weights.get(tile.adapter, slice);
-    const int token = h.by_position ? 0 : any_token(p.to.groups, p.to.tiles, tile, place);
+    const int token = h.by_position ? 0 : sorted_token(p.to.groups, p.to.tiles, tile, place);
     const int row_from = h_row(from, tile, 0, place, token);
     const int row_to = h_row(h, tile, 0, place, token);
     if (row_from >= 0 && row_to >= 0) {
@@ -78,7 +77,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   for (int i = threadIdx.x; i < tile.count * p.to.weights.num_slices;
        i += static_cast<int>(blockDim.x)) {
     const int own = i / p.to.weights.num_slices, own_slice = i % p.to.weights.num_slices;
-    const int token = any_token(p.to.groups, p.to.tiles, tile, own);
+    const int token = sorted_token(p.to.groups, p.to.tiles, tile, own);
     const int row = h_row(h, tile, 0, own, token);
     if (row < 0) continue;
     for (int c = from.width; c < h.width; ++c) {
@@ -104,8 +103,7 @@ void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream) {
   l.pdl = true;
   device::visit_dtype<FloatDTypes>(to.h.dtype, "lora_shrink", [&](auto tag) {
     using H = typename decltype(tag)::type;
-    to.groups.plan != nullptr ? device::launch<finish_kernel<H, true>>("lora_shrink", l, p)
-                              : device::launch<finish_kernel<H, false>>("lora_shrink", l, p);
+    device::launch<finish_kernel<H>>("lora_shrink", l, p);
   });
 }
 

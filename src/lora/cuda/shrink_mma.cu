@@ -20,6 +20,7 @@
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/pdl.cuh"
+#include "device/ring.cuh"
 #include "device/vector.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/rank_rows.cuh"
@@ -30,15 +31,13 @@ namespace {
 constexpr int kTileK = 128;
 constexpr int kPitch = kTileK + 8;  ///< elements; 272 B rows make ldmatrix free of bank conflicts
 
-template <class T_, int kShape, bool kVector_, bool kPlan_>
+template <class T_, int kShape>
 struct Traits {
   using T = T_;
   static constexpr MmaShape kOf = kMmaShapes[kShape];
   static constexpr int kWarpsM = kOf.warps_tokens, kWarpsN = kOf.warps_rows;
   static constexpr int kFragsN = kOf.frags;  ///< 8-row fragments of a warp
   static constexpr int kStages = kOf.stages;
-  static constexpr bool kVector = kVector_;  ///< every row of x and A is 16-byte aligned
-  static constexpr bool kPlan = kPlan_;      ///< tokens are grouped by a plan, else by segments
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kTokens = 16 * kWarpsM;
   static constexpr int kRows = 8 * kWarpsN * kFragsN;
@@ -54,42 +53,44 @@ struct Traits {
 
 constexpr int kSteps = kTileK / 16;  ///< MMA steps of a warp per stage
 
-/// One 16-byte piece into the ring: the 8 elements at `src`, of which the first `left` lie inside
-/// K; zeros for the others.
-template <class Tr>
-__device__ __forceinline__ void copy_piece(std::uint32_t dst, const unsigned char* ring,
-                                           std::uint32_t ring_address, const typename Tr::T* src,
-                                           int left) {
-  using T = typename Tr::T;
-  if constexpr (Tr::kVector) {
-    // K is a multiple of 8: a piece is whole or absent, and an absent one is not read.
-    device::cp_async_16(dst, src, left > 0 ? 16 : 0);
-  } else {
-    *reinterpret_cast<uint4*>(const_cast<unsigned char*>(ring) + (dst - ring_address)) =
-        device::load_some<T, 8>(src, left).piece(0);
-  }
-}
-
 /// A thread's pieces of kCopies rows, walking along K one stage at a time.
 template <class Tr, int kCopies>
 struct RowCopies {
-  const typename Tr::T* src[kCopies];  ///< null: no such row, its place in the ring stays as it is
-  std::uint32_t dst;                   ///< of the first piece, in the stage to be filled next
-  int stage, left;
+  using T = typename Tr::T;
+  const T* src[kCopies];  ///< null: no such row, its place in the ring stays as it is
+  std::uint32_t dst;      ///< of the first piece, in the stage to be filled next
+  int stage, left;        ///< elements of K from the piece on
 
-  __device__ __forceinline__ void next(const unsigned char* ring, std::uint32_t ring_address) {
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      if (src[i] != nullptr) {
-        copy_piece<Tr>(dst + i * Tr::kRowStep * kPitch * 2, ring, ring_address, src[i], left);
-        src[i] += kTileK;
-      }
+  /// Copies the pieces of a stage; zeros past the end of K. vector: every row is 16-byte aligned.
+  __device__ __forceinline__ void next(unsigned char* ring, std::uint32_t ring_address,
+                                       bool vector) {
+    if (vector) {
+      // K is a multiple of 8: a piece is whole or absent, and an absent one is not read.
+      each([&](std::uint32_t at, const T* from) {
+        device::cp_async_16(at, from, left > 0 ? 16 : 0);
+      });
+    } else {
+      each([&](std::uint32_t at, const T* from) {
+        *reinterpret_cast<uint4*>(ring + (at - ring_address)) =
+            device::load_some<T, 8>(from, left).piece(0);
+      });
     }
     left -= kTileK;
     dst += Tr::kStageBytes;
     if (++stage == Tr::kStages) {
       stage = 0;
       dst -= Tr::kSmem;
+    }
+  }
+
+ private:
+  template <class Copy>
+  __device__ __forceinline__ void each(Copy copy) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (src[i] == nullptr) continue;
+      copy(dst + i * Tr::kRowStep * kPitch * 2, src[i]);
+      src[i] += kTileK;
     }
   }
 };
@@ -146,9 +147,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (live) {
 #pragma unroll
     for (int i = 0; i < Tr::kTokenCopies; ++i) {
-      token[i] = early_token<Tr::kPlan>(p.groups, p.tiles, tile_index, row0 + i * Tr::kRowStep);
+      token[i] = early_token(p.groups, p.tiles, tile_index, row0 + i * Tr::kRowStep);
     }
-    live = find_tile<Tr::kPlan>(p.groups, p.tiles, p.weights.num_adapters, tile_index, &tile);
+    live = find_tile(p.groups, p.tiles, p.weights.num_adapters, tile_index, &tile);
   }
   if (!live) {
     zero_base_rows(p);
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   copy_tokens.left = left;
 #pragma unroll
   for (int i = 0; i < Tr::kTokenCopies; ++i) {
-    const int t = tile_token<Tr::kPlan>(p.groups, p.tiles, tile, row0 + i * Tr::kRowStep, token[i]);
+    const int t = tile_token(p.groups, p.tiles, tile, row0 + i * Tr::kRowStep, token[i]);
     copy_tokens.src[i] =
         t < 0 ? nullptr : static_cast<const T*>(p.x.data) + t * p.x.row_stride + k_begin + column;
   }
@@ -195,11 +196,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   // Load. A range that fits the ring is loaded at once. kStages - 1 groups are committed whatever
   // `ahead` is: the last one may hold two steps, and groups may be empty.
   const int ahead = num_steps <= Tr::kStages ? num_steps : Tr::kStages - 1;
-  for (int step = 0; step < ahead; ++step) copy_weights.next(smem, ring);
+  for (int step = 0; step < ahead; ++step) copy_weights.next(smem, ring, p.vector);
   device::pdl_wait();
 #pragma unroll
   for (int step = 0; step < Tr::kStages; ++step) {
-    if (step < ahead) copy_tokens.next(smem, ring);
+    if (step < ahead) copy_tokens.next(smem, ring, p.vector);
     if (step != Tr::kStages - 2) device::cp_async_commit();
   }
 
@@ -216,13 +217,12 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   std::uint32_t stage = 0;  // bytes from the ring's start
   int leaf_step = 0;
   for (int step = 0; step < num_steps; ++step) {
-    device::cp_async_wait<Tr::kStages - 2>();
-    __syncthreads();
-    if (const int next = step + Tr::kStages - 1; next >= ahead && next < num_steps) {
-      copy_weights.next(smem, ring);
-      copy_tokens.next(smem, ring);
-    }
-    device::cp_async_commit();
+    device::next_stage<Tr::kStages>([&] {
+      if (const int next = step + Tr::kStages - 1; next >= ahead && next < num_steps) {
+        copy_weights.next(smem, ring, p.vector);
+        copy_tokens.next(smem, ring, p.vector);
+      }
+    });
 
     // Compute
     Fragments<Tr> frags[2];
@@ -259,9 +259,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int place = warp_m * 16 + half * 8 + lane / 4;
-    const int row_token =
-        tile_token<Tr::kPlan>(p.groups, p.tiles, tile, place,
-                              early_token<Tr::kPlan>(p.groups, p.tiles, tile_index, place));
+    const int row_token = tile_token(p.groups, p.tiles, tile, place,
+                                     early_token(p.groups, p.tiles, tile_index, place));
     const int row = h_row(p.h, tile, first, place, row_token);
     if (row < 0) continue;
     const std::int64_t base = split * p.h.slab_stride + row * p.h.row_stride;
@@ -296,16 +295,6 @@ void launch_traits(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   device::launch<shrink_mma_kernel<Tr>>("lora_shrink", l, p);
 }
 
-template <class T, int kShape>
-void launch_shape(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
-  const auto with_plan = [&](auto plan) {
-    constexpr bool kPlan = decltype(plan)::value;
-    p.vector ? launch_traits<Traits<T, kShape, true, kPlan>>(p, c, stream)
-             : launch_traits<Traits<T, kShape, false, kPlan>>(p, c, stream);
-  };
-  p.groups.plan != nullptr ? with_plan(std::true_type{}) : with_plan(std::false_type{});
-}
-
 }  // namespace
 
 void shrink_mma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
@@ -313,9 +302,9 @@ void shrink_mma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   check(c.shape >= 0 && c.shape < 3, "lora_shrink: no shape ", c.shape, " of the mma kernel");
   device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (c.shape == 0) return launch_shape<T, 0>(p, c, stream);
-    if (c.shape == 1) return launch_shape<T, 1>(p, c, stream);
-    launch_shape<T, 2>(p, c, stream);
+    if (c.shape == 0) return launch_traits<Traits<T, 0>>(p, c, stream);
+    if (c.shape == 1) return launch_traits<Traits<T, 1>>(p, c, stream);
+    launch_traits<Traits<T, 2>>(p, c, stream);
   });
 }
 

@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
   // Guard
   Tile tile;
   const bool live = static_cast<int>(blockIdx.z) < p.tiles.num &&
-                    find_any_tile(p.groups, p.tiles, p.weights.num_adapters,
-                                  p.tiles.first + static_cast<int>(blockIdx.z), &tile);
+                    find_tile(p.groups, p.tiles, p.weights.num_adapters,
+                              p.tiles.first + static_cast<int>(blockIdx.z), &tile);
   if (!live) {
     zero_base_rows(p);
     return;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
 #pragma unroll 1
   for (int i = 0; i < kStages; ++i) copy.next();
   if (threadIdx.x < Tr::kTokens) {
-    tokens[threadIdx.x] = any_token(p.groups, p.tiles, tile, threadIdx.x);
+    tokens[threadIdx.x] = sorted_token(p.groups, p.tiles, tile, threadIdx.x);
   }
   __syncthreads();
 

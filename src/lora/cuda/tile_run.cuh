@@ -81,7 +81,7 @@ struct TileRun {
   /// batch.
   __device__ __forceinline__ int token(const GroupsView& g, const TileRange& range,
                                        int place) const {
-    if (g.plan == nullptr) return tile_token<false>(g, range, tile, place, -1);
+    if (g.plan == nullptr) return sorted_token(g, range, tile, place);
     return __ldcg(g.plan + range.tokens + std::int64_t{index} * 64 + place);
   }
 
