@@ -17,7 +17,7 @@ using lora::train::cuda::PanelShape;
 constexpr DType kBF16 = DType::kBFloat16, kF16 = DType::kFloat16;
 
 /// Every kernel where it can serve, with chunks of one step and of all rows.
-std::vector<BackwardPlan> plans(int width, std::int64_t rows, DType weight) {
+std::vector<BackwardPlan> plans(int width, std::int64_t rows, DType weight, int adapters = 1) {
   std::vector<BackwardPlan> all;
   for (int shape = 0; shape < static_cast<int>(kPanelShapes.size()); ++shape) {
     const PanelShape& s = kPanelShapes[shape];
@@ -30,6 +30,14 @@ std::vector<BackwardPlan> plans(int width, std::int64_t rows, DType weight) {
       plan.x = {s.makes_ds ? 0 : shape, steps * 64};
       all.push_back(plan);
     }
+    if (adapters == 1) continue;
+    // Sizes that the kernels choose, as if a device had few SMs.
+    BackwardPlan plan = all.back();
+    for (auto* part : {&plan.dy, &plan.x}) {
+      const PanelShape& own = kPanelShapes[part->shape];
+      part->chunk = lora::train::cuda::even_cut(rows, adapters, own.rows * own.groups, 3, 10, 7);
+    }
+    all.push_back(plan);
   }
   return all;
 }
@@ -150,6 +158,13 @@ std::vector<TrainCase> cases() {
       });
     }
   }
+  // So few pairs that they come with every launch, and ranks that differ much.
+  add("segments_of_few_pairs", [](TrainCase& c) {
+    c.by = RowsBy::kSegments;
+    c.rows = 405;
+    c.adapters = 4;
+    c.ranks = {32, 4, 8, 17};
+  });
   add("a_frozen", [](TrainCase& c) { c.wants_da = false; });
   add("x_frozen", [](TrainCase& c) { c.wants_dx = false; });
   add("no_h", [](TrainCase& c) { c.keep_h = false; });
@@ -170,11 +185,11 @@ TEST_P(LoraTrainCuda, EveryPlanIsWithinTheBound) {
       first.problem(true), first.backward_arguments(true), first.map);
   int width = 0;
   for (const int rank : c.ranks) width = std::max(width, rank);
-  for (const BackwardPlan& plan : plans(width, c.rows, c.w)) {
+  for (const BackwardPlan& plan : plans(width, c.rows, c.w, c.adapters)) {
     TrainStep step(c, first.device);
     step.run_forward();
     run_backward(step, plan);
-    const std::string name = concat("shape ", plan.dy.shape, ", chunks of ", plan.dy.chunk_rows);
+    const std::string name = concat("shape ", plan.dy.shape, ", chunks of ", plan.dy.chunk.rows);
     if (c.wants_dx) expect_near(step.dx.host(), want.dx, name + ": dx");
     for (std::size_t i = 0; i < step.da.size(); ++i) {
       if (!step.problem(true).pairs[i].a.defined()) continue;
@@ -222,14 +237,26 @@ TEST_P(LoraTrainGpu, StridesChangeNoBitOfAnyPlan) {
 
 // Those of wide ranks take the copies of whole tiles where rows are dense and aligned.
 TEST_P(LoraTrainGpu, StridesChangeNoBitOfWideRanks) {
-  for (const auto& [rank, weight] :
-       {std::pair{64, kBF16}, {136, kBF16}, {40, DType::kFloat32}, {72, DType::kFloat32}}) {
+  struct Case {
+    int rank;
+    DType weight;
+    int adapters = 1;
+  };
+  for (const auto& [rank, weight, adapters] : {Case{64, kBF16},
+                                               {136, kBF16},
+                                               {40, DType::kFloat32},
+                                               {72, DType::kFloat32},
+                                               {136, kBF16, 3}}) {
     TrainCase c = base_case();
     c.w = weight;
     c.rows = 1200;
     c.hidden = 272;
     c.widths = {528};
-    c.ranks = {rank};
+    c.ranks = {rank, 24, rank};
+    if (adapters > 1) {
+      c.adapters = adapters;
+      c.by = RowsBy::kSegments;
+    }
     TrainCase turned = c, misaligned = c;
     turned.transposed = true;
     misaligned.layout = {3, 1};
@@ -244,9 +271,41 @@ TEST_P(LoraTrainGpu, StridesChangeNoBitOfWideRanks) {
       EXPECT_TRUE(same_bytes(first.h.host(), other.h.host())) << rank;
       EXPECT_TRUE(same_bytes(first.y[0].host(), other.y[0].host())) << rank;
       EXPECT_TRUE(same_bytes(first.dx.host(), other.dx.host())) << rank;
-      EXPECT_TRUE(same_bytes(first.da[0].host(), other.da[0].host())) << rank;
-      EXPECT_TRUE(same_bytes(first.db[0].host(), other.db[0].host())) << rank;
+      for (std::size_t i = 0; i < first.da.size(); ++i) {
+        EXPECT_TRUE(same_bytes(first.da[i].host(), other.da[i].host())) << rank;
+        EXPECT_TRUE(same_bytes(first.db[i].host(), other.db[i].host())) << rank;
+      }
     }
+  }
+}
+
+// ds comes with dB in one pass over dy, or would if dB were wanted.
+TEST_P(LoraTrainGpu, FrozenBChangesNoBitOfDx) {
+  for (const int rank : {12, 24}) {
+    TrainCase c = base_case();
+    c.widths = {530, 272};
+    c.ranks = {rank, 5};
+    c.by = rank == 24 ? RowsBy::kSegments : RowsBy::kOne;
+    TrainCase frozen = c;
+    frozen.wants_db = false;
+    TrainStep first(c, GetParam()), other(frozen, GetParam());
+    BackwardPlan plan;
+    plan.one_pass = true;
+    for (const int shape : {3, 4}) {
+      if (kPanelShapes[shape].ranks < rank) continue;
+      plan.dy = {shape, 64};
+      plan.x = {0, 64};
+      for (TrainStep* step : {&first, &other}) {
+        step->run_forward();
+        run_backward(*step, plan);
+      }
+      EXPECT_TRUE(same_bytes(first.dx.host(), other.dx.host())) << rank;
+      EXPECT_TRUE(same_bytes(first.da[0].host(), other.da[0].host())) << rank;
+    }
+    first.run_backward();
+    other.run_backward();
+    EXPECT_TRUE(same_bytes(first.dx.host(), other.dx.host())) << rank;
+    EXPECT_TRUE(same_bytes(first.da[0].host(), other.da[0].host())) << rank;
   }
 }
 
@@ -278,88 +337,6 @@ TEST_P(LoraTrainGpu, Float32WeightsKeepTheirBits) {
     step.run_forward();
     expect_near(step.y[0].host(), want.y[0], concat("rank ", rank));
   }
-}
-
-/// Device memory of zeros.
-std::shared_ptr<void> zeros(std::int64_t bytes, Device device) {
-  std::shared_ptr<void> p = device_memory(static_cast<std::size_t>(bytes), device);
-  cuda_ok(cudaMemset(p.get(), 0, static_cast<std::size_t>(bytes)));
-  return p;
-}
-
-// Zeros but for two rows, one of them past 2^31 elements: an index that wraps reads or writes
-// another row. The oracle sees the two rows alone.
-TEST_P(LoraTrainGpu, IndicesPast31Bits) {
-  const Device device = GetParam();
-  TrainCase c = base_case();
-  c.rows = 2;
-  c.hidden = 4096;
-  c.widths = {4096};
-  TrainStep step(c, device);
-  const std::int64_t rows = (std::int64_t{1} << 31) / 4096 + 3, columns = 4096;
-  const std::int64_t at[2] = {5, rows - 2}, width = lora_train_hidden_width(step.problem(true));
-  const auto whole = [&](std::int64_t width_of) { return zeros(rows * width_of * 2, device); };
-  const auto x = whole(columns), dy = whole(columns), y = whole(columns), dx = whole(columns);
-  const auto h = whole(width);
-  const auto row_of = [&](const std::shared_ptr<void>& of, std::int64_t row, std::int64_t n) {
-    return static_cast<char*>(of.get()) + row * n * 2;
-  };
-  for (int i = 0; i < 2; ++i) {
-    const auto copy = [&](const std::shared_ptr<void>& to, const Tensor& from) {
-      copy_to_device(row_of(to, at[i], columns),
-                     static_cast<char*>(from.data) + i * from.strides[0] * 2, columns * 2, device);
-    };
-    copy(x, step.x.host());
-    copy(dy, step.dy[0].host());
-  }
-  const auto tensor = [&](const std::shared_ptr<void>& of, std::int64_t n) {
-    return Tensor(of.get(), kBF16, {rows, n}, device);
-  };
-  const lora::train::Reference forward =
-      lora::train::reference_forward(step.problem(true), step.forward_arguments(true), step.map);
-  const LoraTrainProblem p = step.problem(false);
-  LoraTrainForward f = step.forward_arguments(false);
-  const Tensor ys[] = {tensor(y, columns)}, dys[] = {tensor(dy, columns)};
-  f.x = tensor(x, columns);
-  f.y = ys;
-  f.h = tensor(h, width);
-  GuardedTensor workspace = byte_tensor(lora_train_forward_workspace(p, f), device);
-  lora_train_forward(p, f, workspace.view(), Stream{});
-  LoraTrainBackward b = step.backward_arguments(false);
-  b.dy = dys;
-  b.x = f.x;
-  b.h = f.h;
-  b.dx = tensor(dx, columns);
-  workspace = byte_tensor(lora_train_backward_workspace(p, b), device);
-  lora_train_backward(p, b, workspace.view(), Stream{});
-
-  GuardedTensor got(kBF16, {2, columns}, {}, device), got_h(kBF16, {2, width}, {}, device);
-  const auto expect_rows = [&](const std::shared_ptr<void>& of, GuardedTensor* to,
-                               const std::vector<lora::train::Estimate>& want, const char* what) {
-    const Tensor host = to->host();
-    const std::int64_t n = host.shape[1];
-    std::vector<char> beside(static_cast<std::size_t>(n * 2));
-    for (int i = 0; i < 2; ++i) {
-      copy_to_host(static_cast<char*>(host.data) + i * n * 2, row_of(of, at[i], n), n * 2, device);
-      for (const int step_of : {-1, 1}) {
-        copy_to_host(beside.data(), row_of(of, at[i] + step_of, n), n * 2, device);
-        EXPECT_TRUE(std::all_of(beside.begin(), beside.end(), [](char v) { return v == 0; }))
-            << what << " beside row " << at[i];
-      }
-    }
-    expect_near(host, want, what);
-  };
-  expect_rows(h, &got_h, forward.h, "h");
-  expect_rows(y, &got, forward.y[0], "y");
-  // h as it was saved is what the backward sees.
-  std::memcpy(step.h.host().data, got_h.host().data, static_cast<std::size_t>(2 * width * 2));
-  const lora::train::Reference backward =
-      lora::train::reference_backward(step.problem(true), step.backward_arguments(true), step.map);
-  expect_rows(dx, &got, backward.dx, "dx");
-  step.da[0].memory().download();
-  step.db[0].memory().download();
-  expect_near(step.da[0].host(), backward.da[0], "da");
-  expect_near(step.db[0].host(), backward.db[0], "db");
 }
 
 }  // namespace

@@ -14,8 +14,9 @@
 // multiply, and one thread of a third copies: its rows of a, and half of b to both blocks of the
 // cluster. Stages of 64 elements of the depth pass through a ring; the copies of the next unit are
 // under way while the sums of this one are stored. A part of the depth is one MMA chain, or some
-// leaves that are one each and are added in pairs. Wrong where there are few rows: half of the SMs
-// then have nothing to do.
+// leaves that are one each and are added in pairs. Rows may be of segments, each with its own b: a
+// unit then has rows of one segment, and those past its end are multiplied but not stored. Wrong
+// where there are few rows: half of the SMs then have nothing to do.
 #include "lora/cuda/product.h"
 
 #include <algorithm>
@@ -38,20 +39,20 @@ using namespace product;
 
 /// Copies the stages of all units of the cluster; by one thread.
 template <class S>
-__device__ __forceinline__ void produce(const Params& p, Ring<S> ring) {
+__device__ __forceinline__ void produce(const Params& p, Ring<S> ring, int units) {
   constexpr std::uint16_t kBoth = (1 << kProductCluster) - 1;
   const int rank = static_cast<int>(blockIdx.y);
-  for (int u = blockIdx.x; u < p.units; u += static_cast<int>(gridDim.x)) {
-    const Unit unit(p, u, S::kColumns);
+  for (int u = blockIdx.x; u < units; u += static_cast<int>(gridDim.x)) {
+    const Unit unit(p, *ring.segments, u, S::kColumns);
     int pair = 0, step = unit.first_step;
     const int stages = unit.steps + (S::kBase && p.base != nullptr ? 1 : 0);
     for (int i = 0; i < stages; ++i, ++step, ring.at.next()) {
-      if (step == p.steps[pair] && p.num_groups == 1 && i < unit.steps) {
+      while (p.num_groups == 1 && i < unit.steps && step == p.steps[unit.first_b + pair]) {
         ++pair;
         step = 0;
       }
       const CUtensorMap& a = p.a[pair];
-      const CUtensorMap& b = p.b[p.num_groups == 1 ? pair : unit.group];
+      const CUtensorMap& b = p.b[unit.first_b + pair];
       device::Mbarrier* full = ring.full + ring.at.stage;
       ring.empty[ring.at.stage].wait((ring.at.round & 1) ^ 1);
       full->arrive_and_expect(S::kStageBytes);
@@ -167,15 +168,16 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   }
   if (threadIdx.x == kConsumers) {
     device::prefetch_tensor_map(p.a[0]);
-    device::prefetch_tensor_map(p.b[0]);
+    if (p.steps[0] > 0) device::prefetch_tensor_map(p.b[0]);
   }
   device::cluster_arrive();
   device::cluster_wait();
   device::pdl_begin(false);
+  const int units = find_segments(p, ring.segments);
 
   if (threadIdx.x >= kConsumers) {
     device::fewer_registers<40>();
-    if (threadIdx.x == kConsumers) produce<S>(p, ring);
+    if (threadIdx.x == kConsumers) produce<S>(p, ring, units);
     __syncwarp();
     // Nobody ends while the other block may still copy to its shared memory or free its stages.
     device::cluster_arrive_relaxed();
@@ -183,8 +185,8 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   } else {
     device::more_registers<232>();
     const int first_row = static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
-    for (int u = blockIdx.x; u < p.units; u += static_cast<int>(gridDim.x)) {
-      const Unit unit(p, u, S::kColumns);
+    for (int u = blockIdx.x; u < units; u += static_cast<int>(gridDim.x)) {
+      const Unit unit(p, *ring.segments, u, S::kColumns);
       float sum[S::kSums];
       multiply(p, unit, &ring, sum);
       if constexpr (S::kEnd == ProductEnd::kPartials) {
@@ -220,17 +222,33 @@ void launch_shape(const char* op, const Product& product, const ProductPlan& pla
   Params p{};
   const bool along_depth = product.along_depth || product.pairs == 1;
   p.num_groups = along_depth ? 1 : product.pairs;
-  int all_steps = 0;
+  p.offsets = product.offsets;
+  p.segments = product.segments;
+  p.pairs = product.pairs;
   for (int i = 0; i < product.pairs; ++i) {
     if (i == 0 || along_depth) {
       set_map(p.a[i], product, product.a[i], kProductRows, kProductStep);
-      p.steps[i] = steps_of(product.a[i]);
-      all_steps += p.steps[i];
     }
-    set_map(p.b[i], product, product.b[i], S::kColumns / 2, kProductStep / 2);
     if (i > 0 && along_depth) continue;
-    p.groups[i] = {p.tiles, static_cast<int>(product.columns[i]), product.first_column[i]};
+    p.groups[i] = {p.tiles, product.first_column[i]};
     p.tiles += static_cast<int>(ceil_div<std::int64_t>(product.columns[i], S::kColumns));
+  }
+  int all_steps = 0;
+  for (int first = 0; first < product.segments * product.pairs; first += product.pairs) {
+    int steps = 0;  // of the segment
+    for (int i = 0; i < product.pairs; ++i) {
+      const ProductOperand& b = product.b[first + i];
+      // Of partials those past b's rows are left out, of what is stored none.
+      const std::int64_t columns = product.columns[along_depth ? 0 : i];
+      const std::int64_t there = b.data == nullptr ? 0 : round_up<std::int64_t>(b.rows, 8);
+      p.columns[first + i] =
+          static_cast<int>(product.end == ProductEnd::kStore ? columns : std::min(columns, there));
+      if (b.data == nullptr) continue;
+      set_map(p.b[first + i], product, b, S::kColumns / 2, kProductStep / 2);
+      p.steps[first + i] = steps_of(b);
+      steps = along_depth ? steps + p.steps[first + i] : std::max(steps, p.steps[first + i]);
+    }
+    all_steps = std::max(all_steps, steps);
   }
   p.parts = plan.parts;
   p.leaves = plan.leaves;
@@ -239,8 +257,9 @@ void launch_shape(const char* op, const Product& product, const ProductPlan& pla
   check(p.part_steps * plan.parts >= all_steps && plan.leaves <= 1 << S::kLevels, op,
         ": a product's parts leave some of the depth out");
   p.rows = product.a[0].rows;
-  const std::int64_t units =
-      ceil_div<std::int64_t>(p.rows, kProductCluster * kProductRows) * p.tiles * p.parts;
+  const std::int64_t units = (ceil_div<std::int64_t>(p.rows, kProductCluster * kProductRows) +
+                              (p.offsets != nullptr ? p.segments : 0)) *
+                             p.tiles * p.parts;
   check(units < std::int64_t{1} << 30, op, ": too many tiles");
   p.units = static_cast<int>(units);
   p.partials = product.partials;

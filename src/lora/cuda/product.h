@@ -15,7 +15,7 @@ inline constexpr int kProductStep = 64;   ///< elements of the depth in a stage
 inline constexpr int kProductRows = 128;  ///< rows of a thread block's tile
 inline constexpr int kProductCluster =
     2;  ///< thread blocks of a cluster, whose rows are neighbours
-inline constexpr int kMostProductPairs = kLoraMaxSlices;
+inline constexpr int kMostProductPairs = kLoraMaxSlices;  ///< of all segments together
 
 /// A matrix [rows, depth].
 struct ProductOperand {
@@ -43,9 +43,14 @@ struct ProductPlan {
 /// One product, of one or several pairs of operands.
 struct Product {
   DType dtype = DType::kBFloat16;
+  /// Rows offsets[i] to offsets[i + 1] are of segment i, which has operands b of its own: those of
+  /// its pair k are b[i * pairs + k]. Null: one segment has all rows.
+  const std::int32_t* offsets = nullptr;
+  int segments = 1;
   int pairs = 1;
   bool along_depth =
       false;  ///< pairs are summed; else all share a[0] and make columns of their own
+  /// b without data: its segment has none, and sums of zeros.
   ProductOperand a[kMostProductPairs], b[kMostProductPairs];
   std::int64_t first_column[kMostProductPairs] = {};  ///< of the output
   std::int64_t columns[kMostProductPairs] = {};       ///< that a pair stores, whole eights

@@ -25,6 +25,12 @@ inline constexpr int kRowsBytes = kProductRows * device::kSwizzleBytes;  ///< a'
 inline constexpr int kRingBytes = 200 * 1024;                            ///< at most
 inline constexpr int kArrivals = kProductCluster * kConsumers / 32;      ///< that free a stage
 
+/// Where the rows of segments begin, and their tiles: those of a cluster, counted through all
+/// segments. One entry more than there are segments says where the last one ends.
+struct Segments {
+  int row[kMostProductPairs + 1], tile[kMostProductPairs + 1];
+};
+
 /// kLevels: of the tree of leaves that a thread holds; of those kParked in shared memory, as two
 /// sets of 64 sums and 64 more are too many for its registers.
 template <class T_, int kColumns_, Major kA_, Major kB_, ProductEnd kEnd_, int kLevels_>
@@ -41,19 +47,23 @@ struct Shape {
   static constexpr int kParkedBytes = kParked * kConsumers * kSums * 4;
   static constexpr int kStages = (kRingBytes - kParkedBytes) / kStageBytes;
   static constexpr int kSmem = kStages * kStageBytes + kParkedBytes +
-                               2 * kStages * static_cast<int>(sizeof(device::Mbarrier));
+                               2 * kStages * static_cast<int>(sizeof(device::Mbarrier)) +
+                               static_cast<int>(sizeof(Segments));
 };
 
 /// Output columns that share b.
 struct Group {
-  int first_tile, columns;
+  int first_tile;
   std::int64_t first_column;
 };
 
 struct Params {
   CUtensorMap a[kMostProductPairs], b[kMostProductPairs], base_map;
-  int steps[kMostProductPairs];  ///< of the depth of pairs that are summed
+  int steps[kMostProductPairs];    ///< of each b's depth; 0: none
+  int columns[kMostProductPairs];  ///< of a group that each b has, if pairs make columns
   Group groups[kMostProductPairs];
+  const std::int32_t* offsets;
+  int segments, pairs;
   int num_groups, tiles, parts, part_steps, leaf_steps, leaves, units;
   std::int64_t rows;
   float* partials;
@@ -63,31 +73,67 @@ struct Params {
   std::int64_t out_stride;
 };
 
-/// A thread block's part of unit `index`.
+/// A thread block's part of unit `index`: rows `row` to `end` - 1 and the columns of a tile up to
+/// `columns`, of which b `first_b` and (if pairs are summed) the next ones have the operands.
 struct Unit {
-  int row, group, column, part, first_step, steps;
+  int row, end, group, first_b, column, columns, part, first_step, steps;
 
-  __device__ __forceinline__ Unit(const Params& p, int index, int tile_columns) {
+  __device__ __forceinline__ Unit(const Params& p, const Segments& segments, int index,
+                                  int tile_columns) {
     const int tile = index % p.tiles, rest = index / p.tiles;
     part = rest % p.parts;
-    row = (rest / p.parts * kProductCluster + static_cast<int>(blockIdx.y)) * kProductRows;
+    int tile_of_rows = rest / p.parts, segment = 0, first_row = 0;
+    end = static_cast<int>(p.rows);
+    if (p.offsets != nullptr) {
+      while (segment + 1 < p.segments && tile_of_rows >= segments.tile[segment + 1]) ++segment;
+      tile_of_rows -= segments.tile[segment];
+      first_row = segments.row[segment];
+      end = segments.row[segment + 1];
+    }
+    row =
+        first_row + (tile_of_rows * kProductCluster + static_cast<int>(blockIdx.y)) * kProductRows;
     group = 0;
     while (group + 1 < p.num_groups && tile >= p.groups[group + 1].first_tile) ++group;
     column = (tile - p.groups[group].first_tile) * tile_columns;
+    first_b = segment * p.pairs + group;
+    columns = p.columns[first_b];
     first_step = part * p.part_steps;
-    int all = p.steps[0];
+    int all = p.steps[first_b];
     if (p.num_groups == 1) {
-      for (int i = 1; i < kMostProductPairs; ++i) all += p.steps[i];
+      for (int i = 1; i < p.pairs; ++i) all += p.steps[first_b + i];
     }
-    steps = max(0, min(p.part_steps, all - first_step));
+    steps = column < columns ? max(0, min(p.part_steps, all - first_step)) : 0;
   }
 };
+
+/// The segments, by all threads of a block. Gives the units of all of them.
+__device__ __forceinline__ int find_segments(const Params& p, Segments* to) {
+  if (p.offsets == nullptr) return p.units;
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread <= p.segments) {
+    const std::int64_t row = __ldcg(p.offsets + thread);
+    to->row[thread] = static_cast<int>(min(max(row, std::int64_t{0}), p.rows));
+  }
+  __syncthreads();
+  if (thread == 0) {
+    constexpr int kRows = kProductCluster * kProductRows;
+    int tiles = 0;
+    for (int i = 0; i < p.segments; ++i) {
+      to->tile[i] = tiles;
+      tiles += (max(to->row[i + 1] - to->row[i], 0) + kRows - 1) / kRows;
+    }
+    to->tile[p.segments] = tiles;
+  }
+  __syncthreads();
+  return to->tile[p.segments] * p.tiles * p.parts;
+}
 
 template <class S>
 struct Ring {
   std::uint32_t stages;
   float4* parked;  ///< [kSums / 4][kConsumers]
   device::Mbarrier *full, *empty;
+  Segments* segments;
   device::RingCursor<S::kStages> at;
 
   __device__ __forceinline__ explicit Ring(unsigned char* smem)
@@ -95,7 +141,8 @@ struct Ring {
         parked(reinterpret_cast<float4*>(smem + S::kStages * S::kStageBytes)),
         full(reinterpret_cast<device::Mbarrier*>(smem + S::kStages * S::kStageBytes +
                                                  S::kParkedBytes)),
-        empty(full + S::kStages) {}
+        empty(full + S::kStages),
+        segments(reinterpret_cast<Segments*>(empty + S::kStages)) {}
   __device__ __forceinline__ std::uint32_t stage() const {
     return stages + at.stage * S::kStageBytes;
   }

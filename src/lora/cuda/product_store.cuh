@@ -20,12 +20,12 @@ __device__ __forceinline__ void store_partials(const Params& p, const Unit& unit
   const std::int64_t step = p.column_stride;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (row + 8 * half >= p.rows) continue;
+    if (row + 8 * half >= unit.end) continue;
     float* to = p.partials + unit.part * p.part_stride + (row + 8 * half) * p.row_stride +
                 (group.first_column + column) * step;
 #pragma unroll
     for (int j = 0; j < S::kSums / 4; ++j) {
-      if (column + 8 * j >= group.columns) continue;
+      if (column + 8 * j >= unit.columns) continue;
       const float2 v = make_float2(sum[4 * j + 2 * half], sum[4 * j + 2 * half + 1]);
       if (step == 1) {
         *reinterpret_cast<float2*>(to + 8 * j) = v;
@@ -68,13 +68,13 @@ __device__ __forceinline__ void store_rows(const Params& p, const Unit& unit, in
                                            const float (&sum)[S::kSums]) {
   const Group& group = p.groups[unit.group];
   const int column = unit.column + static_cast<int>(threadIdx.x) % 4 * 8;
-  const int columns = group.columns - column;  // from the thread's first on
+  const int columns = unit.columns - column;  // from the thread's first on
   uint4* to[2];
   bool there[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const std::int64_t own = row + 8 * half;
-    there[half] = own < p.rows;
+    there[half] = own < unit.end;
     to[half] = reinterpret_cast<uint4*>(static_cast<unsigned short*>(p.out) + own * p.out_stride +
                                         group.first_column + column);
   }

@@ -41,6 +41,41 @@ constexpr int parts_of(DType dtype) {
   return dtype == DType::kFloat32 ? 3 : (dtype == DType::kFloat16 ? 2 : 1);
 }
 
+/// How rows are cut into tiles, of which each has the rows of one adapter. A tile has `rows`; or,
+/// where adapters' rows are few tiles each, kernels try 32 sizes from `rows` to almost four times
+/// that, and take the one whose tiles all end first (rows_of): one wave of tiles that are nearly
+/// full, in place of a second wave for those that are not.
+struct RowCut {
+  int rows = 0;
+  int unit = 1;        ///< whole steps
+  int blocks = 1;      ///< thread blocks side by side that have the same rows
+  int at_once = 0;     ///< thread blocks that run at a time; 0: `rows` as they are
+  int fixed_rows = 0;  ///< that take as long as a tile's start and end
+};
+inline constexpr int kExpandFixedRows = 50;   ///< of the streaming expand: 0.8 us
+inline constexpr int kMostEvenAdapters = 32;  ///< of which each lane of a warp has one
+inline constexpr int kMostCutRows = 1 << 24;  ///< of the smallest size
+
+/// Rows of a tile: one of kMostEvenAdapters sizes, 16 for every doubling.
+MORTAR_HOST_DEVICE constexpr int even_size(const RowCut& cut, int i) {
+  const std::int64_t rows = (cut.rows * std::int64_t{16 + i % 16} / 16) << (i / 16);
+  return static_cast<int>(round_up<std::int64_t>(rows, cut.unit));
+}
+/// Waves in which tiles of `adapters` may at least be cut as needed: twice as many as adapters fit.
+constexpr std::int64_t even_waves(std::int64_t adapters, std::int64_t blocks, int at_once) {
+  return std::max<std::int64_t>(ceil_div<std::int64_t>(2 * adapters * blocks, at_once), 1);
+}
+/// A cut for up to kMostEvenAdapters adapters.
+constexpr RowCut even_cut(std::int64_t rows, std::int64_t adapters, int unit, std::int64_t blocks,
+                          int at_once, int fixed_rows) {
+  const std::int64_t tiles =
+      std::max<std::int64_t>(even_waves(adapters, blocks, at_once) * at_once / blocks, 1);
+  const std::int64_t least =
+      round_up<std::int64_t>(ceil_div(std::max<std::int64_t>(rows, 1), tiles), unit);
+  return {static_cast<int>(std::min<std::int64_t>(least, kMostCutRows / unit * unit)), unit,
+          static_cast<int>(blocks), at_once, fixed_rows};
+}
+
 /// What launch choices depend on beside sizes. No bit of a result does.
 struct Machine {
   int sms = 132;
@@ -95,11 +130,16 @@ struct ExpandPlan {
   enum class Kernel { kStream, kWide, kSplit, kProduct };
   /// expand_stream.cu, expand_wide.cu, expand.cu or lora/cuda/product.cu
   Kernel kernel = Kernel::kSplit;
-  int ranks = 16;     ///< that its kernel has room for
-  int row_warps = 1;  ///< warps of a thread block that share columns
-  int panels = 1;     ///< thread blocks side by side
-  int tile_rows = kTileRows;
+  int ranks = 16;                   ///< that its kernel has room for
+  int row_warps = 1;                ///< warps of a thread block that share columns
+  int panels = 1;                   ///< thread blocks side by side
+  int tile_rows = kTileRows;        ///< of several adapters the fewest, where at_once > 0
   int tile_columns = kTileColumns;  ///< of a product
+  int at_once = 0;                  ///< RowCut's, of the streaming expand
+
+  MORTAR_HOST_DEVICE constexpr RowCut cut() const {
+    return {tile_rows, 16 * row_warps, panels, at_once, kExpandFixedRows};
+  }
 };
 
 /// One sum over rows under split-bf16: dA or dB.
@@ -154,8 +194,12 @@ constexpr double partials_us(std::int64_t rows, int width, int parts) {
 /// Whether products are considered: fewer rows than a thread block's would leave most of it idle.
 constexpr bool takes_products(std::int64_t rows, int width, std::int64_t adapters,
                               const Machine& machine) {
-  return machine.products && adapters == 0 && width >= kLeastProductRanks &&
-         rows >= lora::cuda::kProductRows;
+  return machine.products && width >= kLeastProductRanks &&
+         rows >= std::max<std::int64_t>(adapters, 1) * lora::cuda::kProductRows;
+}
+/// Rows that products multiply: each of several adapters leaves half of a cluster's tile empty.
+constexpr std::int64_t product_rows(std::int64_t rows, std::int64_t adapters) {
+  return rows + adapters * lora::cuda::kProductRows;
 }
 
 /// h or ds by a product, and the sum of its parts.
@@ -213,7 +257,8 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   }
   const bool products = dense && !masked && takes_products(rows, width, adapters, machine);
   if (!products) return plan;
-  const ProductCut cut = cut_shrink(rows, columns, width, kLeaves, machine.sms);
+  const ProductCut cut =
+      cut_shrink(product_rows(rows, adapters), columns, width, kLeaves, machine.sms);
   return cut.us < least ? product_shrink(columns, cut) : plan;
 }
 
@@ -252,13 +297,33 @@ inline ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int wid
       ceil_div<std::int64_t>(columns, plan.kernel == Kernel::kWide ? kWideColumns : kTileColumns));
   ProductCut cut;
   if (takes_products(rows, width, adapters, machine)) {
-    cut = cut_expand(rows, columns, width, arrays, machine.sms);
+    cut = cut_expand(product_rows(rows, adapters), columns, width, arrays, machine.sms);
   }
   if (plan.kernel != Kernel::kStream) return cut.us > 0 ? product_expand(columns, cut) : plan;
+  const auto block_bytes = [&](double tile_rows, int panel) {
+    return 2.0 *
+           (tile_rows * (arrays * panel + plan.ranks * kL2Weight) + kL2Weight * panel * plan.ranks);
+  };
   double least = 0;
   for (int row_warps = 1; row_warps <= 2; row_warps *= 2) {
     const int panel = expand_warp_columns(plan.ranks) * (kThreads / 32) / row_warps;
     const std::int64_t panels = ceil_div<std::int64_t>(columns, panel);
+    if (machine.clusters && adapters > 0 && adapters <= kMostEvenAdapters) {
+      // Two thread blocks share an SM; every adapter leaves half a tile on average.
+      const int at_once = 2 * machine.sms;
+      const std::int64_t waves = even_waves(adapters, panels, at_once);
+      const double tiles = static_cast<double>(waves * at_once) / static_cast<double>(panels) -
+                           0.5 * static_cast<double>(adapters);
+      const double tile_rows = static_cast<double>(rows) / tiles + 8 * row_warps;
+      const double us = time_of(2 * waves, block_bytes(tile_rows, panel), 1.0);
+      if (least > 0 && us >= least) continue;
+      least = us;
+      const int fewest =
+          even_cut(rows, adapters, 16 * row_warps, panels, at_once, kExpandFixedRows).rows;
+      plan = stream_expand(columns, width, row_warps, fewest);
+      plan.at_once = at_once;
+      continue;
+    }
     for (const int per_sm : {1, 2, 4, 6, 8}) {
       const std::int64_t tiles = std::max<std::int64_t>(per_sm * machine.sms / panels, 1);
       const std::int64_t tile_rows = std::min<std::int64_t>(
@@ -266,11 +331,9 @@ inline ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int wid
                                  16 * row_warps),
           1 << 20);
       const std::int64_t blocks = panels * (ceil_div<std::int64_t>(rows, tile_rows) + adapters / 2);
-      const double bytes =
-          2.0 * (static_cast<double>(tile_rows) * (arrays * panel + plan.ranks * kL2Weight) +
-                 kL2Weight * panel * plan.ranks);
       const std::int64_t blocks_of_sm = ceil_div<std::int64_t>(blocks, machine.sms);
-      const double us = time_of(blocks_of_sm, bytes, blocks_of_sm > 1 ? 1.0 : 0.7);
+      const double us = time_of(blocks_of_sm, block_bytes(static_cast<double>(tile_rows), panel),
+                                blocks_of_sm > 1 ? 1.0 : 0.7);
       if (least > 0 && us >= least) continue;
       least = us;
       plan = stream_expand(columns, width, row_warps, static_cast<int>(tile_rows));
@@ -296,9 +359,9 @@ inline std::string describe(const ExpandPlan& plan) {
   }
   constexpr const char* kNames[] = {"stream", "wide", "split-bf16"};
   return std::string(kNames[static_cast<int>(plan.kernel)]) + ", " +
-         std::to_string(plan.tile_rows) + " rows, " + std::to_string(plan.ranks) + " ranks, " +
-         std::to_string(plan.row_warps) + " warps a column, " + std::to_string(plan.panels) +
-         " panels";
+         (plan.at_once > 0 ? "at least " : "") + std::to_string(plan.tile_rows) + " rows, " +
+         std::to_string(plan.ranks) + " ranks, " + std::to_string(plan.row_warps) +
+         " warps a column, " + std::to_string(plan.panels) + " panels";
 }
 
 /// Rows are cut until there are enough thread blocks; a chunk of fewer than 256 rows would leave

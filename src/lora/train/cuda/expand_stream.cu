@@ -49,7 +49,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   device::pdl_trigger();
 
   // Guard
-  const RowTile rows = row_tile(p.rows, tile, p.plan.tile_rows, true);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  const RowCut cut{p.plan.tile_rows};  // plans leave it no choice: it would spill registers
+#else
+  const RowCut cut = p.plan.cut();
+#endif
+  const RowTile rows = row_tile(p.rows, tile, cut, true);
   if (rows.count == 0) {
     device::pdl_wait();
     return;

@@ -133,11 +133,12 @@ void outer(const OuterParams& p, Stream stream);
 struct PanelOperand {
   Matrix wide;
   bool async;  ///< copies_async()
-  int slice;   ///< whose B makes ds
+  int slice;   ///< the first; its B makes ds
+  int num_slices;
   std::int64_t columns, mask_first;
   int first_panel, panels;
   int first_hidden, width;  ///< columns of s
-  float* sums;              ///< partials, as GradSums has them
+  float* sums;              ///< partials, as GradSums has them; null: ds alone is wanted
 };
 
 /// Sums over the rows of each chunk of s[row, j] wide[row, c], for operands of one 16-bit type; and
@@ -149,12 +150,14 @@ struct PanelParams {
   int num_operands;
   const void* s;  ///< h or ds: dense [M, hidden_width]
   int hidden_width;
+  HiddenColumns hidden;  ///< of one column for a rank
+  int copies;            ///< columns for a rank
   Side side;
   MaskParams mask;
   bool masked;
   int shape;   ///< of kPanelShapes
   int groups;  ///< of rank columns, thread blocks of one panel that share it in L2
-  int chunk_rows;
+  RowCut chunk;
   std::int64_t max_tiles;
   float* ds;  ///< partials, [panel of the operand][M][hidden_width]
 };
@@ -183,7 +186,7 @@ struct GradSums {
   Side side;
   int first_slice, num_slices, first_hidden, width;
   std::int64_t columns;
-  int chunk_rows;
+  RowCut chunk;
   int copies;  ///< columns of partials for a rank: 1 or kSumCopies
   /// [tile][copies width][grad_stride(columns)] for dA, [tile][columns][copies width]
   const float* partials;

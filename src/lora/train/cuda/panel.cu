@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(kThreads* Panel<kShape>::kGroups, 1)
   device::pdl_wait();
   device::pdl_trigger();
 
-  const PanelPart part(p, P::kColumns, P::kRanks);
+  __shared__ int live[P::kGroups];
+  const PanelPart part(p, P::kColumns, P::kRanks, P::kMakesDs, live);
   if (part.rows.count == 0) return;
   __shared__ Draws draws;
   if (part.threshold != 0) {
@@ -212,13 +213,15 @@ __global__ void __launch_bounds__(kThreads* Panel<kShape>::kGroups, 1)
       v[0] += add.x, v[1] += add.y, v[2] += add.z, v[3] += add.w;
     }
   }
+  const int ranks = own.sums == nullptr ? 0 : *part.live - part.first_rank;
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
+  for (int n = 0; n < kRankTiles; ++n) {
+    if (8 * n >= ranks) break;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const std::int64_t at = part.column + warp_column + 16 * t + 8 * half + lane / 4;
+    for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-      for (int n = 0; n < kRankTiles; ++n) {
+      for (int half = 0; half < 2; ++half) {
+        const std::int64_t at = part.column + warp_column + 16 * t + 8 * half + lane / 4;
         part.store_sums(at, 8 * n + lane % 4 * 2, sums[t][n][2 * half], sums[t][n][2 * half + 1]);
       }
     }

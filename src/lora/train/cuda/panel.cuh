@@ -36,10 +36,14 @@ struct PanelPart {
   const PanelOperand* own;
   RowTile rows;
   std::int64_t column;
+  /// Rank columns of the operand up to the last one of the adapter that has a gradient. In shared
+  /// memory, as it is read at the end: for each group of kThreads, who see it after a barrier.
+  int* live;
   std::uint32_t threshold = 0;
 
-  __device__ __forceinline__ PanelPart(const PanelParams& params, int columns, int ranks)
-      : p(params) {
+  __device__ __forceinline__ PanelPart(const PanelParams& params, int columns, int ranks,
+                                       bool makes_ds, int* live_of_groups)
+      : p(params), live(live_of_groups + threadIdx.x / kThreads) {
     first_rank = static_cast<int>(blockIdx.x) % p.groups * ranks;
     panel = static_cast<int>(blockIdx.x) / p.groups;
     int o = 0;
@@ -48,12 +52,20 @@ struct PanelPart {
     panel -= own->first_panel;
     column = std::int64_t{panel} * columns;
     if (first_rank < own->width) {
-      rows = row_tile(p.rows, static_cast<int>(blockIdx.y), p.chunk_rows, false);
+      rows = row_tile(p.rows, static_cast<int>(blockIdx.y), p.chunk, false);
     }
-    for (int s = 0; p.masked && rows.count > 0 && s < p.pairs.num_slices; ++s) {
+    int end = 0;
+    for (int s = 0; rows.count > 0 && s < p.pairs.num_slices; ++s) {
       const PairEntry& pair = p.pairs.get(rows.adapter, s);
-      if (pair.rank > 0) threshold = pair.threshold;
+      if (pair.rank == 0) continue;
+      if (p.masked) threshold = pair.threshold;
+      const bool frozen = (p.side == Side::kA ? pair.da : pair.db).data == nullptr;
+      if (s < own->slice || s >= own->slice + own->num_slices || (frozen && !makes_ds)) continue;
+      end =
+          p.copies * (p.hidden.first[s] + round_up(pair.rank, kHiddenGranule)) - own->first_hidden;
     }
+    if (first_rank >= end) rows.count = 0;
+    if (threadIdx.x % kThreads == 0) *live = end;
   }
 
   /// The row at place `at` of the chunk, or -1.
@@ -103,7 +115,7 @@ struct PanelPart {
     const int piece = thread % kPieces, j = first_rank + piece * kPiece;
     if (kRows < kRowStep && at >= kRows) return;
     const auto* from = static_cast<const unsigned short*>(p.s);
-    const int left = j < own->width ? rows.count - first - at : 0;
+    const int left = j < own->width && own->sums != nullptr ? rows.count - first - at : 0;
     if (left > 0) from += own->first_hidden + j;
     char* place = to + piece_at(at, piece);
 #pragma unroll
@@ -154,9 +166,10 @@ struct PanelPart {
     float* to = p.ds +
                 (std::int64_t{panel} * p.rows.num_rows + rows.start + first) * p.hidden_width +
                 own->first_hidden;
+    const int end = *live;
     for (int i = thread; i < kRows * kRanks / 2; i += kThreads) {
       const int at = i / (kRanks / 2), j = i % (kRanks / 2) * 2;
-      if (first + at >= rows.count || j >= own->width) continue;
+      if (first + at >= rows.count || j >= end) continue;
       float2 sum = make_float2(0, 0);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -170,8 +183,8 @@ struct PanelPart {
 
   /// Sums of column c and of ranks j and j + 1 of the group.
   __device__ __forceinline__ void store_sums(std::int64_t c, int j, float v0, float v1) const {
+    if (c >= own->columns) return;
     j += first_rank;
-    if (c >= own->columns || j >= own->width) return;
     if (p.side == Side::kA) {
       const std::int64_t stride = grad_stride(own->columns);
       float* to = own->sums + (std::int64_t{blockIdx.y} * own->width + j) * stride + c;

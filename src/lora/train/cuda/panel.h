@@ -72,13 +72,14 @@ struct PanelProblem {
   std::int64_t rows = 0;
   int matrices = 0;
   std::array<std::int64_t, kLoraMaxSlices> columns{};
-  int width = 0;  ///< the most rank columns of any
+  int width = 0;              ///< the most rank columns of any
+  std::int64_t adapters = 0;  ///< whose rows are cut apart; 0: one has all rows
 };
 
 /// One such pass.
 struct PanelPlan {
-  int shape = 0;       ///< of kPanelShapes
-  int chunk_rows = 0;  ///< rows of a partial sum, whole stages
+  int shape = 0;  ///< of kPanelShapes
+  RowCut chunk;   ///< rows of a partial sum, whole stages
 };
 
 /// The backward of a call.
@@ -92,7 +93,7 @@ struct BackwardPlan {
 inline std::string to_string(const PanelPlan& plan) {
   const PanelShape& s = kPanelShapes[plan.shape];
   return concat("ranks ", s.ranks, ", panels of ", s.columns, " columns, chunks of ",
-                plan.chunk_rows, " rows");
+                plan.chunk.at_once > 0 ? "at least " : "", plan.chunk.rows, " rows");
 }
 inline std::string to_string(const BackwardPlan& plan) {
   return concat(plan.one_pass ? "ds and dB in one pass over dy: " : "dy for ds, then for dB: ",
@@ -110,18 +111,18 @@ inline std::int64_t num_panels(const PanelProblem& p, const PanelShape& shape) {
 
 inline constexpr double kBytesPerUs = 4.28e6;  ///< of the DRAM
 
-/// What a plan takes, in microseconds.
-inline double time_of(const PanelProblem& p, const PanelPlan& plan) {
-  const PanelShape& shape = kPanelShapes[plan.shape];
+/// What `chunks` of so many rows take, in microseconds.
+inline double time_of(const PanelProblem& p, const PanelShape& shape, std::int64_t chunk_rows,
+                      std::int64_t chunks) {
   const std::int64_t panels = num_panels(p, shape);
-  const std::int64_t chunks =
-      std::max<std::int64_t>(ceil_div<std::int64_t>(p.rows, plan.chunk_rows), 1);
-  const std::int64_t blocks = panels * ceil_div(p.width, shape.ranks) * chunks;
-  const std::int64_t block_bytes = std::int64_t{plan.chunk_rows} * shape.columns * 2;
-  const std::int64_t waves = ceil_div(blocks, kPanelSms);
+  const std::int64_t side_by_side = panels * ceil_div(p.width, shape.ranks);
+  const std::int64_t row_bytes = shape.columns * 2;
+  const std::int64_t waves = ceil_div(side_by_side * chunks, kPanelSms);
+  // Chunks of several adapters are not all full.
+  const std::int64_t rows = p.adapters > 0 ? p.rows : chunks * chunk_rows;
   // An SM passes little more than its share of what the DRAM does.
-  const std::int64_t reading =
-      std::max(blocks * block_bytes, waves * kPanelSms * block_bytes * 9 / 10);
+  const std::int64_t reading = std::max(side_by_side * rows * row_bytes,
+                                        waves * kPanelSms * chunk_rows * row_bytes * 9 / 10);
   // Partials are written and read.
   const std::int64_t sums = 8 * chunks * panels * shape.columns * p.width;
   const std::int64_t ds = shape.makes_ds ? 8 * panels * p.rows * p.width : 0;
@@ -129,51 +130,101 @@ inline double time_of(const PanelProblem& p, const PanelPlan& plan) {
          static_cast<double>(waves) * shape.fixed_us + static_cast<double>(sums + ds) / kBytesPerUs;
 }
 
-/// The cheapest plan, with `smem` bytes of shared memory, that makes ds or does not; false if no
-/// shape is wide enough.
-inline bool choose_panels(const PanelProblem& p, bool makes_ds, int smem, PanelPlan* best) {
-  const bool wide = p.width >= kLeastProductRanks;
-  std::int64_t all_columns = 0;
-  for (int i = 0; i < p.matrices; ++i) all_columns += p.columns[i];
-  double least = -1;
+/// A plan with its time.
+struct PanelCut {
+  PanelPlan plan;
+  double us = -1;
+
+  void offer(const PanelPlan& other, double other_us) {
+    if (us >= 0 && other_us >= us) return;
+    us = other_us;
+    plan = other;
+  }
+};
+
+/// Chunks of one adapter's rows: one to three waves of them, or as the product cuts wide ranks.
+inline void offer_chunks(const PanelProblem& p, int shape_index, PanelCut* best) {
+  const PanelShape& shape = kPanelShapes[shape_index];
+  const auto cut = [&](std::int64_t chunks, int unit) {
+    return RowCut{static_cast<int>(round_up<std::int64_t>(
+        ceil_div<std::int64_t>(std::max<std::int64_t>(p.rows, 1), chunks), unit))};
+  };
+  if (p.width >= kLeastProductRanks) {
+    std::int64_t all_columns = 0;
+    for (int i = 0; i < p.matrices; ++i) all_columns += p.columns[i];
+    const ProductCut product = cut_rows(p.rows, all_columns, p.width);
+    return best->offer({shape_index, cut(product.parts, lora::cuda::kProductStep)}, product.us);
+  }
+  const std::int64_t side_by_side =
+      std::max<std::int64_t>(num_panels(p, shape) * ceil_div(p.width, shape.ranks), 1);
+  for (int waves = 1; waves <= 3; ++waves) {
+    const RowCut chunk =
+        cut(std::max<std::int64_t>(waves * kPanelSms / side_by_side, 1), shape.rows * shape.groups);
+    const std::int64_t chunks =
+        std::max<std::int64_t>(ceil_div<std::int64_t>(p.rows, chunk.rows), 1);
+    best->offer({shape_index, chunk}, time_of(p, shape, chunk.rows, chunks));
+  }
+}
+
+/// Chunks of several adapters' rows, of which each leaves half a chunk on average. Of few adapters
+/// the kernels choose the size.
+inline void offer_even_chunks(const PanelProblem& p, int shape_index, PanelCut* best) {
+  const PanelShape& shape = kPanelShapes[shape_index];
+  const int unit = shape.rows * shape.groups;
+  const std::int64_t side_by_side =
+      std::max<std::int64_t>(num_panels(p, shape) * ceil_div(p.width, shape.ranks), 1);
+  const double rows_of_start = shape.fixed_us * shape.rate * kSmBytesPerUs / (2 * shape.columns);
+  RowCut even =
+      even_cut(p.rows, p.adapters, unit, side_by_side, kPanelSms, static_cast<int>(rows_of_start));
+  // Shorter chunks would leave more bytes than they read.
+  even.rows = std::max(even.rows, round_up(2 * p.width, unit));
+  const std::int64_t all = even_waves(p.adapters, side_by_side, kPanelSms);
+  for (const std::int64_t waves :
+       {std::int64_t{1}, std::int64_t{2}, ceil_div<std::int64_t>(all, 2), all}) {
+    const std::int64_t chunks = waves * kPanelSms / side_by_side;
+    if (2 * chunks <= p.adapters) continue;
+    const std::int64_t rows = round_up<std::int64_t>(
+        std::max<std::int64_t>(ceil_div(2 * p.rows, 2 * chunks - p.adapters), even.rows), unit);
+    PanelPlan plan{shape_index, even};
+    if (p.adapters > kMostEvenAdapters) {
+      plan.chunk = RowCut{static_cast<int>(std::min<std::int64_t>(rows, kMostCutRows))};
+    }
+    best->offer(plan, time_of(p, shape, rows, chunks));
+  }
+}
+
+/// The cheapest plan, with `smem` bytes of shared memory, that makes ds or does not; of time -1 if
+/// no shape is wide enough.
+inline PanelCut choose_panels(const PanelProblem& p, bool makes_ds, int smem) {
+  PanelCut best;
   for (int i = 0; i < static_cast<int>(kPanelShapes.size()); ++i) {
     const PanelShape& shape = kPanelShapes[i];
     if (shape.makes_ds != makes_ds || panel_smem(shape) > smem) continue;
     if (shape.ranks < p.width && (makes_ds || shape.ranks < kMostRanks)) continue;
     if (shape.ranks > 16 && shape.ranks >= 2 * p.width) continue;
-    if (!makes_ds && wide != (shape.ranks == kMostRanks && shape.groups == 1)) continue;
-    if (wide) {
-      const int chunks = cut_rows(p.rows, all_columns, p.width).parts;
-      *best = {i, static_cast<int>(round_up<std::int64_t>(
-                      ceil_div<std::int64_t>(std::max<std::int64_t>(p.rows, 1), chunks),
-                      lora::cuda::kProductStep))};
-      return true;
+    if (p.adapters > 0) {
+      offer_even_chunks(p, i, &best);
+      continue;
     }
-    const std::int64_t side_by_side =
-        std::max<std::int64_t>(num_panels(p, shape) * ceil_div(p.width, shape.ranks), 1);
-    for (int waves = 1; waves <= 3; ++waves) {
-      const std::int64_t chunks = std::max<std::int64_t>(waves * kPanelSms / side_by_side, 1);
-      PanelPlan plan{i, static_cast<int>(round_up<std::int64_t>(
-                            ceil_div<std::int64_t>(std::max<std::int64_t>(p.rows, 1), chunks),
-                            shape.rows * shape.groups))};
-      const double us = time_of(p, plan);
-      if (least >= 0 && us >= least) continue;
-      least = us;
-      *best = plan;
-    }
+    // Wide ranks have one chain over a chunk's rows.
+    const bool one_chain = shape.ranks == kMostRanks && shape.groups == 1;
+    if (!makes_ds && (p.width >= kLeastProductRanks) != one_chain) continue;
+    offer_chunks(p, i, &best);
   }
-  return least >= 0;
+  return best;
 }
 
-/// One pass over dy if its partials cost less than reading dy again. `needs_both`: ds and dB are
-/// wanted.
-inline BackwardPlan choose_backward(const PanelProblem& dy, const PanelProblem& x, bool needs_both,
+/// One pass over dy if its partials cost less than reading dy again. `needs_ds`: ds is wanted; that
+/// dB is too is taken for granted, as the bits of ds follow from the choice.
+inline BackwardPlan choose_backward(const PanelProblem& dy, const PanelProblem& x, bool needs_ds,
                                     int smem) {
   BackwardPlan plan;
-  choose_panels(x, false, smem, &plan.x);
-  choose_panels(dy, false, smem, &plan.dy);
-  PanelPlan one;
-  if (!needs_both || !choose_panels(dy, true, smem, &one)) return plan;
+  plan.x = choose_panels(x, false, smem).plan;
+  const PanelCut two = choose_panels(dy, false, smem);
+  plan.dy = two.plan;
+  if (!needs_ds) return plan;
+  const PanelCut one = choose_panels(dy, true, smem);
+  if (one.us < 0) return plan;
   // Shrink reads dy at this share of the DRAM's rate, and takes so long before and after.
   constexpr double kShrinkRate = 0.65, kShrinkUs = 5;
   double shrink = 0;
@@ -183,9 +234,9 @@ inline BackwardPlan choose_backward(const PanelProblem& dy, const PanelProblem& 
   }
   // The partials of ds are added by a launch of their own.
   constexpr double kSumUs = 2;
-  if (time_of(dy, one) + kSumUs < time_of(dy, plan.dy) + shrink) {
+  if (one.us + kSumUs < two.us + shrink) {
     plan.one_pass = true;
-    plan.dy = one;
+    plan.dy = one.plan;
   }
   return plan;
 }

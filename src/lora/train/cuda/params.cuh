@@ -19,14 +19,21 @@ struct PairEntry {
   int adds;  ///< bit 0: to da, bit 1: to db
 };
 
-/// Pairs by (adapter, slice): in the parameters themselves for one adapter, else in the workspace.
+/// Pairs that come with every launch, of one adapter or of several. Three tables of them are what
+/// fits the 4 KB of a kernel's parameters.
+inline constexpr int kOwnPairs = kLoraMaxSlices;
+
+/// Pairs by (adapter, slice): in the parameters themselves if there is room, else in the workspace.
 struct PairTable {
   const PairEntry* entries;  ///< null: `own`
   int num_slices;
-  PairEntry own[kLoraMaxSlices];
+  PairEntry own[kOwnPairs];
 
+  __device__ const PairEntry* of(std::int64_t adapter) const {
+    return (entries == nullptr ? own : entries) + adapter * num_slices;
+  }
   __device__ const PairEntry& get(std::int64_t adapter, int slice) const {
-    return entries == nullptr ? own[slice] : entries[adapter * num_slices + slice];
+    return of(adapter)[slice];
   }
 };
 
@@ -88,6 +95,40 @@ __device__ inline RowTile group_at(const RowGroups& g, int i) {
   return t;
 }
 
+/// Rows that have an adapter, at the plan's first positions.
+__device__ inline std::int64_t active_rows(const RowGroups& g) {
+  return min(max(std::int64_t{__ldcg(g.header + kPlanNumActive)}, std::int64_t{0}), g.num_rows);
+}
+
+/// Rows of a tile by a cut: of 32 sizes, one a lane, that with which waves of tiles take the least
+/// time. With `base_rows`, those without an adapter are a group more. Called by whole warps.
+__device__ inline int rows_of(const RowGroups& g, const RowCut& cut, bool base_rows) {
+  if (cut.at_once == 0) return cut.rows;
+  const int lane = threadIdx.x % 32, groups = group_count(g);
+  const float own = lane < groups ? static_cast<float>(group_at(g, lane).count) : 0;
+  int rows = even_size(cut, lane);
+  // Rounded quotients may lie a little above whole numbers of tiles. All kernels round in the same
+  // places: those that leave partials and those that add them must agree.
+  const float inverse = __frcp_rn(static_cast<float>(rows));
+  const auto tiles_of = [&](float count) { return ceilf(__fmaf_rn(count, inverse, -1e-4f)); };
+  float tiles = 0;
+  for (int i = 0; i < groups; ++i) tiles += tiles_of(__shfl_sync(0xffffffffu, own, i));
+  if (base_rows && g.groups != nullptr) {
+    tiles += tiles_of(static_cast<float>(g.num_rows - active_rows(g)));
+  }
+  const float waves = ceilf(
+      __fdiv_rn(__fmul_rn(tiles, static_cast<float>(cut.blocks)), static_cast<float>(cut.at_once)));
+  float least = __fmul_rn(waves, static_cast<float>(rows + cut.fixed_rows));
+  for (int step = 16; step > 0; step /= 2) {
+    const float other = __shfl_xor_sync(0xffffffffu, least, step);
+    const int other_rows = __shfl_xor_sync(0xffffffffu, rows, step);
+    if (other > least || (other == least && other_rows >= rows)) continue;
+    least = other;
+    rows = other_rows;
+  }
+  return rows;
+}
+
 /// Where tiles of `rows` rows, numbered through all groups, fall. Called by whole warps; found(t,
 /// first, tiles) is asked for each group by one lane and says whether it is the one sought, which
 /// all lanes then get, with the number of its first tile.
@@ -140,11 +181,15 @@ __device__ inline RowTile row_tile(const RowGroups& g, int index, int rows, bool
     return t;
   }
   if (!base_rows || g.groups == nullptr) return t;
-  const std::int64_t active =
-      min(max(std::int64_t{__ldcg(g.header + kPlanNumActive)}, std::int64_t{0}), g.num_rows);
-  t.start = active + std::int64_t{index - first} * rows;
+  t.start = active_rows(g) + std::int64_t{index - first} * rows;
   t.count = static_cast<int>(max(min(std::int64_t{rows}, g.num_rows - t.start), std::int64_t{0}));
   return t;
+}
+
+/// The same by a cut.
+__device__ inline RowTile row_tile(const RowGroups& g, int index, const RowCut& cut,
+                                   bool base_rows) {
+  return row_tile(g, index, rows_of(g, cut, base_rows), base_rows);
 }
 
 /// The row at a position; positions come from row_tile(). Entries that name no row give -1.

@@ -37,6 +37,14 @@ ProductOperand weights_of(const PairEntry& pair, Side side, bool rows_are_ranks,
 }
 
 bool one_group(const RowGroups& rows) { return rows.offsets == nullptr && rows.groups == nullptr; }
+/// Rows lie side by side, and all adapters' operands have room in a launch.
+bool takes_rows(const RowGroups& rows, const PairTable& pairs) {
+  return rows.groups == nullptr && pairs.entries == nullptr;
+}
+void set_rows(Product* p, const RowGroups& rows) {
+  p->offsets = rows.offsets;
+  p->segments = rows.offsets != nullptr ? rows.num_adapters : 1;
+}
 
 /// Columns of h of a slice.
 int width_of(const HiddenColumns& hidden, int slice) {
@@ -51,12 +59,19 @@ Product product_of(const ShrinkParams& s, Policy policy) {
   Product p;
   p.dtype = type_of(policy);
   p.pairs = 0;
+  set_rows(&p, s.rows);
   p.a[0] = by_columns(s.wide.m, s.rows.num_rows, s.columns);
+  int slices[kLoraMaxSlices];
   for (int i = s.first_slice; i < s.first_slice + s.num_slices; ++i) {
     if (width_of(s.hidden, i) == 0) continue;
-    p.b[p.pairs] = weights_of(s.pairs.own[i], s.side, s.weights.rows_are_ranks, s.columns, false);
+    slices[p.pairs] = i;
     p.first_column[p.pairs] = s.hidden.first[i];
     p.columns[p.pairs++] = width_of(s.hidden, i);
+  }
+  for (int i = 0; i < p.segments * p.pairs; ++i) {
+    const PairEntry& pair = s.pairs.own[i / p.pairs * s.pairs.num_slices + slices[i % p.pairs]];
+    if (pair.rank == 0) continue;
+    p.b[i] = weights_of(pair, s.side, s.weights.rows_are_ranks, s.columns, false);
   }
   p.end = ProductEnd::kPartials;
   p.partials = s.partials;
@@ -71,13 +86,20 @@ Product product_of(const ExpandParams& e, Policy policy) {
   p.dtype = type_of(policy);
   p.pairs = 0;
   p.along_depth = true;
+  set_rows(&p, e.rows);
+  int slices[kLoraMaxSlices];
   for (int i = e.first_slice; i < e.first_slice + e.num_slices; ++i) {
-    const PairEntry& pair = e.pairs.own[i];
     if (width_of(e.hidden, i) == 0) continue;
+    slices[p.pairs] = i;
     Matrix h = e.h.m;
     h.data = static_cast<unsigned short*>(h.data) + e.hidden.first[i];
-    p.a[p.pairs] = by_columns(h, e.rows.num_rows, pair.rank);
-    p.b[p.pairs++] = weights_of(pair, e.side, e.weights.rows_are_ranks, e.columns, true);
+    // Past an adapter's rank h has zeros.
+    p.a[p.pairs++] = by_columns(h, e.rows.num_rows, width_of(e.hidden, i));
+  }
+  for (int i = 0; i < p.segments * p.pairs; ++i) {
+    const PairEntry& pair = e.pairs.own[i / p.pairs * e.pairs.num_slices + slices[i % p.pairs]];
+    if (pair.rank == 0) continue;
+    p.b[i] = weights_of(pair, e.side, e.weights.rows_are_ranks, e.columns, true);
   }
   p.columns[0] = e.columns;
   p.out = e.out.data;
@@ -106,8 +128,9 @@ Product product_of(const PanelParams& s, const PanelOperand& own, Policy policy)
 
 bool takes_operands(const Product& p) {
   bool takes = p.pairs > 0 && takes_product(p.a[0]);
-  for (int i = 0; i < p.pairs; ++i) {
-    takes = takes && takes_product(p.b[i]) && (!p.along_depth || takes_product(p.a[i]));
+  for (int i = 1; p.along_depth && i < p.pairs; ++i) takes = takes && takes_product(p.a[i]);
+  for (int i = 0; i < p.segments * p.pairs; ++i) {
+    takes = takes && (p.b[i].data == nullptr || takes_product(p.b[i]));
   }
   return takes;
 }
@@ -115,13 +138,13 @@ bool takes_operands(const Product& p) {
 }  // namespace
 
 bool takes_products(const ShrinkParams& s, Policy policy) {
-  return policy != Policy::kSplit && !s.masked && one_group(s.rows) && s.weights.async &&
+  return policy != Policy::kSplit && !s.masked && takes_rows(s.rows, s.pairs) && s.weights.async &&
          s.wide.async && takes_operands(product_of(s, policy));
 }
 bool takes_products(const ExpandParams& e, Policy policy) {
   const bool takes_base =
       e.base.data == nullptr || takes_product(by_columns(e.base, e.rows.num_rows, e.columns));
-  return policy != Policy::kSplit && !e.masked && one_group(e.rows) && e.weights.async &&
+  return policy != Policy::kSplit && !e.masked && takes_rows(e.rows, e.pairs) && e.weights.async &&
          e.vectors && e.columns % 8 == 0 && takes_base && takes_operands(product_of(e, policy));
 }
 bool takes_products(const PanelParams& s, Policy policy) {
@@ -148,8 +171,8 @@ void panel_products(const PanelParams& s, Policy policy, Stream stream) {
     const PanelOperand& own = s.operands[i];
     ProductPlan plan;
     plan.columns = rows_tile(own.width);
-    plan.parts = static_cast<int>(ceil_div<std::int64_t>(s.rows.num_rows, s.chunk_rows));
-    plan.leaf = s.chunk_rows;
+    plan.parts = static_cast<int>(ceil_div<std::int64_t>(s.rows.num_rows, s.chunk.rows));
+    plan.leaf = s.chunk.rows;
     launch_product("lora_train", product_of(s, own, policy), plan, stream);
   }
 }

@@ -25,6 +25,7 @@ BackwardPlan plan_backward(const Problem& p) {
   PanelProblem dy, x;
   const int copies = panel_copies(p);
   dy.rows = x.rows = p.num_rows;
+  dy.adapters = x.adapters = grouped(p) ? p.num_adapters : 0;
   for (int s = 0; s < p.num_slices; ++s) {
     if (!takes_panels(p, s)) continue;
     dy.columns[dy.matrices++] = p.slices[s].width;
@@ -33,9 +34,9 @@ BackwardPlan plan_backward(const Problem& p) {
   x.columns[x.matrices++] = p.hidden;
   x.width = copies * p.hidden_width;
   // Panels make no ds for float32 weights: its columns of parts would be three times the partials.
-  const bool needs_both =
-      p.wants_db && (p.wants_da || p.dx.data != nullptr) && p.weight != DType::kFloat32;
-  BackwardPlan plan = choose_backward(dy, x, needs_both, device::current_device().max_smem);
+  // Whether dB is wanted too must not change a bit of ds: it comes from the same kernel either way.
+  const bool needs_ds = (p.wants_da || p.dx.data != nullptr) && p.weight != DType::kFloat32;
+  BackwardPlan plan = choose_backward(dy, x, needs_ds, device::current_device().max_smem);
   plan.products = device::current_device().arch == 90;
   return plan;
 }
@@ -50,14 +51,14 @@ RowSums::RowSums(const Problem& p, const BackwardPlan& plan, Arena* arena) : p_(
     }
     if (!p.wants_db || width_of(p, s) == 0) continue;
     const bool panels_take = takes_panels(p, s);
-    const int chunk = panels_take ? plan.dy.chunk_rows
+    const int chunk = panels_take ? plan.dy.chunk.rows
                                   : choose_outer(p.num_rows, columns, width_of(p, s)).chunk_rows;
     db_[s] = arena->take<float>(most_tiles(p, chunk) * width_of(p, s) * columns *
                                 (panels_take ? panel_copies(p) : 1));
   }
   if (p.wants_da) {
     const bool panels_take = takes_panels(p, p.x);
-    const int chunk = panels_take ? plan.x.chunk_rows
+    const int chunk = panels_take ? plan.x.chunk.rows
                                   : choose_outer(p.num_rows, p.hidden, p.hidden_width).chunk_rows;
     da_ = arena->take<float>(most_tiles(p, chunk) * p.hidden_width * grad_stride(p.hidden) *
                              (panels_take ? panel_copies(p) : 1));
@@ -75,18 +76,19 @@ void RowSums::prepare(const PairTable& pairs, const RowGroups& rows, const Hidde
 }
 
 void RowSums::sum_dy(const HiddenForms& h, void* ds) {
-  if (!p_.wants_db) return;
+  if (!p_.wants_db && !plan_.one_pass) return;
   PanelParams all = panel_params(Side::kB, plan_.dy, h);
   DsParams end{};
   for (int s = 0; s < p_.num_slices; ++s) {
     const SliceView& slice = p_.slices[s];
     if (takes_panels(p_, s)) {
       end.panels[s] = add_operand(&all, s, 1, slice.dy, slice.width, slice.first_column, db_[s]);
-    } else {
+    } else if (p_.wants_db) {
       run_outer(Side::kB, s, 1, slice.dy, h.values, slice.width, slice.first_column, db_[s]);
     }
   }
   if (all.num_operands == 0) return;
+  if (!p_.wants_db) all.s = ds;  // an address that nothing is read from
   run_panels(all);
   if (!plan_.one_pass) return;
   end.pairs = grads_.pairs;
@@ -115,7 +117,7 @@ void RowSums::run_panels(const PanelParams& panel) {
   const Policy policy = p_.weight == DType::kFloat16 ? Policy::kFloat16 : Policy::kBFloat16;
   const bool wide = kPanelShapes[panel.shape].ranks == kMostRanks &&
                     kPanelShapes[panel.shape].groups == 1 &&
-                    panel.chunk_rows % lora::cuda::kProductStep == 0;
+                    panel.chunk.rows % lora::cuda::kProductStep == 0;
   if (wide && plan_.products && takes_products(panel, policy)) {
     return panel_products(panel, policy, stream_);
   }
@@ -133,13 +135,15 @@ PanelParams RowSums::panel_params(Side side, const PanelPlan& plan,
   to.rows = grads_.rows;
   to.s = panel_copies(p_) == 1 ? narrow.values : narrow.sum_columns;
   to.hidden_width = panel_copies(p_) * p_.hidden_width;
+  to.hidden = grads_.hidden;
+  to.copies = panel_copies(p_);
   to.side = side;
   to.mask = {p_.rng, side == Side::kA ? p_.hidden : p_.total_width, 0};
   to.masked = side == Side::kA ? p_.drops_input() : p_.drops_delta();
   to.shape = plan.shape;
   to.groups = 1;
-  to.chunk_rows = plan.chunk_rows;
-  to.max_tiles = most_tiles(p_, plan.chunk_rows);
+  to.chunk = plan.chunk;
+  to.max_tiles = most_tiles(p_, plan.chunk.rows);
   to.ds = panels_;
   return to;
 }
@@ -157,6 +161,7 @@ int RowSums::add_operand(PanelParams* to, int slice, int num_slices, const Matri
   o.wide = wide;
   o.async = copies_async(wide);
   o.slice = slice;
+  o.num_slices = num_slices;
   o.columns = columns;
   o.mask_first = mask_first;
   o.panels = static_cast<int>(ceil_div<std::int64_t>(columns, shape.columns));
@@ -165,7 +170,9 @@ int RowSums::add_operand(PanelParams* to, int slice, int num_slices, const Matri
   o.width = copies * width(slice, num_slices);
   o.sums = sums;
   to->groups = std::max(to->groups, ceil_div(o.width, shape.ranks));
-  add_sums(to->side, slice, num_slices, columns, to->chunk_rows, copies, sums);
+  if (sums != nullptr) {
+    add_sums(to->side, slice, num_slices, columns, to->chunk, copies, sums);
+  }
   return o.panels;
 }
 
@@ -190,11 +197,11 @@ void RowSums::run_outer(Side side, int slice, int num_slices, const Matrix& wide
   o.side = side;
   o.partials = sums;
   outer(o, stream_);
-  add_sums(side, slice, num_slices, columns, plan.chunk_rows, 1, sums);
+  add_sums(side, slice, num_slices, columns, RowCut{plan.chunk_rows}, 1, sums);
 }
 
-void RowSums::add_sums(Side side, int slice, int num_slices, std::int64_t columns, int chunk_rows,
-                       int copies, const float* sums) {
+void RowSums::add_sums(Side side, int slice, int num_slices, std::int64_t columns,
+                       const RowCut& chunk, int copies, const float* sums) {
   GradSums& g = grads_.sums[grads_.num_sums++];
   g.side = side;
   g.first_slice = slice;
@@ -202,7 +209,7 @@ void RowSums::add_sums(Side side, int slice, int num_slices, std::int64_t column
   g.first_hidden = p_.slices[slice].first_hidden;
   g.width = width(slice, num_slices);
   g.columns = columns;
-  g.chunk_rows = chunk_rows;
+  g.chunk = chunk;
   g.copies = copies;
   g.partials = sums;
 }

@@ -38,7 +38,7 @@ class RowSums {
   /// What all launches of a call share.
   void prepare(const PairTable& pairs, const RowGroups& rows, const HiddenColumns& hidden,
                Stream stream);
-  /// Sums of dB, from h; and ds of the slices that makes_ds() names.
+  /// Sums of dB, from h, where they are wanted; and ds of the slices that makes_ds() names.
   void sum_dy(const HiddenForms& h, void* ds);
   /// Sums of dA, from ds.
   void sum_x(const HiddenForms& ds);
@@ -52,7 +52,7 @@ class RowSums {
                   std::int64_t columns, std::int64_t mask_first, float* sums);
   void run_outer(Side side, int slice, int num_slices, const Matrix& wide, const void* narrow,
                  std::int64_t columns, std::int64_t mask_first, float* sums);
-  void add_sums(Side side, int slice, int num_slices, std::int64_t columns, int chunk_rows,
+  void add_sums(Side side, int slice, int num_slices, std::int64_t columns, const RowCut& chunk,
                 int copies, const float* sums);
   int width(int slice, int num_slices) const {
     return num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);

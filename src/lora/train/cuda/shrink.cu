@@ -15,6 +15,7 @@
 #include "device/launch.cuh"
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/leaf_sums.cuh"
+#include "lora/train/cuda/stream.cuh"
 #include "lora/train/cuda/tiles.cuh"
 
 namespace mortar::lora::train::cuda {
@@ -36,47 +37,53 @@ struct ShrinkTile {
   static constexpr int kPiecesPerThread = kTileRows * kRowPieces / kThreads;
 };
 
+/// Thread blocks of an SM. Before sm_90 it has memory for one with several stages.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <bool kSplit>
+constexpr int kBlocks = kSplit ? 2 : 1;
+#else
+template <bool kSplit>
+constexpr int kBlocks = 2;
+#endif
+
 template <class T, bool kSplit, int kRanks>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocks<kSplit>)
     shrink_kernel(const __grid_constant__ ShrinkParams p) {
   using Tile = ShrinkTile<kSplit, kRanks>;
   extern __shared__ __align__(128) char smem[];
+  __shared__ Pairs pairs;
+  __shared__ int row_of[kTileRows];
   const RowTile rows = row_tile(p.rows, static_cast<int>(blockIdx.x), kTileRows, false);
   if (rows.count == 0) return;
+  pairs.fill(p.pairs, rows.adapter, p.first_slice, p.num_slices);
+  for (int i = threadIdx.x; i < kTileRows; i += kThreads) {
+    row_of[i] = i < rows.count ? static_cast<int>(row_at(p.rows, rows.start + i)) : -1;
+  }
+  __syncthreads();
   const int part = blockIdx.y, first_rank = static_cast<int>(blockIdx.z) * kRanks;
   const int leaves = kLeaves / p.plan.parts;
   const std::int64_t begin = part * leaves * p.plan.leaf;
   const std::int64_t end = max(begin, min(begin + leaves * p.plan.leaf, p.columns));
-  const std::int64_t steps = (end - begin + kBlockColumns - 1) / kBlockColumns;
+  const int steps = static_cast<int>((end - begin + kBlockColumns - 1) / kBlockColumns);
   const int piece = threadIdx.x % kRowPieces;
 
-  // Dropout has one threshold for an adapter; it lies with each of its pairs.
-  std::uint32_t threshold = 0;
-  for (int s = p.first_slice; p.masked && s < p.first_slice + p.num_slices; ++s) {
-    const PairEntry& pair = p.pairs.get(rows.adapter, s);
-    if (pair.rank > 0) threshold = pair.threshold;
-  }
-  int row[Tile::kPiecesPerThread];
-#pragma unroll
-  for (int i = 0; i < Tile::kPiecesPerThread; ++i) {
-    const int at = static_cast<int>(threadIdx.x) / kRowPieces + i * (kThreads / kRowPieces);
-    row[i] = at < rows.count ? static_cast<int>(row_at(p.rows, rows.start + at)) : -1;
-  }
-  const auto wide_at = [&](int i) {
-    return piece_at(static_cast<int>(threadIdx.x) / kRowPieces + i * (kThreads / kRowPieces),
-                    piece);
+  const std::uint32_t threshold = p.masked ? pairs.threshold(p.first_slice, p.num_slices) : 0;
+  const auto place_of = [&](int i) {
+    return static_cast<int>(threadIdx.x) / kRowPieces + i * (kThreads / kRowPieces);
   };
+  const auto wide_at = [&](int i) { return piece_at(place_of(i), piece); };
 
-  const auto fetch = [&](std::int64_t step) {
+  const auto fetch = [&](int step) {
     char* stage = smem + step % Tile::kDepth * Tile::kStageBytes;
-    const std::int64_t c = begin + step * kBlockColumns;
+    const std::int64_t c = begin + std::int64_t{step} * kBlockColumns;
 #pragma unroll
     for (int i = 0; i < Tile::kPiecesPerThread; ++i) {
+      const int row = row_of[place_of(i)];
       unsigned keep = 0xffu;
-      if (threshold != 0 && row[i] >= 0 && (kSplit || !p.wide.async)) {
-        keep = keep_piece(p.mask, threshold, row[i], c + piece * kPiece);
+      if (threshold != 0 && row >= 0 && (kSplit || !p.wide.async)) {
+        keep = keep_piece(p.mask, threshold, row, c + piece * kPiece);
       }
-      fetch_piece<kSplit>(p.wide, row[i], c + piece * kPiece, end, keep, stage + wide_at(i),
+      fetch_piece<kSplit>(p.wide, row, c + piece * kPiece, end, keep, stage + wide_at(i),
                           Tile::kWideBytes);
     }
     // W of the slices whose columns of h lie in this tile.
@@ -84,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int s = p.first_slice; s < p.first_slice + p.num_slices; ++s) {
       const int slice_begin = p.hidden.first[s] - p.first_hidden - first_rank;
       if (slice_begin >= kRanks || slice_begin + (p.hidden.rank[s] + 7) / 8 * 8 <= 0) continue;
-      const PairEntry& pair = p.pairs.get(rows.adapter, s);
+      const PairEntry& pair = pairs.slice(s);
       if (pair.rank == 0) continue;
       const Matrix& m = p.side == Side::kA ? pair.a : pair.b;
       Fetch f;
@@ -133,12 +140,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       cp_async_commit();
     }
   }
-  const std::int64_t leaf_steps = p.plan.leaf / kBlockColumns;
-  std::int64_t step = 0;
+  const int leaf_steps = static_cast<int>(p.plan.leaf / kBlockColumns);
+  int step = 0;
 #pragma unroll 1
   for (int leaf = 0; leaf < leaves; ++leaf) {
     Sums<T, kSplit> sums[kRanks / 8];
-    const std::int64_t leaf_end = min(steps, (leaf + 1) * leaf_steps);
+    const int leaf_end = min(steps, (leaf + 1) * leaf_steps);
     for (; step < leaf_end; ++step) {
       if constexpr (Tile::kDepth == 1) {
         __syncthreads();
@@ -147,12 +154,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       cp_async_wait<Tile::kDepth == 1 ? 0 : Tile::kDepth - 2>();
       char* stage = smem + step % Tile::kDepth * Tile::kStageBytes;
       if (!kSplit && threshold != 0 && p.wide.async) {
-        const std::int64_t c = begin + step * kBlockColumns + piece * kPiece;
+        const std::int64_t c = begin + std::int64_t{step} * kBlockColumns + piece * kPiece;
 #pragma unroll
         for (int i = 0; i < Tile::kPiecesPerThread; ++i) {
-          if (row[i] >= 0 && c < end) {
-            drop_in_place(stage + wide_at(i), keep_piece(p.mask, threshold, row[i], c));
-          }
+          const int row = row_of[place_of(i)];
+          if (row < 0 || c >= end) continue;
+          drop_in_place(stage + wide_at(i), keep_piece(p.mask, threshold, row, c));
         }
       }
       __syncthreads();

@@ -41,12 +41,11 @@ struct Pairs {
     static_assert(sizeof(PairEntry) % 16 == 0, "entries are copied in vectors of 16 bytes");
     for (int i = threadIdx.x; i < num * kWords; i += static_cast<int>(blockDim.x)) {
       const int s = first + i / kWords, word = i % kWords;
+      const std::int64_t at = std::int64_t{adapter} * table.num_slices + s;
       auto* to = reinterpret_cast<uint4*>(memory) + s * kWords + word;
       *to = table.entries == nullptr
-                ? reinterpret_cast<const uint4*>(table.own + s)[word]
-                : __ldcg(reinterpret_cast<const uint4*>(
-                             table.entries + std::int64_t{adapter} * table.num_slices + s) +
-                         word);
+                ? reinterpret_cast<const uint4*>(table.own + at)[word]
+                : __ldcg(reinterpret_cast<const uint4*>(table.entries + at) + word);
     }
   }
   /// Dropout has one threshold for an adapter; it lies with each of its pairs.

@@ -136,18 +136,12 @@ __global__ void __launch_bounds__(kThreads)
   while (which + 1 < p.num_sums && blockIdx.x >= p.first_block[which + 1]) ++which;
   const GradSums& g = p.sums[which];
   const int adapter = blockIdx.y;
-  int first_slot = 0;
-  const RowTile group =
-      find_group(p.rows, g.chunk_rows, &first_slot,
-                 [&](const RowTile& own, int, int) { return own.adapter == adapter; });
-  const int slots = (group.count + g.chunk_rows - 1) / g.chunk_rows;
-
   const bool of_a = g.side == Side::kA;
   const std::int64_t inner = of_a ? grad_stride(g.columns) : g.width;
   const std::int64_t all = inner * (of_a ? g.width : g.columns);
-  const std::int64_t first =
+  const std::int64_t place =
       (std::int64_t{blockIdx.x - p.first_block[which]} * kThreads + threadIdx.x) * kVector;
-  if (first >= all) return;
+  const std::int64_t first = min(place, all - kVector);
   const std::int64_t along = first / inner, across = first % inner;
   const int j = g.first_hidden + static_cast<int>(of_a ? along : across);
   const std::int64_t c = of_a ? across : along;
@@ -156,7 +150,16 @@ __global__ void __launch_bounds__(kThreads)
   const int rank = j - p.hidden.first[s];
   const Matrix& out = of_a ? pair.da : pair.db;
   const bool adds = (pair.adds >> (of_a ? 0 : 1) & 1) != 0;
-  if (rank >= pair.rank || out.data == nullptr || (adds && slots == 0)) return;
+  const bool wanted = place < all && rank < pair.rank && out.data != nullptr;
+  // Most adapters have fewer ranks than the largest: their warps look for no rows.
+  if (!__any_sync(0xffffffffu, wanted)) return;
+  const int chunk_rows = rows_of(p.rows, g.chunk, false);
+  int first_slot = 0;
+  const RowTile group =
+      find_group(p.rows, chunk_rows, &first_slot,
+                 [&](const RowTile& own, int, int) { return own.adapter == adapter; });
+  const int slots = (group.count + chunk_rows - 1) / chunk_rows;
+  if (!wanted || (adds && slots == 0)) return;
 
   const float4 v = kCopies && g.copies > 1
                        ? sum_in_copies(g, first_slot, slots, along, across)

@@ -25,19 +25,19 @@ inline std::int64_t most_partials_of(const Problem& p, DType wide, std::int64_t 
   const Machine machine = current_machine();
   const bool in_parts = in_part_columns(wide, p.weight);
   const int copies = in_parts ? kSumCopies : 1;
+  const std::int64_t groups = grouped(p) ? p.num_adapters : 0;
   int most = unfused_parts(p.num_rows, copies * width);
   if (in_parts) {
     // Whether rows are dense and aligned is not known before the call.
     Machine none = machine;
     none.products = false;
-    const std::int64_t groups = grouped(p) ? p.num_adapters : 0;
     most = std::max(
         most,
         choose_shrink(p.num_rows, columns, copies * width, groups, masked, true, true, none).parts);
   }
   if (machine.products && copies * width >= kLeastProductRanks) {
-    most =
-        std::max(most, cut_shrink(p.num_rows, columns, copies * width, kLeaves, machine.sms).parts);
+    const std::int64_t rows = product_rows(p.num_rows, groups);
+    most = std::max(most, cut_shrink(rows, columns, copies * width, kLeaves, machine.sms).parts);
   }
   return std::int64_t{most} * copies;
 }
@@ -75,7 +75,7 @@ struct Work {
     needs.pair_a = p.dx.data != nullptr && in_parts(p.dx);
     weights = WeightParts(p, needs, &arena);
     tables = needs.any() ? 3 : 1;
-    if (p.num_adapters > 1) {
+    if (p.num_adapters * p.num_slices > kOwnPairs) {
       entries = arena.take<PairEntry>(tables * p.num_adapters * p.num_slices);
     }
     // h and ds in the forms that something reads.

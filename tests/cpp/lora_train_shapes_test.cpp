@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+// No launch plan of LoRA training's forward changes a bit, on a GPU.
+#include <string>
+#include <vector>
+
+#include "lora_train_case.h"
+
+#if MORTAR_HAS_CUDA
+#include "lora/train/checks.h"
+#include "lora/train/cuda/backend.cuh"
+
+namespace mortar::testing {
+namespace {
+
+using namespace lora::train::cuda;
+
+constexpr Machine kH200Strided{132, true, false}, kA100{108, false, false};
+
+class LoraTrainShapes : public ::testing::TestWithParam<Device> {};
+
+/// The forward with plans of one's own.
+void run_planned(TrainStep* step, const ForcedPlans& forced) {
+  const LoraTrainProblem problem = step->problem(false);
+  const LoraTrainForward arguments = step->forward_arguments(false);
+  const ArgCheck arg("lora_train_forward");
+  auto [p, device] = lora::train::check_forward(arg, problem, arguments);
+  // Other plans may leave as many partials as there are leaves, each of up to three columns.
+  GuardedTensor workspace = byte_tensor(lora_train_forward_workspace(problem, arguments) +
+                                            3 * kLeaves * 4 * p.num_rows * p.hidden_width,
+                                        step->device);
+  p.workspace = workspace.view().data;
+  forward(p, forced, Stream{});
+  workspace.download();
+  EXPECT_TRUE(workspace.guards_intact());
+  for (GuardedTensor* t : step->outputs()) {
+    t->download();
+    EXPECT_TRUE(t->guards_intact());
+  }
+}
+
+void expect_same_forward(TrainStep& a, TrainStep& b, const std::string& what) {
+  for (std::size_t s = 0; s < a.y.size(); ++s) {
+    EXPECT_TRUE(same_bytes(a.y[s].host(), b.y[s].host())) << what << ": y";
+  }
+  EXPECT_TRUE(same_bytes(a.h.host(), b.h.host())) << what << ": h";
+}
+
+TEST_P(LoraTrainShapes, NoPlanChangesABit) {
+  constexpr DType kBF16 = DType::kBFloat16, kF32 = DType::kFloat32;
+  struct Case {
+    int rank;
+    bool plain;
+    DType weight;
+  };
+  for (const auto& [rank, plain, weight] : {Case{8, false, kBF16},
+                                            {24, false, kBF16},
+                                            {64, false, kBF16},
+                                            {100, false, kBF16},
+                                            {16, true, kBF16},
+                                            {40, true, kBF16},
+                                            {5, false, kF32},
+                                            {16, true, kF32}}) {
+    TrainCase c;
+    c.rows = 333;
+    c.hidden = 1104;  // whole groups of dropout
+    c.widths = {520};
+    c.ranks = {rank};
+    c.x = c.y = kBF16;
+    c.w = weight;
+    const int copies = weight == kF32 ? 3 : 1, width = (rank + 7) / 8 * 8;
+    if (!plain) {
+      c.p = {0.1f};
+      c.base = BaseIs::kApart;
+    }
+    TrainStep chosen(c, GetParam());
+    chosen.run_forward();
+    ShrinkPlan shrink =
+        choose_shrink(c.rows, c.hidden, copies * width, 0, !plain, true, copies > 1, kH200Strided);
+    for (shrink.rows = 32; shrink.rows <= 128; shrink.rows *= 2) {
+      for (shrink.parts = kLeaves >> stream_levels(shrink.ranks, shrink.rows);
+           shrink.parts <= kLeaves; shrink.parts *= 2) {
+        TrainStep other(c, GetParam());
+        run_planned(&other, {&shrink, nullptr});
+        expect_same_forward(chosen, other, describe(shrink));
+      }
+    }
+    for (int row_warps = 1; row_warps <= 2; ++row_warps) {
+      for (const int tile_rows : {16, 100, 1024}) {
+        const ExpandPlan expand =
+            stream_expand(520, copies > 1 ? 2 * copies * width : width, row_warps, tile_rows);
+        TrainStep other(c, GetParam());
+        run_planned(&other, {nullptr, &expand});
+        expect_same_forward(chosen, other, describe(expand));
+      }
+    }
+  }
+}
+
+// Tiles of several adapters: of as many rows as the plan says, or of sizes that kernels choose as
+// if a device had few SMs.
+TEST_P(LoraTrainShapes, NoPlanOfSeveralAdaptersChangesABit) {
+  for (const RowsBy by : {RowsBy::kSegments, RowsBy::kPlan}) {
+    TrainCase c;
+    c.rows = 333;
+    c.hidden = 328;
+    c.widths = {264};
+    c.by = by;
+    c.adapters = 3;
+    c.ranks = {20, 3, 12};
+    c.x = c.w = c.y = DType::kBFloat16;
+    if (by == RowsBy::kPlan) c.base = BaseIs::kApart;
+    TrainStep chosen(c, GetParam());
+    chosen.run_forward();
+    for (int row_warps = 1; row_warps <= 2; ++row_warps) {
+      for (const int tile_rows : {16, 48, 1024}) {
+        ExpandPlan expand = stream_expand(264, 24, row_warps, tile_rows);
+        for (expand.at_once = 0; expand.at_once <= 14; expand.at_once += 7) {
+          TrainStep other(c, GetParam());
+          run_planned(&other, {nullptr, &expand});
+          expect_same_forward(chosen, other, describe(expand));
+        }
+      }
+    }
+  }
+}
+
+// The same of float32 weights, whose columns of parts are products from 24 ranks on.
+TEST_P(LoraTrainShapes, NoProductOfPartsChangesABit) {
+  for (const int rank : {24, 72}) {
+    TrainCase c;
+    c.rows = 333;
+    c.hidden = 1096;
+    c.widths = {520};
+    c.ranks = {rank};
+    c.x = c.y = DType::kBFloat16;
+    const ShrinkPlan streamed =
+        choose_shrink(c.rows, c.hidden, 3 * rank, 0, false, true, true, kH200Strided);
+    const ExpandPlan copied =
+        choose_expand(c.rows, 520, 6 * rank, 0, 1, Policy::kBFloat16, kH200Strided);
+    TrainStep first(c, GetParam());
+    run_planned(&first, {&streamed, &copied});
+    for (int parts = 1; parts <= kLeaves; parts *= 2) {
+      const ShrinkPlan product = product_shrink(c.hidden, {64, parts});
+      TrainStep other(c, GetParam());
+      run_planned(&other, {&product, nullptr});
+      expect_same_forward(first, other, describe(product));
+    }
+    for (const int columns : {128, 256}) {
+      const ExpandPlan product = product_expand(520, {columns, 1});
+      TrainStep other(c, GetParam());
+      run_planned(&other, {nullptr, &product});
+      expect_same_forward(first, other, describe(product));
+    }
+  }
+}
+
+// Products, and the kernels of operands that they do not take, leave the same bits.
+TEST_P(LoraTrainShapes, NoProductChangesABit) {
+  for (const int rank : {64, 104, 200}) {
+    for (const BaseIs base : {BaseIs::kNone, BaseIs::kApart, BaseIs::kInPlace}) {
+      TrainCase c;
+      c.rows = 333;
+      c.hidden = 1096;
+      c.widths = {520, 520};
+      c.ranks = {rank, 40};
+      c.x = c.w = c.y = rank == 104 ? DType::kFloat16 : DType::kBFloat16;
+      c.base = base;
+      const ShrinkPlan streamed =
+          choose_shrink(c.rows, c.hidden, rank + 40, 0, false, true, false, kH200Strided);
+      const ExpandPlan copied = choose_expand(c.rows, 520, rank, 0, 2, Policy::kBFloat16, kA100);
+      TrainStep first(c, GetParam());
+      run_planned(&first, {&streamed, &copied});
+      for (const int columns : {64, 128}) {
+        for (int parts = columns / 64; parts <= kLeaves; parts *= 2) {
+          const ShrinkPlan product = product_shrink(c.hidden, {columns, parts});
+          TrainStep other(c, GetParam());
+          run_planned(&other, {&product, nullptr});
+          expect_same_forward(first, other, describe(product));
+        }
+      }
+      for (const int columns : {128, 256}) {
+        if (columns == 256 && base != BaseIs::kNone) continue;
+        const ExpandPlan product = product_expand(520, {columns, 1});
+        TrainStep other(c, GetParam());
+        run_planned(&other, {nullptr, &product});
+        expect_same_forward(first, other, describe(product));
+      }
+    }
+  }
+}
+
+// The same of segments, whose tiles end where other adapters' rows begin.
+TEST_P(LoraTrainShapes, NoProductOfSegmentsChangesABit) {
+  for (const BaseIs base : {BaseIs::kNone, BaseIs::kInPlace}) {
+    TrainCase c;
+    c.rows = 650;
+    c.hidden = 328;
+    c.widths = {264, 136};
+    c.by = RowsBy::kSegments;
+    c.adapters = 4;
+    c.ranks = {136, 40, 0, 24, 16, 0, 80, 8};
+    c.x = c.w = c.y = DType::kBFloat16;
+    c.base = base;
+    const ShrinkPlan streamed =
+        choose_shrink(c.rows, c.hidden, 176, 4, false, true, false, kH200Strided);
+    const ExpandPlan copied = choose_expand(c.rows, 264, 136, 4, 2, Policy::kBFloat16, kA100);
+    TrainStep first(c, GetParam());
+    run_planned(&first, {&streamed, &copied});
+    for (const int columns : {64, 128}) {
+      for (int parts = columns / 64; parts <= kLeaves; parts *= 4) {
+        const ShrinkPlan product = product_shrink(c.hidden, {columns, parts});
+        TrainStep other(c, GetParam());
+        run_planned(&other, {&product, nullptr});
+        expect_same_forward(first, other, describe(product));
+      }
+    }
+    for (const int columns : {128, 256}) {
+      if (columns == 256 && base != BaseIs::kNone) continue;
+      const ExpandPlan product = product_expand(264, {columns, 1});
+      TrainStep other(c, GetParam());
+      run_planned(&other, {nullptr, &product});
+      expect_same_forward(first, other, describe(product));
+    }
+  }
+}
+
+std::vector<Device> gpus() {
+  std::vector<Device> all = devices();
+  std::erase(all, Device{});
+  return all;
+}
+INSTANTIATE_TEST_SUITE_P(Gpus, LoraTrainShapes, ::testing::ValuesIn(gpus()),
+                         [](const auto& one) { return device_label(one.param); });
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainShapes);
+
+}  // namespace
+}  // namespace mortar::testing
+#endif
