@@ -95,6 +95,30 @@ TEST(LoraTrainOnCpu, ThreadsChangeNoBit) {
   omp_set_num_threads(threads);
 }
 
+/// 71 chunks of rows, more than pass at a time on up to 35 threads; adapters begin within a chunk.
+TEST(LoraTrainOnCpu, RowsOfSeveralGroupsMatchOracleOnAnyThreads) {
+  const int threads = omp_get_max_threads();
+  TrainCase c;
+  c.rows = 9000;
+  c.hidden = 300;
+  c.widths = {200, 60};
+  c.ranks = {3, 5};
+  c.adapters = 3;
+  for (const RowsBy by : {RowsBy::kOne, RowsBy::kSegments, RowsBy::kPlan}) {
+    c.by = by;
+    c.adapters = by == RowsBy::kOne ? 1 : 3;
+    c.empty_segment = by == RowsBy::kSegments;
+    omp_set_num_threads(1);
+    TrainStep one(c, Device{});
+    expect_matches(one);
+    omp_set_num_threads(4);
+    TrainStep several(c, Device{});
+    run(&several);
+    expect_same(one, several, "threads");
+  }
+  omp_set_num_threads(threads);
+}
+
 /// NaN and Inf reach their own row and what sums over it, and nothing else.
 TEST_P(LoraTrainInvariance, NanStaysInItsRow) {
   TrainCase c = dropped_slices(DType::kFloat32);

@@ -33,12 +33,9 @@ PreparedWeights WorkLayout::take_weights(Arena* arena) const {
 }
 
 WorkLayout::WorkLayout(const Problem& p, bool backward)
-    : p_(p), backward_(backward), hidden_(p.hidden), hidden_rows_(p.hidden_width) {
+    : p_(p), backward_(backward), hidden_(p.hidden) {
   width_ = p.hidden;
-  for (int s = 0; s < p.num_slices; ++s) {
-    width_ = std::max(width_, p.slices[s].width);
-    db_rows_columns_ += p.slices[s].rank * p.slices[s].width;
-  }
+  for (int s = 0; s < p.num_slices; ++s) width_ = std::max(width_, p.slices[s].width);
   // Kernels load whole lines; the workspace is aligned to 16 bytes.
   const auto address = reinterpret_cast<std::uintptr_t>(p.workspace);
   void* memory = reinterpret_cast<void*>(round_up<std::uintptr_t>(address, kLineBytes));
@@ -49,11 +46,16 @@ WorkLayout::WorkLayout(const Problem& p, bool backward)
   scratch_bytes_ = scratch.used();
   weights_ = static_cast<char*>(all.take(weight_bytes_ * p.num_adapters));
   scratch_ = static_cast<char*>(all.take(scratch_bytes_ * most_threads()));
-  const std::int64_t chunks = most_chunks(p);
-  if (p.wants_da) {
-    da_sums_ = static_cast<float*>(all.take(chunks * hidden_rows_ * hidden_ * 4));
-  }
-  if (p.wants_db) db_sums_ = static_cast<float*>(all.take(chunks * db_rows_columns_ * 4));
+  const std::int64_t row_bytes =
+      p.hidden * dtype_size(p.x.dtype) + p.total_width * dtype_size(p.slices[0].dy.dtype);
+  const std::int64_t fit = kGroupBytes / std::max<std::int64_t>(kStepRows * row_bytes, 1);
+  group_chunks_ = std::clamp<std::int64_t>(std::max<std::int64_t>(2 * most_threads(), fit), 1,
+                                           std::max<std::int64_t>(most_chunks(p), 1));
+  entry_bytes_ = p.hidden_width * kStepRows * sizeof(float);
+  if (p.wants_da) ds_entries_ = static_cast<char*>(all.take(group_chunks_ * entry_bytes_));
+  if (p.wants_db) h_entries_ = static_cast<char*>(all.take(group_chunks_ * entry_bytes_));
+  const std::int64_t columns = (p.wants_da ? p.hidden : 0) + (p.wants_db ? p.total_width : 0);
+  sums_ = static_cast<float*>(all.take(p.num_adapters * p.hidden_width * columns * 4));
   bytes_ = all.used() + kLineBytes;
 }
 
@@ -65,12 +67,6 @@ PreparedWeights WorkLayout::weights(std::int64_t adapter) const {
 Scratch WorkLayout::scratch(int thread) const {
   Arena arena(scratch_ + thread * scratch_bytes_);
   return Scratch(&arena, width_, p_.hidden_width);
-}
-
-float* WorkLayout::db_sums(std::int64_t chunk, int slice) const {
-  std::int64_t at = chunk * db_rows_columns_;
-  for (int s = 0; s < slice; ++s) at += p_.slices[s].rank * p_.slices[s].width;
-  return db_sums_ + at;
 }
 
 }  // namespace mortar::lora::train::cpu

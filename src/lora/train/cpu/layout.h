@@ -29,22 +29,31 @@ class WorkLayout {
   std::int64_t bytes() const { return bytes_; }
   PreparedWeights weights(std::int64_t adapter) const;
   Scratch scratch(int thread) const;
-  /// Partial sums of chunk i: of dA [sum of ranks, K], and of dB of a slice, [r, N_s].
-  float* da_sums(std::int64_t chunk) const { return da_sums_ + chunk * hidden_rows_ * hidden_; }
-  float* db_sums(std::int64_t chunk, int slice) const;
+  /// Chunks that pass before their share of dA and dB is added.
+  std::int64_t group_chunks() const { return group_chunks_; }
+  /// ds of chunk i of the group that passes, and the columns of its h from `column` on, as the sums
+  /// over rows take them.
+  char* ds_entries(std::int64_t i) const { return ds_entries_ + i % group_chunks_ * entry_bytes_; }
+  char* h_entries(std::int64_t i, std::int64_t column) const {
+    return h_entries_ + i % group_chunks_ * entry_bytes_ + column * kStepRows * sizeof(float);
+  }
+  /// Blocks of sums for dA and dB of all adapters.
+  float* sums() const { return sums_; }
 
  private:
   const Problem& p_;
   bool backward_;
-  std::int64_t hidden_, hidden_rows_, bytes_ = 0;
-  std::int64_t width_ = 0;            ///< widest row
-  std::int64_t weight_bytes_ = 0;     ///< of one adapter
-  std::int64_t scratch_bytes_ = 0;    ///< of one thread
-  std::int64_t db_rows_columns_ = 0;  ///< elements of dB of all slices
+  std::int64_t hidden_, bytes_ = 0;
+  std::int64_t width_ = 0;          ///< widest row
+  std::int64_t weight_bytes_ = 0;   ///< of one adapter
+  std::int64_t scratch_bytes_ = 0;  ///< of one thread
+  std::int64_t entry_bytes_ = 0;    ///< of h or ds of one chunk
+  std::int64_t group_chunks_ = 1;
   char* weights_ = nullptr;
   char* scratch_ = nullptr;
-  float* da_sums_ = nullptr;
-  float* db_sums_ = nullptr;
+  char* ds_entries_ = nullptr;
+  char* h_entries_ = nullptr;
+  float* sums_ = nullptr;
 
   PreparedWeights take_weights(Arena* arena) const;
 };

@@ -188,4 +188,21 @@ const void* WideRows::row(std::int64_t index, void* copy) const {
   return copy;
 }
 
+WideOperands::WideOperands(const Problem& p) : p_(p) {
+  if (p.rng == nullptr) return;
+  seed_ = static_cast<std::uint64_t>(p.rng[0]);
+  offset_ = static_cast<std::uint64_t>(p.rng[1]);
+}
+
+Mask WideOperands::mask(std::uint32_t threshold, LoraDropoutOn on, int slice) const {
+  Mask m;
+  if (p_.drop_on != on) return m;
+  m.threshold = threshold;
+  m.columns = on == LoraDropoutOn::kInput ? p_.hidden : p_.total_width;
+  m.first = on == LoraDropoutOn::kInput ? 0 : p_.slices[slice].first_column;
+  m.seed = seed_;
+  m.offset = offset_;
+  return m;
+}
+
 }  // namespace mortar::lora::train::cpu

@@ -78,4 +78,25 @@ struct WideRows {
   void copy_row(std::int64_t index, std::int64_t begin, std::int64_t count, void* to) const;
 };
 
+inline Matrix transposed(const Matrix& m) { return {m.data, m.col_stride, m.row_stride, m.dtype}; }
+
+/// x and dy of a call as rows, with what dropout drops of them.
+class WideOperands {
+ public:
+  explicit WideOperands(const Problem& p);
+  /// No mask where the call does not drop elements of `on`.
+  Mask mask(std::uint32_t threshold, LoraDropoutOn on, int slice) const;
+  WideRows x(std::uint32_t threshold) const {
+    return {&p_.x, p_.hidden, mask(threshold, LoraDropoutOn::kInput, 0)};
+  }
+  WideRows dy(std::uint32_t threshold, int slice) const {
+    const SliceView& s = p_.slices[slice];
+    return {&s.dy, s.width, mask(threshold, LoraDropoutOn::kDelta, slice)};
+  }
+
+ private:
+  const Problem& p_;
+  std::uint64_t seed_ = 0, offset_ = 0;
+};
+
 }  // namespace mortar::lora::train::cpu

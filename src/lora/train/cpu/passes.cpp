@@ -65,8 +65,8 @@ DType entry_dtype(DType weight) {
   return pairs ? DType::kBFloat16 : DType::kFloat32;
 }
 
-DType outer_entry_dtype(const WideRows& wide, DType weight) {
-  return wide.matrix->dtype == weight ? entry_dtype(weight) : DType::kFloat32;
+DType outer_entry_dtype(DType wide, DType weight) {
+  return wide == weight ? entry_dtype(weight) : DType::kFloat32;
 }
 
 void shrink_rows(const WideRows& wide, const StepRows& rows, const Matrix& a, std::int64_t rank,
@@ -167,27 +167,23 @@ void copy_rows(const OutRows& out, const StepRows& rows, Scratch* scratch) {
 
 namespace {
 
-/// Columns [c, c + count) of the step's rows, none of them dropped, as units of a panel: float32
-/// values.
-void fill_panel(const WideRows& wide, const StepRows& rows, std::int64_t c, std::int64_t count,
-                std::uint32_t* panel) {
+/// Up to kPackColumns columns of the rows, none of them dropped, as units of a panel: float32.
+void fill_panel(const Matrix& m, const StepRows& rows, Columns columns, std::uint32_t* panel) {
   for (std::int64_t i = 0; i < rows.count; ++i) {
     auto* to = reinterpret_cast<float*>(panel + i * kPackColumns);
-    load_row(*wide.matrix, rows.row(i), c, count, to);
-    std::fill(to + count, to + kPackColumns, 0.0f);
+    load_row(m, rows.row(i), columns.first, columns.count, to);
+    std::fill(to + columns.count, to + kPackColumns, 0.0f);
   }
 }
 
 /// The same in pairs of 16-bit values of two rows.
-void fill_pairs(const WideRows& wide, const StepRows& rows, std::int64_t c, std::int64_t count,
-                std::uint32_t* panel) {
-  const Matrix& m = *wide.matrix;
+void fill_pairs(const Matrix& m, const StepRows& rows, Columns columns, std::uint32_t* panel) {
   std::uint16_t copies[2][kPackColumns] = {};
   const auto row = [&](std::int64_t i, std::uint16_t* copy) -> const std::uint16_t* {
-    const auto* from =
-        static_cast<const std::uint16_t*>(m.data) + rows.row(i) * m.row_stride + c * m.col_stride;
-    if (m.col_stride == 1 && count == kPackColumns) return from;
-    for (std::int64_t j = 0; j < count; ++j) copy[j] = from[j * m.col_stride];
+    const auto* from = static_cast<const std::uint16_t*>(m.data) + rows.row(i) * m.row_stride +
+                       columns.first * m.col_stride;
+    if (m.col_stride == 1 && columns.count == kPackColumns) return from;
+    for (std::int64_t j = 0; j < columns.count; ++j) copy[j] = from[j * m.col_stride];
     return copy;
   };
   for (std::int64_t i = 0; i < rows.count; i += 2, panel += kPackColumns) {
@@ -205,39 +201,39 @@ void fill_pairs(const WideRows& wide, const StepRows& rows, std::int64_t c, std:
 
 }  // namespace
 
-void outer_rows(const WideRows& wide, const StepRows& rows, std::int64_t rank, bool add,
-                DType weight, float* sums, Scratch* scratch) {
+void outer_rows(const WideRows& wide, const StepRows& rows, Columns columns, const void* entries,
+                std::int64_t rank, bool add, DType weight, float* sums, Scratch* scratch) {
   void* pointers[8 * kLoraMaxRank];
-  const bool pairs = outer_entry_dtype(wide, weight) == DType::kBFloat16;
+  const bool pairs = outer_entry_dtype(wide.matrix->dtype, weight) == DType::kBFloat16;
   ExpandBlock block;
-  block.h = scratch->entries;
+  block.h = entries;
   block.h_stride = pairs ? kStepRows / 2 : kStepRows;
   block.num_tokens = block.num_rows = rank;
   block.b = scratch->panel;
   block.units = pairs ? ceil_div<std::int64_t>(rows.count, 2) : rows.count;
   block.y_rows = pointers;
   if (add) block.base_rows = pointers;
-  const auto add_columns = [&](const WideRows& from, const StepRows& at, std::int64_t first,
-                               std::int64_t count) {
-    for (std::int64_t c = 0; c < count; c += kPackColumns) {
-      block.num_columns = std::min(kPackColumns, count - c);
-      (pairs ? fill_pairs : fill_panel)(from, at, c, block.num_columns, scratch->panel);
-      for (std::int64_t r = 0; r < rank; ++r) pointers[r] = sums + r * wide.width + first + c;
+  // Columns [first, first + count) of `from`, to the sums from `to` on.
+  const auto add_columns = [&](const Matrix& from, const StepRows& at, Columns these, float* to) {
+    for (std::int64_t c = 0; c < these.count; c += kPackColumns) {
+      block.num_columns = std::min(kPackColumns, these.count - c);
+      (pairs ? fill_pairs : fill_panel)(from, at, {these.first + c, block.num_columns},
+                                        scratch->panel);
+      for (std::int64_t r = 0; r < rank; ++r) pointers[r] = to + r * columns.count + c;
       (pairs ? kernels().expand_pairs[0] : kernels().expand[0][0])(block);
     }
   };
-  if (wide.mask.threshold == 0) return add_columns(wide, rows, 0, wide.width);
+  if (wide.mask.threshold == 0) return add_columns(*wide.matrix, rows, columns, sums);
   // Dropped elements are drawn for a tile of columns at a time.
-  const Matrix& m = *wide.matrix;
-  const Matrix tile{scratch->tile, kTileColumns, 1, m.dtype};
-  const std::int64_t size = dtype_size(m.dtype);
-  for (std::int64_t c = 0; c < wide.width; c += kTileColumns) {
-    const std::int64_t count = std::min(kTileColumns, wide.width - c);
+  const Matrix tile{scratch->tile, kTileColumns, 1, wide.matrix->dtype};
+  const std::int64_t row_bytes = kTileColumns * dtype_size(tile.dtype);
+  for (std::int64_t c = 0; c < columns.count; c += kTileColumns) {
+    const std::int64_t count = std::min(kTileColumns, columns.count - c);
     for (std::int64_t i = 0; i < rows.count; ++i) {
-      char* to = reinterpret_cast<char*>(scratch->tile) + i * kTileColumns * size;
-      wide.copy_row(rows.row(i), c, count, to);
+      wide.copy_row(rows.row(i), columns.first + c, count,
+                    reinterpret_cast<char*>(scratch->tile) + i * row_bytes);
     }
-    add_columns({&tile, count, {}}, {nullptr, 0, rows.count}, c, count);
+    add_columns(tile, {nullptr, 0, rows.count}, {0, count}, sums + c);
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "lora/train/cpu/config.h"
 #include "lora/train/cpu/operands.h"
+#include "lora/train/cpu/row_chunks.h"
 
 namespace mortar::lora::train::cpu {
 
@@ -18,18 +19,9 @@ struct Scratch {
   char* rows = nullptr;            ///< [kCopyRows, width]
   std::uint32_t* panel = nullptr;  ///< [kStepRows, kPackColumns]
   float* tile = nullptr;           ///< [kStepRows, kTileColumns]
-  char* entries = nullptr;         ///< [kStepRows, hidden_width] or [hidden_width, kStepRows]
+  char* entries = nullptr;         ///< [kStepRows, hidden_width]
   char* h = nullptr;               ///< [kStepRows, hidden_width], of the dtype of the weights
   char* ds = nullptr;
-};
-
-/// Rows of the step: row(i) is the i-th row's index in the batch.
-struct StepRows {
-  const std::int32_t* sorted = nullptr;  ///< null: rows lie one after the other
-  std::int64_t first = 0, count = 0;
-  std::int64_t row(std::int64_t i) const {
-    return sorted == nullptr ? first + i : sorted[first + i];
-  }
 };
 
 /// Rows of h or ds: those of the batch, or of the step.
@@ -81,13 +73,12 @@ void expand_rows(const OutRows& out, const StepRows& rows, const Packed& b, std:
 /// out = base for rows without an adapter.
 void copy_rows(const OutRows& out, const StepRows& rows, Scratch* scratch);
 
-/// The dtype of entries that outer_rows takes for these wide rows.
-DType outer_entry_dtype(const WideRows& wide, DType weight);
+/// The dtype of entries that outer_rows takes for wide rows of a dtype.
+DType outer_entry_dtype(DType wide, DType weight);
 
-/// sums[r, c] (+)= sum over rows of s[r, row] wide[row, c], with s in `scratch->entries` ([rank,
-/// kStepRows] of outer_entry_dtype, a zero behind an odd number of rows); rows of sums are `width`
-/// apart.
-void outer_rows(const WideRows& wide, const StepRows& rows, std::int64_t rank, bool add,
-                DType weight, float* sums, Scratch* scratch);
+/// sums[r, c] (+)= sum over rows of entries[r, row] wide[row, first + c] for those columns: entries
+/// are [rank, kStepRows] of outer_entry_dtype, with a zero behind an odd number of rows.
+void outer_rows(const WideRows& wide, const StepRows& rows, Columns columns, const void* entries,
+                std::int64_t rank, bool add, DType weight, float* sums, Scratch* scratch);
 
 }  // namespace mortar::lora::train::cpu

@@ -6,15 +6,13 @@
 
 namespace mortar::lora::train::cpu {
 
-void RowChunks::cut(std::int64_t adapter, std::int64_t start, std::int64_t count, std::int64_t size,
-                    std::vector<Chunk>* to) {
-  for (std::int64_t at = 0; at < count; at += size) {
-    to->push_back({adapter, start + at, std::min(size, count - at)});
+void RowChunks::cut(std::int64_t adapter, std::int64_t start, std::int64_t count) {
+  for (std::int64_t at = 0; at < count; at += kStepRows) {
+    chunks_.push_back({adapter, start + at, std::min(kStepRows, count - at)});
   }
 }
 
 RowChunks::RowChunks(const Problem& p) {
-  const std::int64_t size = chunk_rows(p.num_rows);
   if (p.rows.plan != nullptr) {
     const PlanLayout layout = PlanLayout::make(p.num_rows, p.num_adapters);
     GroupsView view;
@@ -25,24 +23,25 @@ RowChunks::RowChunks(const Problem& p) {
     std::int64_t active = 0;
     for (std::int64_t g = 0; g < groups.size(); ++g) {
       const lora::cpu::Group group = groups.get(g);
-      cut(group.adapter, group.start, group.count, size, &chunks_);
+      cut(group.adapter, group.start, group.count);
       active += group.count;
     }
-    cut(-1, active, p.num_rows - active, size, &base_);
+    for (; active < p.num_rows; active += kStepRows) {
+      base_.push_back({sorted_, active, std::min(kStepRows, p.num_rows - active)});
+    }
     return;
   }
   if (p.rows.offsets == nullptr) {
-    cut(0, 0, p.num_rows, size, &chunks_);
+    cut(0, 0, p.num_rows);
     return;
   }
   for (std::int64_t l = 0; l < p.num_adapters; ++l) {
-    const std::int64_t start = p.rows.offsets[l];
-    cut(l, start, p.rows.offsets[l + 1] - start, size, &chunks_);
+    cut(l, p.rows.offsets[l], p.rows.offsets[l + 1] - p.rows.offsets[l]);
   }
 }
 
 std::int64_t most_chunks(const Problem& p) {
-  return ceil_div(p.num_rows, chunk_rows(p.num_rows)) +
+  return ceil_div(p.num_rows, kStepRows) +
          (p.num_adapters > 1 ? std::min(p.num_adapters, p.num_rows) : 0);
 }
 

@@ -9,7 +9,16 @@
 
 namespace mortar::lora::train::cpu {
 
-/// Rows row(start) .. row(start + count - 1), all of `adapter`; -1: base rows.
+/// Rows of the batch: row(i) is the i-th one's index.
+struct StepRows {
+  const std::int32_t* sorted = nullptr;  ///< null: rows lie one after the other
+  std::int64_t first = 0, count = 0;
+  std::int64_t row(std::int64_t i) const {
+    return sorted == nullptr ? first + i : sorted[first + i];
+  }
+};
+
+/// Up to kStepRows rows of one adapter.
 struct Chunk {
   std::int64_t adapter = 0, start = 0, count = 0;
 };
@@ -20,17 +29,17 @@ class RowChunks {
 
   /// In the order of adapters, those of an adapter in the order of its rows.
   const std::vector<Chunk>& chunks() const { return chunks_; }
-  const std::vector<Chunk>& base_chunks() const { return base_; }
-  std::int64_t row(std::int64_t position) const {
-    return sorted_ == nullptr ? position : sorted_[position];
-  }
+  std::int64_t size() const { return static_cast<std::int64_t>(chunks_.size()); }
+  StepRows rows(std::int64_t i) const { return {sorted_, chunks_[i].start, chunks_[i].count}; }
+  /// Rows without an adapter.
+  const std::vector<StepRows>& base_rows() const { return base_; }
 
  private:
-  void cut(std::int64_t adapter, std::int64_t start, std::int64_t count, std::int64_t size,
-           std::vector<Chunk>* to);
+  void cut(std::int64_t adapter, std::int64_t start, std::int64_t count);
 
   const std::int32_t* sorted_ = nullptr;
-  std::vector<Chunk> chunks_, base_;
+  std::vector<Chunk> chunks_;
+  std::vector<StepRows> base_;
 };
 
 /// Most chunks that a batch of M rows and L adapters has.
