@@ -154,6 +154,25 @@ TEST_P(LoraTrainShapes, NoProductOfPartsChangesABit) {
   }
 }
 
+/// Products of h and of y leave the bits of `first`; numbers of parts grow by the factor `step`.
+void expect_products_keep_bits(const TrainCase& c, TrainStep* first, int step) {
+  for (const int columns : {64, 128}) {
+    for (int parts = columns / 64; parts <= kLeaves; parts *= step) {
+      const ShrinkPlan product = product_shrink(c.hidden, {columns, parts});
+      TrainStep other(c, first->device);
+      run_planned(&other, {&product, nullptr});
+      expect_same_forward(*first, other, describe(product));
+    }
+  }
+  for (const int columns : {128, 256}) {
+    if (columns == 256 && c.base != BaseIs::kNone) continue;
+    const ExpandPlan product = product_expand(c.widths[0], {columns, 1});
+    TrainStep other(c, first->device);
+    run_planned(&other, {nullptr, &product});
+    expect_same_forward(*first, other, describe(product));
+  }
+}
+
 // Products, and the kernels of operands that they do not take, leave the same bits.
 TEST_P(LoraTrainShapes, NoProductChangesABit) {
   for (const int rank : {64, 104, 200}) {
@@ -170,21 +189,7 @@ TEST_P(LoraTrainShapes, NoProductChangesABit) {
       const ExpandPlan copied = choose_expand(c.rows, 520, rank, 0, 2, Policy::kBFloat16, kA100);
       TrainStep first(c, GetParam());
       run_planned(&first, {&streamed, &copied});
-      for (const int columns : {64, 128}) {
-        for (int parts = columns / 64; parts <= kLeaves; parts *= 2) {
-          const ShrinkPlan product = product_shrink(c.hidden, {columns, parts});
-          TrainStep other(c, GetParam());
-          run_planned(&other, {&product, nullptr});
-          expect_same_forward(first, other, describe(product));
-        }
-      }
-      for (const int columns : {128, 256}) {
-        if (columns == 256 && base != BaseIs::kNone) continue;
-        const ExpandPlan product = product_expand(520, {columns, 1});
-        TrainStep other(c, GetParam());
-        run_planned(&other, {nullptr, &product});
-        expect_same_forward(first, other, describe(product));
-      }
+      expect_products_keep_bits(c, &first, 2);
     }
   }
 }
@@ -206,21 +211,7 @@ TEST_P(LoraTrainShapes, NoProductOfSegmentsChangesABit) {
     const ExpandPlan copied = choose_expand(c.rows, 264, 136, 4, 2, Policy::kBFloat16, kA100);
     TrainStep first(c, GetParam());
     run_planned(&first, {&streamed, &copied});
-    for (const int columns : {64, 128}) {
-      for (int parts = columns / 64; parts <= kLeaves; parts *= 4) {
-        const ShrinkPlan product = product_shrink(c.hidden, {columns, parts});
-        TrainStep other(c, GetParam());
-        run_planned(&other, {&product, nullptr});
-        expect_same_forward(first, other, describe(product));
-      }
-    }
-    for (const int columns : {128, 256}) {
-      if (columns == 256 && base != BaseIs::kNone) continue;
-      const ExpandPlan product = product_expand(264, {columns, 1});
-      TrainStep other(c, GetParam());
-      run_planned(&other, {nullptr, &product});
-      expect_same_forward(first, other, describe(product));
-    }
+    expect_products_keep_bits(c, &first, 4);
   }
 }
 
