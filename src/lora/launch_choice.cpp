@@ -179,8 +179,12 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
     const auto own = static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares));
     c.rows = std::min(round_up(own, 16), most);
   };
-  share(decode_cluster(s.hidden));
-  if (fits_clusters(s, m, c.rows)) {
+  // A cluster holds K at once or not at all: chunks that its CTAs take in turn cost more than a
+  // second kernel. (us, with lora_expand, in clusters and with partials: 8 tokens of 8 adapters,
+  // rank 16, 14,336 to 4,096, 9.5 and 5.9; 32 tokens of one, qkv, 4.9 and 5.5.)
+  const int cluster = decode_cluster(s.hidden);
+  share(cluster);
+  if (decode_turns(s.hidden, cluster) == 1 && fits_clusters(s, m, c.rows)) {
     c.partials = Partials::kNone;
   } else {
     share(ceil_div<std::int64_t>(s.hidden, kDecodeK));
