@@ -17,16 +17,17 @@ from pathlib import Path
 
 import torch
 
-from suite import ROOT, Counts, Suite, console, read_junit, run
+from suite import ROOT, Counts, Suite, console, read_junit
 from test_all import python_tests
 
 _SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Small cases on the GPU: by their name, and LoRA's comparison with the oracle as a whole.
 _SMALL = "*Small*:*/LoraOp.*-*/cpu*:*_cpu*"
 _MOST_BARRIERS = 16384
-# A sanitized program keeps one core busy and little of the GPU: shares of it run side by side.
+# A test program keeps one core busy and little of the GPU: shares of it run side by side.
 _SHARES = 8
 _PARALLEL = max(1, min(14, (os.cpu_count() or 1) - 2))
+_PYTESTS = max(1, min(10, _PARALLEL))
 
 
 def find_gpu() -> str | None:
@@ -34,13 +35,50 @@ def find_gpu() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-def cpp_test(program: Path, reports: Path) -> Counts:
-    report = reports / f"{program.name}.xml"
-    succeeded = run([program, "--gtest_brief=1", f"--gtest_output=xml:{report}"])
-    counts = read_junit(report) if report.is_file() else Counts()
-    if not succeeded and counts.failed == 0:  # it died before it could report
-        counts.failed = 1
-    return counts
+def cpp_tests(programs: list[Path], reports: Path) -> Counts:
+    """All cases of the programs, in shares side by side; those over 2^31 elements alone."""
+
+    def one(job: tuple[Path, int, int]) -> tuple[Counts, str]:
+        program, share, shares = job
+        report = reports / f"{program.name}-{share}.xml"
+        environment = {"GTEST_TOTAL_SHARDS": str(shares), "GTEST_SHARD_INDEX": str(share)}
+        if shares > 1:  # the threads of one program's references would take the others' cores
+            environment["OMP_NUM_THREADS"] = "2"
+        done = subprocess.run(
+            [str(program), "--gtest_brief=1", f"--gtest_output=xml:{report}"],
+            cwd=ROOT,
+            env=os.environ | environment,
+            text=True,
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        counts = read_junit(report) if report.is_file() else Counts()
+        if done.returncode != 0 and counts.failed == 0:  # it died before it could report
+            counts.failed = 1
+        return counts, done.stdout
+
+    def jobs(program: Path) -> list[tuple[Path, int, int]]:
+        shares = 1 if "large" in program.name else _SHARES
+        return [(program, share, shares) for share in range(shares)]
+
+    total = Counts()
+    large = [program for program in programs if "large" in program.name]
+    others = [program for program in programs if program not in large]
+    others.sort(key=lambda program: -num_cases(program, "*"))  # the longest last would run alone
+    for group, workers in ((others, _PARALLEL), (large, 1)):
+        with ThreadPoolExecutor(workers) as pool:
+            runs = {p: [pool.submit(one, job) for job in jobs(p)] for p in group}
+            for program, shares in runs.items():
+                counts = Counts()
+                for share in shares:
+                    share_counts, said = share.result()
+                    counts += share_counts
+                    if share_counts.failed > 0:
+                        console.print(said[-8000:], markup=False)
+                console.print(f"{program.name}: {counts.passed} passed, {counts.failed} failed")
+                total += counts
+    return total
 
 
 def num_cases(program: Path, pattern: str) -> int:
@@ -66,7 +104,7 @@ def sanitize(tool: str, programs: list[Path], reports: Path, pattern: str) -> Co
             command += ["--num-cuda-barriers", str(_MOST_BARRIERS)]
         command += [program, f"--gtest_filter={pattern}", f"--gtest_output=xml:{report}"]
         command = [str(part) for part in command]
-        shares = {"GTEST_TOTAL_SHARDS": str(_SHARES), "GTEST_SHARD_INDEX": str(share)}
+        shares = {"GTEST_TOTAL_SHARDS": str(shares_of(program)), "GTEST_SHARD_INDEX": str(share)}
         done = subprocess.run(
             command,
             cwd=ROOT,
@@ -77,18 +115,21 @@ def sanitize(tool: str, programs: list[Path], reports: Path, pattern: str) -> Co
         )
         return report, done, time.monotonic() - start
 
+    def shares_of(program: Path) -> int:
+        return min(cases_of[program], _PARALLEL)
+
     # The longest first, or the last of them would run alone.
     cases_of = {program: num_cases(program, pattern) for program in programs}
     programs = sorted((p for p in programs if cases_of[p] > 0), key=lambda p: -cases_of[p])
-    jobs = [(program, share) for program in programs for share in range(_SHARES)]
+    jobs = [(program, share) for program in programs for share in range(shares_of(program))]
     with ThreadPoolExecutor(_PARALLEL) as pool:
         results = pool.map(one, jobs)
         for (program, share), (report, done, seconds) in zip(jobs, results, strict=True):
             cases = read_junit(report) if report.is_file() else Counts()
             ok = done.returncode == 0
             console.print(
-                f"{tool}: {program.name}, share {share + 1} of {_SHARES}: {cases.passed} cases "
-                f"in {seconds:.0f} s: {'clean' if ok else 'FOUND'}"
+                f"{tool}: {program.name}, share {share + 1} of {shares_of(program)}: "
+                f"{cases.passed} cases in {seconds:.0f} s: {'clean' if ok else 'FOUND'}"
             )
             if not ok:
                 console.print(done.stdout[-8000:], markup=False)
@@ -123,12 +164,13 @@ def main() -> int:
     reports = Path(tempfile.mkdtemp(prefix="reports-"))
     try:
         if "cpp" in stages:
-            for program in programs:
-                suite.stage(
-                    f"C++ {program.name}", lambda program=program: cpp_test(program, reports)
-                )
+            suite.stage("C++ tests", lambda: cpp_tests(programs, reports))
         if "python" in stages:
-            suite.stage("Python tests", lambda: python_tests(reports))
+            suite.stage(
+                "Python tests",
+                lambda: python_tests(reports, ["-m", "not host_cost", f"-n{_PYTESTS}"]),
+            )
+            suite.stage("host costs, alone", lambda: python_tests(reports, ["-m", "host_cost"]))
         if "sanitizers" in stages:
             for tool in _SANITIZERS:
                 suite.stage(

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,9 +40,11 @@ def cpp_tests(build: Path, reports: Path) -> Counts:
     return counts
 
 
-def python_tests(reports: Path) -> Counts:
+def python_tests(reports: Path, options: Sequence[str] = ()) -> Counts:
+    """pytest with `options`."""
     junit = reports / "pytest.xml"
-    succeeded = run([sys.executable, "-m", "pytest", f"--junitxml={junit}", "--durations=8"])
+    command = [sys.executable, "-m", "pytest", f"--junitxml={junit}", "--durations=8", *options]
+    succeeded = run(command)
     counts = read_junit(junit)
     if not succeeded and counts.failed == 0:
         counts.failed = 1

@@ -355,6 +355,7 @@ def in_turn(functions):
     return lambda: next(turns)()
 
 
+@pytest.mark.host_cost
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("op", ["plan", "shrink", "expand", "apply"])
 def test_host_cost(op, form):
