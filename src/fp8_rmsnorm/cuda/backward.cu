@@ -12,7 +12,7 @@
 //          shared memory. A thread keeps 16 columns of a row in registers while the row's sum is
 //          made, beside their weights and sums of dw. 20 instructions an element, of 33 that the
 //          floor allows. Rows over 8,192 columns are strips of CTAs in a cluster, which send each
-//          other their sums and make dx a row later: 26 instructions an element
+//          other their sums, and wait for them
 // wrong  : rows over 8,192 columns before sm_90, without clusters: the strips' sums are made by a
 //          pass of their own, so that dy and x are read twice
 #include <bit>
@@ -61,7 +61,7 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
   constexpr bool kStrips = kAccess == Access::kStrips || kAccess == Access::kAny;
   extern __shared__ uint4 ring[];
   __shared__ __align__(16) float warp_sums[DotReduction::kScratch];
-  __shared__ StripDots<kStrips ? 4 : 1> strip_dots;
+  __shared__ StripDots<kStrips ? 2 : 1> strip_dots;
   const BackwardProblem& p = params.problem;
   const BackwardPlan& plan = params.plan;
 
@@ -196,9 +196,9 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
         read_shared<kCount* int{sizeof(D)}>(from + dy_read +
                                             run * lanes * kCount * int{sizeof(D)})};
   };
-  // z = x s and u = rstd g. The first time dw, and the thread's part of the row's sum of u z.
-  const auto unpack_row = [&](auto first, std::uint32_t from, const auto& scale, float rstd,
-                              auto& z, auto& u, auto& sum) {
+  // z = x s and u = rstd g; on the way dw, and the thread's part of the row's sum of u z.
+  const auto unpack_row = [&](std::uint32_t from, const auto& scale, float rstd, auto& z, auto& u,
+                              auto& sum) {
     auto next = read(from, 0);
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) {
@@ -210,9 +210,9 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
       for (int i = 0; i < kCount; ++i) {
         if (kIsFloat8<X>) z[run][i] *= scale[run];
         u[run][i] *= rstd;
-        if (first) dw[run][i] = __fmaf_rn(u[run][i], z[run][i], dw[run][i]);
+        dw[run][i] = __fmaf_rn(u[run][i], z[run][i], dw[run][i]);
         u[run][i] *= weight[run][i];
-        if (first) sum[i % 4] = __fmaf_rn(u[run][i], z[run][i], sum[i % 4]);
+        sum[i % 4] = __fmaf_rn(u[run][i], z[run][i], sum[i % 4]);
       }
     }
   };
@@ -238,24 +238,6 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
     }
     dx += params.dx_step;
   };
-  // In strips dx is made of what is still in the ring, unpacked anew: in a cluster a row later, so
-  // that the dots are on their way meanwhile, unless that left no row in flight.
-  constexpr bool kTwice = kAccess == Access::kStrips;
-  const int lag = kTwice && plan.cluster && plan.stages > 2 && makes_dx ? 1 : 0;
-  struct Row {
-    std::uint32_t stage;
-    float scale[kRuns], rstd, dot;
-  };
-  Row before = {};
-  const auto finish_row = [&](int step, const Row& row) {
-    const float dot = plan.cluster ? strip_dots.receive(step, plan.strips) : row.dot;
-    float z[kRuns][kCount], u[kRuns][kCount], unused[4];
-    unpack_row(std::false_type(), row.stage, row.scale, row.rstd, z, u, unused);
-    if (adds) add_row(row.stage, u);
-    store_dx(dot, row.rstd, z, u);
-    __syncwarp();
-    load(step + plan.stages, row.stage);
-  };
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const bool there = kWarps || step < own_rows;
@@ -266,20 +248,16 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
       scale[run] = __uint_as_float(scale_ahead[run] << (params.narrow_scale ? 16 : 0));
     }
     look_ahead(step + 1);
-    wait_for_copies(plan.stages - 1 - (step > 0 ? lag : 0));
+    wait_for_copies(plan.stages - 1);
     __syncwarp();
 
-    // z = x s and u = rstd g; dy rstd on the way.
     float z[kRuns][kCount] = {}, u[kRuns][kCount] = {}, sum[4] = {};
     if (there) {
-      unpack_row(std::true_type(), stage, scale, rstd, z, u, sum);
-      if (!kTwice && adds) add_row(stage, u);
+      unpack_row(stage, scale, rstd, z, u, sum);
+      if (adds) add_row(stage, u);
     }
-    const std::uint32_t here = stage;
-    if (!kTwice || !makes_dx) {
-      __syncwarp();
-      load(step + plan.stages, stage);
-    }
+    __syncwarp();
+    load(step + plan.stages, stage);
     stage = stage + stage_bytes == end ? first_stage : stage + stage_bytes;
 
     // Reduce: the row's sum of u z.
@@ -294,28 +272,15 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
       }
       if (plan.cluster) {
         strip_dots.send(step, dot, thread, plan.strips);
-        if (!kTwice) dot = strip_dots.receive(step, plan.strips);
+        dot = strip_dots.receive(step, plan.strips);
       }
       if (dots_only && there && thread == group * row_threads) {
         params.dots[blockIdx.y * p.input.rows + row] = dot;
       }
     }
 
-    // Store.
-    if (!makes_dx || !there) continue;
-    if constexpr (kTwice) {
-      Row row{here, {}, rstd, dot};
-#pragma unroll
-      for (int run = 0; run < kRuns; ++run) row.scale[run] = scale[run];
-      Row done = before;
-      if (lag == 0) done = row;
-      if (step >= lag) finish_row(step - lag, done);
-      before = row;
-    } else {
-      store_dx(dot, rstd, z, u);
-    }
+    if (makes_dx && there) store_dx(dot, rstd, z, u);
   }
-  if (kTwice && lag != 0 && steps > 0) finish_row(steps - 1, before);
   device::cp_async_wait<0>();
   if (!params.makes_dw || dots_only) return;
 

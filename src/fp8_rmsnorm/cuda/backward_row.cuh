@@ -132,9 +132,8 @@ class DotReduction {
 };
 
 /// The dots of rows of which every CTA of a cluster has a strip, in shared memory, in kSets that
-/// are used in turn. Four are enough where a row's dot is received after the next row's is sent: a
-/// CTA that sends that of step s has those of s - 2, which the others sent when they had those of
-/// s - 4.
+/// are used in turn. Two are enough: a CTA that sends that of step s has those of s - 1, which the
+/// others sent when all their threads had those of s - 2.
 template <int kSets>
 struct StripDots {
   float dots[kSets][BackwardPlan::kMostStrips];
