@@ -29,15 +29,16 @@ enum class Major {
 };
 
 /// Matrix descriptor of a swizzled block at shared-memory address `address`: groups of 8 rows of
-/// 128 bytes are 1024 bytes apart. Blocks that are dense along the operand's rows have 64 of these,
+/// 128 bytes are `group_bytes` apart. Blocks that are dense along the operand's rows have 64 of these,
 /// and lie `block_bytes` apart; the others go on for as many rows as there are. To step by 16
 /// elements of the depth, add descriptor_step().
 __device__ __forceinline__ std::uint64_t wgmma_descriptor(std::uint32_t address,
-                                                          int block_bytes = 16) {
-  constexpr std::uint64_t kStride = std::uint64_t{1024 / 16} << 32;
+                                                          int block_bytes = 16,
+                                                          int group_bytes = 1024) {
   constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
   const std::uint64_t leading = static_cast<std::uint64_t>(block_bytes / 16) << 16;
-  return kSwizzle128 | kStride | leading | ((address & 0x3ffff) >> 4);
+  const std::uint64_t stride = static_cast<std::uint64_t>(group_bytes / 16) << 32;
+  return kSwizzle128 | stride | leading | ((address & 0x3ffff) >> 4);
 }
 constexpr std::uint64_t descriptor_step(Major major) {
   return (major == Major::kDepth ? 16 * 2 : 16 * 128) / 16;

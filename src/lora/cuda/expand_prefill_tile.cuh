@@ -22,13 +22,10 @@ constexpr int kYBytes = kTokens * kCols * 2;
 /// Segments whose table is copied to shared memory; more of them are looked up in global memory.
 constexpr int kSharedSegments = 256;
 
-template <class Ranks>
-constexpr bool kUsesWgmma = 2 * Ranks::kPitch == device::kSwizzleBytes;
-
 template <class T_, bool kVectorY_, bool kOwnH_, int kLogPieces_, bool kBy8_ = false>
 struct Traits {
   using T = T_;
-  using Ranks = RankTile<kLogPieces_>;
+  using Ranks = RankTile<kLogPieces_, (kLogPieces_ >= 3)>;  ///< in blocks: by wgmma on sm_90a
   static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
   static constexpr bool kOwnH = kOwnH_;  ///< lora_apply's h: rows of T by position, with a plan
   static constexpr bool kBy8 = kBy8_;    ///< rows of B start at multiples of 8 bytes
@@ -57,25 +54,27 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xfffffff
 __device__ __forceinline__ int warp_index() { return uniform(static_cast<int>(threadIdx.x) / 32); }
 
 /// acc = h B^T for this warp's 16 tokens and 64 columns of a tile. On sm_90a the four warps that
-/// share the columns form a warpgroup, which reads rows of 64 ranks as they lie: as wgmma's
-/// swizzle. For lower ranks it is no faster (8192 tokens, qkv: rank 16 +0.3 us, rank 64 -4 us).
+/// share the columns form a warpgroup, which reads rows of 64 ranks and more as they lie: as
+/// wgmma's swizzle. For lower ranks it is no faster (8192 tokens, qkv: rank 16 +0.3 us, rank 64 -4
+/// us).
 template <class T, class Ranks>
 __device__ __forceinline__ void multiply_tile(float (&acc)[kGroups][4][4], const T* h, const T* b,
                                               int num_steps) {
   const int warp_m = warp_index() % kWarpsM, warp_n = warp_index() / kWarpsM;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (kUsesWgmma<Ranks>) {
+  if constexpr (Ranks::kInBlocks) {
     auto& sums = reinterpret_cast<float(&)[16 * kGroups]>(acc);
-    const auto h_at = device::wgmma_descriptor(device::smem_address(h));
-    const auto b_at =
-        device::wgmma_descriptor(device::smem_address(b + warp_n * 64 * Ranks::kPitch));
+    constexpr int kGroupBytes = 8 * Ranks::kPitch * 2;  // of eight rows
+    const auto h_at = device::wgmma_descriptor(device::smem_address(h), 16, kGroupBytes);
+    const auto b_at = device::wgmma_descriptor(
+        device::smem_address(b + warp_n * 64 * Ranks::kPitch), 16, kGroupBytes);
     device::wgmma_keep(sums);
     device::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Ranks::kPitch / 16; ++i) {
       if (i < num_steps) {
-        device::wgmma<T, 64>(sums, h_at + i * device::kDescriptorStep,
-                             b_at + i * device::kDescriptorStep, i > 0);
+        const std::uint64_t step = Ranks::step_bytes(0, i) / 16;
+        device::wgmma<T, 64>(sums, h_at + step, b_at + step, i > 0);
       }
     }
     device::wgmma_commit();
@@ -93,7 +92,7 @@ template <int N, class Ranks>
 __device__ __forceinline__ void wait_for_copies() {
   device::cp_async_wait<N>();
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (kUsesWgmma<Ranks>) device::fence_async_proxy();
+  if constexpr (Ranks::kInBlocks) device::fence_async_proxy();
 #endif
 }
 

@@ -4,7 +4,8 @@
 //
 // h [tokens][ranks] and B [columns][ranks] lie in shared memory in rows of a power of two of
 // 16-byte pieces, swizzled so that ldmatrix has no bank conflicts; what lies past an adapter's rank
-// is zero up to a whole MMA step of 16.
+// is zero up to a whole MMA step of 16. In blocks eight rows lie together, their first 64 ranks one
+// after another, then the next 64: each a block as wgmma reads it.
 #pragma once
 
 #include "device/convert.cuh"
@@ -15,16 +16,32 @@
 
 namespace mortar::lora::cuda {
 
-/// Rows of ranks in shared memory, up to a largest rank, swizzled (device/swizzle.cuh).
-template <int kLogPieces_>
+/// Rows of ranks in shared memory, up to a largest rank, swizzled (device/swizzle.cuh); in blocks
+/// for wgmma.
+template <int kLogPieces_, bool kInBlocks_ = false>
 struct RankTile {
   static constexpr int kLogPieces = kLogPieces_;  ///< of the 16-byte pieces of a row
   static constexpr int kPitch = 8 << kLogPieces;  ///< elements: the largest rank
+  static constexpr bool kInBlocks = kInBlocks_;
+  static constexpr int kBlockRanks = 64, kBlockElts = 8 * kBlockRanks;
+  static constexpr int kBlockSteps = kBlockRanks / 16;  ///< MMA steps of a block
 
 #if defined(__CUDACC__)
+  /// Element at which a row begins, but for the swizzle.
+  __device__ __forceinline__ static int row_start(int row) {
+    return kInBlocks ? (row & ~7) * kPitch + (row & 7) * kBlockRanks : row * kPitch;
+  }
   /// Element of a piece of 8 ranks of a row.
   __device__ __forceinline__ static int place(int row, int piece) {
-    return row * kPitch + (piece ^ device::swizzle<kLogPieces>(row)) * 8;
+    const int block = kInBlocks ? piece / (kBlockRanks / 8) : 0;
+    const int own = piece - block * (kBlockRanks / 8);
+    return row_start(row) + block * kBlockElts + (own ^ device::swizzle<kLogPieces>(row)) * 8;
+  }
+  /// Bytes from the start of a row to a lane's piece of MMA step `step`: `own` is its piece of the
+  /// first step, whose bits and the step's do not carry.
+  __device__ __forceinline__ static std::uint32_t step_bytes(std::uint32_t own, int step) {
+    if (!kInBlocks) return own ^ (32 * step);
+    return step / kBlockSteps * kBlockElts * 2 + (own ^ (32 * (step % kBlockSteps)));
   }
   /// The piece and the first row that a thread copies; every kThreads >> kLogPieces-th row is its.
   __device__ __forceinline__ static int own_piece() {
@@ -181,12 +198,12 @@ __device__ __forceinline__ void copy_h(const HView& h, const Tile& tile, const i
 /// fragments of 8 columns of B.
 template <class Ranks, class T>
 __device__ __forceinline__ std::uint32_t a_fragment_row(const T* h_tile, int row) {
-  return device::smem_address(h_tile + (row + threadIdx.x % 16) * Ranks::kPitch);
+  return device::smem_address(h_tile + Ranks::row_start(row + threadIdx.x % 16));
 }
 template <class Ranks, class T>
 __device__ __forceinline__ std::uint32_t b_fragment_row(const T* b_tile, int row) {
   const int lane = threadIdx.x % 32;
-  return device::smem_address(b_tile + (row + lane / 16 * 8 + lane % 8) * Ranks::kPitch);
+  return device::smem_address(b_tile + Ranks::row_start(row + lane / 16 * 8 + lane % 8));
 }
 
 /// acc += h B^T for 16 tokens and kGroups * 32 columns.
@@ -195,17 +212,17 @@ __device__ __forceinline__ void multiply(float (&acc)[kGroups][4][4], std::uint3
                                          std::uint32_t b_row, int num_steps) {
   constexpr int kPairBytes = 32 * Ranks::kPitch, kMaxSteps = Ranks::kPitch / 16;
   const int lane = threadIdx.x % 32;
-  // (2 i + own piece) ^ swizzle, in bytes: the step's bits and the lane's do not carry.
   const std::uint32_t swizzle = device::swizzle<Ranks::kLogPieces>(lane % 8) * 16;
   const std::uint32_t h_own = (lane / 16 * 16) ^ swizzle, b_own = (lane / 8 % 2 * 16) ^ swizzle;
   const auto step = [&](int i) {
     std::uint32_t h[4], b[kGroups][2][4];
-    device::ldmatrix_x4(h, h_row + (h_own ^ (32 * i)));
+    device::ldmatrix_x4(h, h_row + Ranks::step_bytes(h_own, i));
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        device::ldmatrix_x4(b[g][j], b_row + (b_own ^ (32 * i)) + (2 * g + j) * kPairBytes);
+        device::ldmatrix_x4(b[g][j],
+                            b_row + Ranks::step_bytes(b_own, i) + (2 * g + j) * kPairBytes);
       }
     }
 #pragma unroll
