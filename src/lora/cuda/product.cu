@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   }
   device::cluster_arrive();
   device::cluster_wait();
-  device::pdl_begin(false);
+  device::pdl_begin(p.early);
   const int units = find_segments(p, ring.segments);
 
   if (threadIdx.x >= kConsumers) {
@@ -190,6 +190,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
       float sum[S::kSums];
       multiply(p, unit, &ring, sum);
       if constexpr (S::kEnd == ProductEnd::kPartials) {
+        if (p.early) device::pdl_wait();
         store_partials<S>(p, unit, unit.row + first_row, sum);
       } else {
         if constexpr (S::kBase) {
@@ -198,6 +199,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
         store_rows<S>(p, unit, unit.row + first_row, sum);
       }
     }
+    if (p.early) device::pdl_wait();  // a block without units too
     device::cluster_arrive_relaxed();
     device::cluster_wait();
   }
@@ -264,11 +266,13 @@ void launch_shape(const char* op, const Product& product, const ProductPlan& pla
   p.units = static_cast<int>(units);
   p.partials = product.partials;
   p.part_stride = product.part_stride;
+  p.early = product.early;
   p.row_stride = product.row_stride;
   p.column_stride = product.column_stride;
   p.out = product.out;
   p.base = product.base;
   p.out_stride = product.out_stride;
+  check(!p.early || S::kEnd == ProductEnd::kPartials, op, ": an early product has partials");
   check(product.base == nullptr || S::kBase, op, ": tiles with a base have 128 columns");
   if (product.base != nullptr) {
     device::set_tensor_map(p.base_map, product.dtype, product.base, product.columns[0], p.rows,

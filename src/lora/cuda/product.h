@@ -56,6 +56,9 @@ struct Product {
   std::int64_t columns[kMostProductPairs] = {};       ///< that a pair stores, whole eights
 
   ProductEnd end = ProductEnd::kStore;
+  /// Starts while the kernel before it runs, which has waited for all before it and writes none of
+  /// the operands; and waits for that one before it stores. Partials alone.
+  bool early = false;
   float* partials = nullptr;
   std::int64_t part_stride = 0, row_stride = 0, column_stride = 0;  ///< one of the last two is 1
   void* out = nullptr;  ///< rows of whole 16-byte pieces, as base's

@@ -65,6 +65,7 @@ struct Params {
   const std::int32_t* offsets;
   int segments, pairs;
   int num_groups, tiles, parts, part_steps, leaf_steps, leaves, units;
+  bool early;
   std::int64_t rows;
   float* partials;
   std::int64_t part_stride, row_stride, column_stride;

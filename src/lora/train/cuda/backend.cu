@@ -11,6 +11,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "core/check.h"
 #include "device/launch.cuh"
@@ -65,18 +66,24 @@ class Call {
     const bool needs_ds = p_.dx.data != nullptr || p_.wants_da;
     RowSums& sums = *work_.row_sums;
     sums.prepare(table_, rows_, hidden_, stream_);
+    std::optional<HiddenParams> parts;
+    bool shrinks = false;
     for (int s = 0; s < p_.num_slices; ++s) {
       const SliceView& slice = p_.slices[s];
-      if (!needs_ds || makes_ds(p_, *plan_, s)) continue;
-      run_shrink(Side::kB, s, 1, slice.dy, slice.width, work_.ds, p_.drops_delta(),
-                 {p_.rng, p_.total_width, slice.first_column});
+      if (!needs_ds || makes_ds(p_, *plan_, s) || width_of(p_, s) == 0) continue;
+      shrinks = true;
+      if (parts) reduce_hidden(*parts, stream_);
+      parts = run_shrink(Side::kB, s, 1, slice.dy, slice.width, work_.ds, p_.drops_delta(),
+                         {p_.rng, p_.total_width, slice.first_column});
     }
-    sums.sum_dy(work_.h, work_.ds.values);
+    // Beside the last shrink; its parts are added when both have ended.
+    sums.sum_dy(work_.h, work_.ds.values, shrinks);
+    if (parts) reduce_hidden(*parts, stream_);
     if (p_.dx.data != nullptr) {
       run_expand(Side::kA, 0, p_.num_slices, work_.ds, p_.add_dx ? p_.dx : Matrix{}, p_.dx,
                  p_.hidden, p_.drops_input(), {p_.rng, p_.hidden, 0});
     }
-    sums.sum_x(work_.ds);
+    sums.sum_x(work_.ds, p_.dx.data != nullptr);
     sums.finish();
   }
 
@@ -146,8 +153,9 @@ class Call {
   }
 
   void make_h() {
-    run_shrink(Side::kA, 0, p_.num_slices, p_.x, p_.hidden, work_.h, p_.drops_input(),
-               {p_.rng, p_.hidden, 0});
+    const auto parts = run_shrink(Side::kA, 0, p_.num_slices, p_.x, p_.hidden, work_.h,
+                                  p_.drops_input(), {p_.rng, p_.hidden, 0});
+    if (parts) reduce_hidden(*parts, stream_);
   }
   /// Columns of parts of the h that the forward has saved.
   void copy_h() {
@@ -161,8 +169,10 @@ class Call {
     return num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
   }
 
-  void run_shrink(Side side, int slice, int num_slices, const Matrix& wide, std::int64_t columns,
-                  const HiddenForms& to, bool masked, const MaskParams& mask) {
+  /// Gives what is left to be added, if anything is.
+  std::optional<HiddenParams> run_shrink(Side side, int slice, int num_slices, const Matrix& wide,
+                                         std::int64_t columns, const HiddenForms& to, bool masked,
+                                         const MaskParams& mask) {
     const bool in_parts = in_part_columns(wide.dtype, p_.weight);
     const Policy policy = in_parts ? Policy::kBFloat16 : policy_of(wide.dtype, p_.weight);
     const int copies = in_parts ? kSumCopies : 1;
@@ -188,13 +198,13 @@ class Call {
     if (forced_.shrink != nullptr) s.plan = *forced_.shrink;
     s.max_tiles = most_tiles(p_, s.plan.rows);
     s.h = to.values;
-    if (s.width == 0) return;
+    if (s.width == 0) return {};
     if (s.plan.product) {
       shrink_products(s, policy, stream_);
     } else {
       s.plan.stream ? shrink_stream(s, policy, stream_) : shrink(s, policy, stream_);
     }
-    if (s.plan.fused) return;
+    if (s.plan.fused) return {};
     HiddenParams h = hidden_params(slice, num_slices);
     h.parts = s.plan.parts;
     h.partials = work_.partials;
@@ -202,7 +212,7 @@ class Call {
     h.copies = copies;
     h.sum_columns = to.sum_columns;
     h.pair_columns = to.pair_columns;
-    reduce_hidden(h, stream_);
+    return h;
   }
 
   HiddenParams hidden_params(int slice, int num_slices) const {

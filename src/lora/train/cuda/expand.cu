@@ -39,7 +39,7 @@ __device__ inline void fetch_ranks(const ExpandParams& p, const RowTile& rows, i
   f.async = p.weights.async;
   f.vectors = p.weights.vectors;
   f.parts = p.weights.parts;
-  const Matrix& m = p.side == Side::kA ? pair.a : pair.b;
+  const Matrix m = pair.weight(p.side == Side::kA);
   if ((p.side == Side::kA) == p.weights.rows_are_ranks) {
     f.m = m;
   } else {
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   std::uint32_t threshold = 0;
   for (int s = p.first_slice; p.masked && rows.adapter >= 0 && s < p.first_slice + p.num_slices;
        ++s) {
-    const PairEntry& pair = p.pairs.get(rows.adapter, s);
+    const PairEntry pair = p.pairs.get(rows.adapter, s);
     if (pair.rank > 0) threshold = pair.threshold;
   }
 #pragma unroll 1
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int warp_column = (pass * 2 + warp % 2) * kWarpColumns;
     Sums<__nv_bfloat16, true> sums[2][kWarpColumns / 8];
     for (int s = p.first_slice; rows.adapter >= 0 && s < p.first_slice + p.num_slices; ++s) {
-      const PairEntry& pair = p.pairs.get(rows.adapter, s);
+      const PairEntry pair = p.pairs.get(rows.adapter, s);
       for (int first = 0; first < pair.rank; first += kBlockColumns) {
         __syncthreads();
         fetch_ranks(p, rows, s, pair, first, column, smem);

@@ -46,7 +46,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   const std::int64_t column =
       (std::int64_t{panel} * column_warps + warp % column_warps) * S::kColumns;
   const int warp_row = warp / column_warps * kUnitRows;
-  device::pdl_trigger();
 
   // Guard
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -75,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (p.masked) threshold = pairs.threshold(p.first_slice, p.num_slices);
     weights.load(p, pairs, column, own);
   }
-  device::pdl_wait();
+  device::pdl_begin(false);
   if (threshold != 0 && threshold < kDropAll && threadIdx.x == 0) draws.read(p.mask.rng);
 
   // Load

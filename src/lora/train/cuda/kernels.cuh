@@ -159,6 +159,9 @@ struct PanelParams {
   int groups;  ///< of rank columns, thread blocks of one panel that share it in L2
   RowCut chunk;
   std::int64_t max_tiles;
+  /// Starts while the kernel before it runs, which has waited for all before it and writes nothing
+  /// that is read here; and waits for that one before it stores. Not if it makes ds.
+  bool early;
   float* ds;  ///< partials, [panel of the operand][M][hidden_width]
 };
 void panels(const PanelParams& p, Policy policy, Stream stream);

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 2) outer_kernel(const __grid_constan
   const std::int64_t c = column + piece * kPiece;
   std::uint32_t threshold = 0;
   for (int s = 0; p.masked && s < p.pairs.num_slices; ++s) {
-    const PairEntry& pair = p.pairs.get(rows.adapter, s);
+    const PairEntry pair = p.pairs.get(rows.adapter, s);
     if (pair.rank > 0) threshold = pair.threshold;
   }
   const auto wide_at = [&](int i) {

@@ -50,12 +50,11 @@ __global__ void __launch_bounds__(kThreads* Panel<kShape>::kGroups, 1)
                     kThreads == 32 * P::kWarps && P::kGroups <= 2,
                 "Threads share a stage's pieces, and warps its columns, evenly.");
   extern __shared__ __align__(128) char block_smem[];
-  device::pdl_wait();
-  device::pdl_trigger();
+  device::pdl_begin(p.early);
 
   __shared__ int live[P::kGroups];
   const PanelPart part(p, P::kColumns, P::kRanks, P::kMakesDs, live);
-  if (part.rows.count == 0) return;
+  if (part.rows.count == 0) return device::pdl_leave();
   __shared__ Draws draws;
   if (part.threshold != 0) {
     if (threadIdx.x == 0 && p.mask.rng != nullptr) draws.read(p.mask.rng);
@@ -96,7 +95,7 @@ __global__ void __launch_bounds__(kThreads* Panel<kShape>::kGroups, 1)
   // branch: so they are in flight together.
   std::uint32_t weights[P::kMakesDs ? kTiles : 1][kRankTiles][2];
   if constexpr (P::kMakesDs) {
-    const PairEntry& pair = p.pairs.get(part.rows.adapter, own.slice);
+    const PairEntry pair = p.pairs.get(part.rows.adapter, own.slice);
     const auto* from = static_cast<const unsigned short*>(pair.b.data);
     const int last_rank = max(pair.rank - 1, 0);
     const auto element = [&](std::int64_t at, int r) -> std::uint32_t {
@@ -213,6 +212,7 @@ __global__ void __launch_bounds__(kThreads* Panel<kShape>::kGroups, 1)
       v[0] += add.x, v[1] += add.y, v[2] += add.z, v[3] += add.w;
     }
   }
+  if (p.early) device::pdl_wait();
   const int ranks = own.sums == nullptr ? 0 : *part.live - part.first_rank;
 #pragma unroll
   for (int n = 0; n < kRankTiles; ++n) {

@@ -56,10 +56,10 @@ struct PanelPart {
     }
     int end = 0;
     for (int s = 0; rows.count > 0 && s < p.pairs.num_slices; ++s) {
-      const PairEntry& pair = p.pairs.get(rows.adapter, s);
+      const PairEntry pair = p.pairs.get(rows.adapter, s);
       if (pair.rank == 0) continue;
       if (p.masked) threshold = pair.threshold;
-      const bool frozen = (p.side == Side::kA ? pair.da : pair.db).data == nullptr;
+      const bool frozen = pair.grad(p.side == Side::kA).data == nullptr;
       if (s < own->slice || s >= own->slice + own->num_slices || (frozen && !makes_ds)) continue;
       end =
           p.copies * (p.hidden.first[s] + round_up(pair.rank, kHiddenGranule)) - own->first_hidden;

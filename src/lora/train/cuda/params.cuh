@@ -10,6 +10,12 @@
 
 namespace mortar::lora::train::cuda {
 
+/// One of two matrices, part by part: so what is copied for it stays in registers.
+MORTAR_HOST_DEVICE constexpr Matrix pick(bool first, const Matrix& m, const Matrix& n) {
+  return {first ? m.data : n.data, first ? m.row_stride : n.row_stride,
+          first ? m.col_stride : n.col_stride, first ? m.dtype : n.dtype};
+}
+
 /// One (adapter, slice) as kernels read it.
 struct PairEntry {
   Matrix a, b, da, db;
@@ -17,6 +23,9 @@ struct PairEntry {
   std::uint32_t threshold;
   int rank;
   int adds;  ///< bit 0: to da, bit 1: to db
+
+  MORTAR_HOST_DEVICE constexpr Matrix weight(bool of_a) const { return pick(of_a, a, b); }
+  MORTAR_HOST_DEVICE constexpr Matrix grad(bool of_a) const { return pick(of_a, da, db); }
 };
 
 /// Pairs that come with every launch, of one adapter or of several. Three tables of them are what
@@ -29,11 +38,22 @@ struct PairTable {
   int num_slices;
   PairEntry own[kOwnPairs];
 
-  __device__ const PairEntry* of(std::int64_t adapter) const {
-    return (entries == nullptr ? own : entries) + adapter * num_slices;
-  }
-  __device__ const PairEntry& get(std::int64_t adapter, int slice) const {
-    return of(adapter)[slice];
+  /// A copy. References to one of two places would have the parameters read as global memory, where
+  /// nobody has read them before: 2 us before a thread block's first copy.
+  __device__ __forceinline__ PairEntry get(std::int64_t adapter, int slice) const {
+    const std::int64_t at = adapter * num_slices + slice;
+    if (entries == nullptr) return own[at];
+    union Copy {
+      uint4 words[sizeof(PairEntry) / sizeof(uint4)];
+      PairEntry entry;
+      __device__ Copy() {}
+    } copy;
+    static_assert(sizeof(PairEntry) % sizeof(uint4) == 0, "entries are copied in vectors");
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(PairEntry) / sizeof(uint4)); ++i) {
+      copy.words[i] = __ldcg(reinterpret_cast<const uint4*>(entries + at) + i);
+    }
+    return copy.entry;
   }
 };
 

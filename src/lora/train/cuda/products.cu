@@ -118,6 +118,7 @@ Product product_of(const PanelParams& s, const PanelOperand& own, Policy policy)
   p.b[0] = by_rows(narrow, s.rows.num_rows, own.width);
   p.columns[0] = own.width;
   p.end = ProductEnd::kPartials;
+  p.early = s.early;
   p.partials = own.sums;
   const bool of_a = s.side == Side::kA;
   p.row_stride = of_a ? 1 : own.width;

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant_
     float4 v = make_float4(0, 0, 0, 0);
     if (rows.adapter >= 0) {
       const int s = slice_of(p.hidden, p.first_slice, p.num_slices, j);
-      const PairEntry& pair = p.pairs.get(rows.adapter, s);
+      const PairEntry pair = p.pairs.get(rows.adapter, s);
       const int left = pair.rank - (j - p.hidden.first[s]);
       if (left > 0) v = hidden_values<kFloat32>(p, position, row, j, pair.factor, left);
     }

@@ -75,9 +75,10 @@ void RowSums::prepare(const PairTable& pairs, const RowGroups& rows, const Hidde
   stream_ = stream;
 }
 
-void RowSums::sum_dy(const HiddenForms& h, void* ds) {
+void RowSums::sum_dy(const HiddenForms& h, void* ds, bool early) {
   if (!p_.wants_db && !plan_.one_pass) return;
   PanelParams all = panel_params(Side::kB, plan_.dy, h);
+  all.early = early && !plan_.one_pass;
   DsParams end{};
   for (int s = 0; s < p_.num_slices; ++s) {
     const SliceView& slice = p_.slices[s];
@@ -102,13 +103,14 @@ void RowSums::sum_dy(const HiddenForms& h, void* ds) {
   sum_ds(end, stream_);
 }
 
-void RowSums::sum_x(const HiddenForms& ds) {
+void RowSums::sum_x(const HiddenForms& ds, bool early) {
   if (!p_.wants_da || p_.hidden_width == 0) return;
   if (!takes_panels(p_, p_.x)) {
     run_outer(Side::kA, 0, p_.num_slices, p_.x, ds.values, p_.hidden, 0, da_);
     return;
   }
   PanelParams x = panel_params(Side::kA, plan_.x, ds);
+  x.early = early;
   add_operand(&x, 0, p_.num_slices, p_.x, p_.hidden, 0, da_);
   run_panels(x);
 }

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) ds_kernel(const __grid_constant__ Ds
     float4 v = make_float4(0, 0, 0, 0);
     int rank = 0;
     if (rows.adapter >= 0) {
-      const PairEntry& pair = p.pairs.get(rows.adapter, s);
+      const PairEntry pair = p.pairs.get(rows.adapter, s);
       rank = pair.rank - (j - p.hidden.first[s]);
       if (rank > 0) {
         v = sum_in_order(p.partials + position * p.hidden.width + j, plane, p.panels[s]);
@@ -146,9 +146,9 @@ __global__ void __launch_bounds__(kThreads)
   const int j = g.first_hidden + static_cast<int>(of_a ? along : across);
   const std::int64_t c = of_a ? across : along;
   const int s = slice_of(p.hidden, g.first_slice, g.num_slices, j);
-  const PairEntry& pair = p.pairs.get(adapter, s);
+  const PairEntry pair = p.pairs.get(adapter, s);
   const int rank = j - p.hidden.first[s];
-  const Matrix& out = of_a ? pair.da : pair.db;
+  const Matrix out = pair.grad(of_a);
   const bool adds = (pair.adds >> (of_a ? 0 : 1) & 1) != 0;
   const bool wanted = place < all && rank < pair.rank && out.data != nullptr;
   // Most adapters have fewer ranks than the largest: their warps look for no rows.

@@ -33,8 +33,7 @@ std::int64_t part_bytes(Side side, std::int64_t columns, int rank, int copies) {
 /// One pair's weights of one side; by the thread blocks of a grid's row.
 __device__ __forceinline__ void split_pair(const PairEntry& pair, const PairEntry& to, bool of_a,
                                            int copies, std::int64_t columns) {
-  const Matrix& m = of_a ? pair.a : pair.b;
-  const Matrix& out = of_a ? to.a : to.b;
+  const Matrix m = pair.weight(of_a), out = to.weight(of_a);
   const int octets = (pair.rank + 7) / 8;
   // The dense dimension's vectors, and its length.
   const std::int64_t vectors = of_a ? (columns + kVector - 1) / kVector : octets;
