@@ -21,10 +21,11 @@ constexpr int kSmem = kPlanes * (kHiddenBytes + kWeightBytes);
 constexpr int kWarpRows = 32, kWarpColumns = 32;
 constexpr int kPasses = kTileColumns / (2 * kWarpColumns);
 
-/// Fetches the rank columns [first, first + 64) of one pair: h, and the weights for `columns`.
-__device__ inline void fetch_ranks(const ExpandParams& p, const RowTile& rows, int slice,
-                                   const PairEntry& pair, int first, std::int64_t column,
-                                   char* smem) {
+/// Fetches the rank columns [first, first + 64) of one pair: h, and the weights for `columns`. Gives
+/// how many there are.
+__device__ inline int fetch_ranks(const ExpandParams& p, const RowTile& rows, int slice,
+                                  int first, std::int64_t column, char* smem) {
+  const PairEntry pair = p.pairs.get(rows.adapter, slice);
   const int ranks = min(pair.rank - first, kBlockColumns), pieces = (ranks + 15) / 16 * 2;
   for (int i = threadIdx.x; i < kTileRows * pieces; i += kThreads) {
     const int at = i / pieces, piece = i % pieces;
@@ -59,6 +60,7 @@ __device__ inline void fetch_ranks(const ExpandParams& p, const RowTile& rows, i
                         pair.rank, 0xffu, weights + piece_at(at, piece), kWeightBytes);
     }
   }
+  return ranks;
 }
 
 /// Rows of one thread: base plus sums, for two neighbouring columns.
@@ -122,16 +124,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int warp_column = (pass * 2 + warp % 2) * kWarpColumns;
     Sums<__nv_bfloat16, true> sums[2][kWarpColumns / 8];
     for (int s = p.first_slice; rows.adapter >= 0 && s < p.first_slice + p.num_slices; ++s) {
-      const PairEntry pair = p.pairs.get(rows.adapter, s);
-      for (int first = 0; first < pair.rank; first += kBlockColumns) {
+      const int rank = p.pairs.get(rows.adapter, s).rank;
+      for (int first = 0; first < rank; first += kBlockColumns) {
         __syncthreads();
-        fetch_ranks(p, rows, s, pair, first, column, smem);
+        const int ranks = fetch_ranks(p, rows, s, first, column, smem);
         device::cp_async_commit();
         device::cp_async_wait<0>();
         __syncthreads();
         const std::uint32_t hidden = device::smem_address(smem);
         const std::uint32_t weights = hidden + kPlanes * kHiddenBytes;
-        const int steps = (min(pair.rank - first, kBlockColumns) + 15) / 16;
+        const int steps = (ranks + 15) / 16;
         for (int k = 0; k < steps; ++k) {
           std::uint32_t a[2][kPlanes][4];
 #pragma unroll
