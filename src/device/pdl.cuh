@@ -16,6 +16,8 @@
 //   lora_plan (launched without PDL, it never triggers) or a kernel that waited before it triggered
 //   separates from the kernels that read them; the contract is in mortar/lora.h. x, y and h are
 //   read after it; asking for their lines in L2 earlier does no harm, since writes go there too.
+//   Inside one call a kernel may also read what its predecessor does not write, if that one waits
+//   before it triggers: all before it has then ended. Such reads go past L1.
 #pragma once
 
 namespace mortar::device {

@@ -4,7 +4,8 @@
 //   forward   h by shrink over K and its reduction; y by expand, slice by slice
 //   backward  ds and the sums of dB in one pass over dy, or ds by shrink over N of every slice and
 //             then the sums of dB; dx by expand over all slices; the sums of dA; dA and dB from
-//             their sums (row_sums.cuh)
+//             their sums (row_sums.cuh). The sums of dB start beside the last shrink, whose parts
+//             are added after them, and those of dA beside expand
 //
 // x is read once in each direction; dy once, or twice where panel.h finds that cheaper. Float32
 // weights beside bfloat16 are first written out as columns of bfloat16 parts (part_columns.cuh).

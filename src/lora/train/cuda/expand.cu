@@ -21,10 +21,10 @@ constexpr int kSmem = kPlanes * (kHiddenBytes + kWeightBytes);
 constexpr int kWarpRows = 32, kWarpColumns = 32;
 constexpr int kPasses = kTileColumns / (2 * kWarpColumns);
 
-/// Fetches the rank columns [first, first + 64) of one pair: h, and the weights for `columns`. Gives
-/// how many there are.
-__device__ inline int fetch_ranks(const ExpandParams& p, const RowTile& rows, int slice,
-                                  int first, std::int64_t column, char* smem) {
+/// Fetches the rank columns [first, first + 64) of one pair: h, and the weights for `columns`.
+/// Gives how many there are.
+__device__ inline int fetch_ranks(const ExpandParams& p, const RowTile& rows, int slice, int first,
+                                  std::int64_t column, char* smem) {
   const PairEntry pair = p.pairs.get(rows.adapter, slice);
   const int ranks = min(pair.rank - first, kBlockColumns), pieces = (ranks + 15) / 16 * 2;
   for (int i = threadIdx.x; i < kTileRows * pieces; i += kThreads) {

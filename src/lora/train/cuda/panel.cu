@@ -15,6 +15,9 @@
 // warp has P / 8 columns: their sums stay in its registers over the whole chunk, one chain over the
 // group's rows in order, and so do its rows of B. Its part of ds goes to shared memory, where one
 // step later the parts of the group's warps are added in order.
+//
+// Without ds it starts beside the kernel before it, which writes none of its operands, and waits
+// for that one before its sums leave.
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"

@@ -38,8 +38,8 @@ class RowSums {
   /// What all launches of a call share.
   void prepare(const PairTable& pairs, const RowGroups& rows, const HiddenColumns& hidden,
                Stream stream);
-  /// Sums of dB, from h, where they are wanted; and ds of the slices that makes_ds() names. `early`:
-  /// as PanelParams has it.
+  /// Sums of dB, from h, where they are wanted; and ds of the slices that makes_ds() names.
+  /// `early`: as PanelParams has it.
   void sum_dy(const HiddenForms& h, void* ds, bool early);
   /// Sums of dA, from ds.
   void sum_x(const HiddenForms& ds, bool early);
