@@ -11,9 +11,11 @@ __device__ __forceinline__ std::uint32_t smem_address(const void* p) {
 }
 
 /// 16 bytes, cached in L2 only; both addresses 16-byte aligned.
+__device__ __forceinline__ void cp_async_16(std::uint32_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
 __device__ __forceinline__ void cp_async_16(void* dst, const void* src) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(dst)), "l"(src)
-               : "memory");
+  cp_async_16(smem_address(dst), src);
 }
 /// The same to a shared-memory address; `bytes` below 16 reads only so many and fills with zeros.
 __device__ __forceinline__ void cp_async_16(std::uint32_t dst, const void* src, int bytes) {

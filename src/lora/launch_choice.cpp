@@ -30,6 +30,12 @@ constexpr std::int64_t kFinishBytes = 48 << 10;
 /// Elements of B from which on a CTA of the decode kernel has long to stream.
 constexpr std::int64_t kLongStream = 16 * 1024;
 
+/// Tiles from which on CTAs of the decode expand are many and short: those that come last leave
+/// fewer SMs idle. (us, two or three CTAs an SM and five: 230 tokens of 135 adapters, rank 4, 5,120
+/// to 2 x 13,824, 70 and 58; 1,308 of 110, rank 4, 1,024 to 2 x 3,072, 24 and 15; 389 of 205, rank
+/// 32, 4,096 to 2 x 14,336, 122 and 104; but 39 of 4, rank 64, 16,384 to 2 x 53,248, 31 and 33.)
+constexpr std::int64_t kManyTiles = 96;
+
 /// CTAs of the decode expand that fit an SM.
 constexpr std::int64_t kExpandPerSm = 3;
 
@@ -260,15 +266,30 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   ExpandPlan c;
   c.kernel = ExpandKernel::kDecode;
   const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
-  // A stage of the ring is a block of B of 8 to 16 KB: two CTAs fit an SM beside two of shrink.
-  c.block_cols = s.max_rank <= 16 ? 256 : s.max_rank <= 64 ? 128 : 32;
   // As many CTAs as run at once (three per SM if each has long to stream), rather fewer, all with
   // as many columns. (256 tokens of 64 adapters, qkv: 16.7 us with 1,536 columns, 19.4 with 1,024.)
   const std::int64_t likely = std::min(s.num_tokens, tiles + tiles / 19);
+  const int per_sm = likely >= kManyTiles ? 5 : 2;
   std::int64_t cols =
-      std::max<std::int64_t>(1, ceil_div<std::int64_t>(s.sum_widths() * likely, 2 * m.sms));
-  if (s.max_rank <= 32 && cols * s.max_rank >= kLongStream)
+      std::max<std::int64_t>(1, ceil_div<std::int64_t>(s.sum_widths() * likely, per_sm * m.sms));
+  if (per_sm == 2 && s.max_rank <= 32 && cols * s.max_rank >= kLongStream) {
     cols = ceil_div<std::int64_t>(2 * cols, 3);
+  }
+  // A stage of the ring is a block of B of 8 to 32 KB. A step takes some 0.7 us whatever its
+  // columns, so wide blocks are better, as long as two CTAs fit an SM. (us, ranks 65 to 128, blocks
+  // of 32 and of these widths: 74 tokens of 16 adapters, 3,584 to 2 x 18,944, 92 and 62; 112 of
+  // one, 2,048 to 2,048 + 2 x 512, 10.2 and 8.0; 1,165 of 139, 8,192 to 8,192, 345 and 218.)
+  const auto ring_fits = [&](int block_cols) {
+    const std::int64_t blocks = std::min<std::int64_t>(5, ceil_div<std::int64_t>(cols, block_cols));
+    return (16 + blocks * block_cols) * kExpandPrefillMaxRank * 2 + 2048 <= m.max_smem;
+  };
+  if (s.max_rank <= 16) {
+    c.block_cols = 256;
+  } else if (s.max_rank <= 64 || (s.max_rank <= 128 && cols <= 320 && ring_fits(128))) {
+    c.block_cols = 128;
+  } else {
+    c.block_cols = s.max_rank <= 128 ? 64 : 32;
+  }
   // Four blocks of B of rank 64 are all in flight at once, and let a third CTA fit the SM. (32
   // tokens of 32 adapters, qkv: 22.3 us against 25.3, ragged ranks up to 64 17.6 against 21.3.)
   const std::int64_t resident_cols = 4 * c.block_cols;

@@ -12,6 +12,7 @@
 // split-K partials of shrink or from finished rows; y of the next block is in registers. The
 // permutation of columns is that of the prefill kernel.
 #include <algorithm>
+#include <type_traits>
 
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -34,12 +35,68 @@ struct Traits {
   using Ranks = RankTile<kLogPieces_>;
   static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
   static constexpr bool kBy8 = kBy8_;          ///< rows of B start at multiples of 8 bytes
+  static constexpr bool kNarrow = kLogPieces_ == 1;
   /// Groups of 32 columns of a warp, 128 apart: blocks of low ranks are wider.
-  static constexpr int kGroups = kLogPieces_ == 1 ? 2 : 1;
+  static constexpr int kGroups = kNarrow ? 2 : 1;
   /// Blocks of B in the ring. Of the largest ranks fewer, and two where the device has no room for
   /// three (ExpandParams::stages).
   static constexpr bool kLargest = kLogPieces_ == 6;
   static constexpr int kStages = kLargest ? 3 : 5;
+};
+
+/// A thread's share of copying columns of B of up to 16 ranks. Pieces past the rank are zeroed once,
+/// and no copy writes there: of up to 8 ranks a thread copies whole columns, half as many
+/// instructions.
+template <class T, int kThreads, bool kBy8>
+struct NarrowCopy {
+  using Ranks = RankTile<1>;
+  const T* src;  ///< this thread's piece of its first row
+  std::int64_t stride;
+  int pieces, row0, bytes;
+  int place;    ///< of that piece in a stage
+  bool vector;  ///< rows start at multiples of 16 bytes
+
+  __device__ __forceinline__ NarrowCopy(const T* b, std::int64_t b_stride, int rank)
+      : stride(b_stride), pieces(rank > 8 ? 2 : 1) {
+    const int piece = static_cast<int>(threadIdx.x) % pieces;
+    row0 = static_cast<int>(threadIdx.x) / pieces;
+    bytes = piece_bytes(rank - piece * 8);
+    src = b + row0 * stride + piece * 8;
+    place = Ranks::place(permuted(row0), piece);
+    vector = device::is_aligned<T, 8>(b) && stride % 8 == 0;
+  }
+  /// Zeros in all rows of the ring where no copy will write.
+  __device__ __forceinline__ void clear(T* ring, int rows, int rank) const {
+    const int last = pieces - 1;
+    const bool half = kBy8 && rank - 8 * last <= 4;
+    if (pieces == 2 && !half) return;
+    for (int row = static_cast<int>(threadIdx.x); row < rows; row += kThreads) {
+      if (half) *reinterpret_cast<uint2*>(ring + Ranks::place(row, last) + 4) = uint2{};
+      if (pieces == 1) *reinterpret_cast<uint4*>(ring + Ranks::place(row, 1)) = uint4{};
+    }
+  }
+  /// Rows [first, first + cols).
+  __device__ __forceinline__ void block(T* b_tile, std::int64_t first, int cols) const {
+    const T* at = src + first * stride;
+    T* to = b_tile + place;
+    const int step = kThreads / pieces;
+    const int lower = min(bytes, 8);
+    const bool upper = bytes > 8;
+#pragma unroll 2
+    for (int c = row0; c < cols; c += step) {
+      if constexpr (kBy8) {
+        const std::uint32_t dst = device::smem_address(to);
+        device::cp_async_8(dst, at, lower);
+        if (upper) device::cp_async_8(dst + 8, at + 4, bytes - 8);
+      } else if (vector) {
+        device::cp_async_16(device::smem_address(to), at, bytes);
+      } else {
+        *reinterpret_cast<uint4*>(to) = device::load_some<T, 8>(at, bytes / 2).piece(0);
+      }
+      at += step * stride;
+      to += step * Ranks::kPitch;
+    }
+  }
 };
 
 /// h from the split-K partials of shrink, rounded: two lanes make four ranks of a token.
@@ -154,9 +211,12 @@ __global__ void __launch_bounds__(kThreads, 3)
   T* ring = h_tile + kTokens * Ranks::kPitch;
   const int stage_elts = p.block_cols * Ranks::kPitch;
   const int blocks = ceil_div(block.cols, p.block_cols);
-  const BCopy<T, Ranks, kThreads, Tr::kBy8> copy(
-      static_cast<const T*>(w.b) + block.first * w.b_row_stride, w.b_row_stride, w.rank);
+  using Copy = std::conditional_t<Tr::kNarrow, NarrowCopy<T, kThreads, Tr::kBy8>,
+                                  BCopy<T, Ranks, kThreads, Tr::kBy8>>;
+  const Copy copy(static_cast<const T*>(w.b) + block.first * w.b_row_stride, w.b_row_stride,
+                  w.rank);
   const int stages = Tr::kLargest ? p.stages : Tr::kStages;
+  if constexpr (Tr::kNarrow) copy.clear(ring, min(stages, blocks) * p.block_cols, w.rank);
   int copied = 0, copy_stage = 0;
   const auto copy_next = [&] {
     const int first = copied * p.block_cols;

@@ -86,7 +86,7 @@ struct Worker {
   __device__ __forceinline__ void ask_for_rows(const StepSlot& t) const {
     static_assert(kCols * 2 == 2 * 128 && kWorkers >= 2 * kTokens);
     const int row = threadIdx.x % kTokens, line = threadIdx.x / kTokens;
-    if (!t.live || line >= 2 || line * 64 >= t.cols || t.y[row] < 0) return;
+    if (!t.live || line >= 2 || line * 64 >= t.cols || t.tokens[row] < 0) return;
     device::prefetch_l2(static_cast<const char*>(p.y.data) + t.y[row] + line * 128);
   }
 
@@ -97,14 +97,16 @@ struct Worker {
     if (p.add_inputs && piece * 8 < t.cols) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const std::int64_t offset = t.y[row0 + 16 * i];
+        const int row = row0 + 16 * i;
+        const bool there = (t.there[i / 2] >> row % 32 & 1) != 0;
+        const char* from = y + t.y[row];
         const int place = y_at + i * 16 * kCols * 2;
         if constexpr (Tr::kVectorY) {
           // A row without a token is filled with zeros: no branch.
-          device::cp_async_16(at + place, y + max(offset, std::int64_t{0}), offset >= 0 ? 16 : 0);
-        } else if (offset >= 0) {
+          device::cp_async_16(at + place, from, there ? 16 : 0);
+        } else if (there) {
           *reinterpret_cast<uint4*>(y_stage(stage) + place) =
-              device::load_some<T, 8>(reinterpret_cast<const T*>(y + offset), t.cols - piece * 8)
+              device::load_some<T, 8>(reinterpret_cast<const T*>(from), t.cols - piece * 8)
                   .piece(0);
         }
       }
@@ -139,6 +141,7 @@ struct Worker {
     multiply_tile<T, Ranks>(acc, h_stage(stage), b_tile(t.b_slot), uniform(ceil_div(t.rank, 16)));
     if (warp_m * 16 >= t.entry.z) return;
     const int row = warp_m * 16 + lane / 4;
+    const std::uint32_t there = t.there[warp_m / 2] >> row % 32;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const int at = warp_n * 8 + g * 4 + lane % 4, left = t.cols - at * 8;
@@ -148,9 +151,8 @@ struct Worker {
         const uint4 out =
             add_products<T>(*reinterpret_cast<const uint4*>(from + half * 8 * kCols * 2), acc[g],
                             half, t.scale, p.add_inputs);
-        const std::int64_t offset = t.y[row + 8 * half];
-        if (offset < 0 || left <= 0) continue;
-        char* to = static_cast<char*>(p.y.data) + offset + at * 16;
+        if ((there >> 8 * half & 1) == 0 || left <= 0) continue;
+        char* to = static_cast<char*>(p.y.data) + t.y[row + 8 * half] + at * 16;
         if constexpr (Tr::kVectorY) {
           *reinterpret_cast<uint4*>(to) = out;
         } else {

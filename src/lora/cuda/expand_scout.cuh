@@ -20,10 +20,11 @@ constexpr int kStepTokens = 1 << kLogStepTokens;  ///< tokens in a step's tile
 struct StepSlot {
   int4 entry;  ///< the tile's entry in the plan: {adapter, start, count, -}
   int tokens[kStepTokens];
-  const void* b;                ///< B of the block's first column
-  std::int64_t b_stride;        ///< elements between columns
-  std::int64_t h_at;            ///< elements before the slice in a row of h
-  std::int64_t y[kStepTokens];  ///< byte offset of each token's part of the block; -1: no token
+  const void* b;                          ///< B of the block's first column
+  std::int64_t b_stride;                  ///< elements between columns
+  std::int64_t h_at;                      ///< elements before the slice in a row of h
+  std::int64_t y[kStepTokens];            ///< byte offset of each token's part of the block
+  std::uint32_t there[kStepTokens / 32];  ///< a bit for each place: whether it has a token
   int block;
   int cols, rank;
   float scale;  ///< of the finished sums
@@ -103,7 +104,10 @@ struct Scout {
     const SliceWeights w = weights_of(p, {slot.entry.x}, at, true);
     for (int i = lane; i < kStepTokens; i += 32) {
       const std::int64_t token = slot.tokens[i];
-      slot.y[i] = token < 0 ? -1 : 2 * (token * p.y.row_stride + at.y_col);
+      // Where there is no token, an address all the same.
+      slot.y[i] = 2 * (max(token, std::int64_t{0}) * p.y.row_stride + at.y_col);
+      const std::uint32_t there = __ballot_sync(0xffffffffu, token >= 0);
+      if (lane == 0) slot.there[i / 32] = there;
     }
     if (lane != 0) return;
     slot.b = static_cast<const typename Tr::T*>(w.b) + at.first * w.b_row_stride;

@@ -248,10 +248,12 @@ __device__ __forceinline__ void multiply(float (&acc)[kGroups][4][4], std::uint3
 template <class T>
 __device__ __forceinline__ uint4 add_products(const uint4& y, const float (&acc)[4][4], int half,
                                               float scale, bool add_inputs) {
+  constexpr std::uint32_t kMinusZeros = 0x80008000;  // x + -0 is x, also for x = -0
+  const std::uint32_t keep = add_inputs ? 0xffffffffu : 0u;
   const auto sum2 = [&](std::uint32_t old, const float(&delta)[4]) {
-    const float2 v = device::unpack2<T>(old);
-    return device::pack2<T>(fmaf(delta[half * 2], scale, add_inputs ? v.x : -0.0f),
-                            fmaf(delta[half * 2 + 1], scale, add_inputs ? v.y : -0.0f));
+    const float2 v = device::unpack2<T>((old & keep) | (kMinusZeros & ~keep));
+    return device::pack2<T>(fmaf(delta[half * 2], scale, v.x),
+                            fmaf(delta[half * 2 + 1], scale, v.y));
   };
   return make_uint4(sum2(y.x, acc[0]), sum2(y.y, acc[1]), sum2(y.z, acc[2]), sum2(y.w, acc[3]));
 }
