@@ -43,6 +43,24 @@ __device__ __forceinline__ void send_to_cluster(float* p, float v, Mbarrier* bar
 #endif
 }
 
+/// The same of 16 bytes, at a multiple of 16.
+__device__ __forceinline__ void send_to_cluster(float* p, const float4& v, Mbarrier* barrier,
+                                                int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .b32 there, bar;\n"
+      "mapa.shared::cluster.u32 there, %0, %6;\n"
+      "mapa.shared::cluster.u32 bar, %1, %6;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%2, %3, %4, %5}, "
+      "[bar];\n"
+      "}\n" ::"r"(smem_address(p)),
+      "r"(smem_address(&barrier->word)), "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)),
+      "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)), "r"(rank)
+      : "memory");
+#endif
+}
+
 /// Where CTA `rank` of the cluster has what this one has at p, in shared memory.
 template <class T>
 __device__ __forceinline__ T* in_cluster(T* p, int rank) {

@@ -12,7 +12,13 @@
 namespace mortar::lora {
 
 enum class ShrinkKernel { kDecode, kWgmma, kMma, kParts };
-enum class ExpandKernel { kDecode, kPrefill, kWide, kParts };
+enum class ExpandKernel {
+  kDecode,
+  kPrefill,
+  kWide,
+  kParts,
+  kOne,  ///< of lora_apply, shrink and expand in one launch
+};
 /// Who adds the split-K partials that shrink leaves, one for each leaf of K.
 enum class Partials {
   kNone,    ///< there are none: a CTA or a cluster of shrink sums all of K
@@ -126,6 +132,19 @@ inline std::int64_t decode_cluster_smem(std::int64_t hidden, int rows) {
   const std::int64_t sums = turns * (kDecodeK / leaf_size(hidden)) * 16 * rows * 4;
   const std::int64_t ring = std::min(decode_ring_rows(hidden), turns > 1 ? 4 * rows : rows);
   return (16 * turns + ring) * (kDecodeK + 8) * 2 + sums;
+}
+
+/// The one kernel of lora_apply: CTAs of a cluster, its largest rank, and columns of a CTA.
+inline constexpr int kOneCluster = 8, kOneMaxRank = 16, kOneMaxCols = 512;
+/// Turns that the CTAs of its clusters take at K.
+MORTAR_HOST_DEVICE constexpr int one_turns(std::int64_t hidden) {
+  return static_cast<int>(ceil_div<std::int64_t>(hidden, kOneCluster * kDecodeK));
+}
+/// Shared memory of a CTA of it, bytes: sums of all leaves of K, x, A, B and h.
+inline std::int64_t one_smem(std::int64_t hidden, int cols) {
+  return num_leaves(hidden) * 16 * kOneMaxRank * 4 +
+         one_turns(hidden) * (16 + kOneMaxRank) * (kDecodeK + 8) * 2 +
+         (cols + 16) * kOneMaxRank * 2;
 }
 
 /// Most tiles that `num_tokens` tokens can make: one token of every adapter and the rest in whole

@@ -99,6 +99,8 @@ std::vector<LaunchPlan> candidates(const LoraShape& s, const Machine& m) {
   if (s.op != Op::kExpand) shrinks = shrink_plans(s, m);
   if (s.op != Op::kShrink) expands = expand_plans(s, m);
   std::vector<LaunchPlan> plans{choose(s, m)};
+  for (int cols = 32; runs_one(s, m, cols); cols *= 2)
+    plans.push_back({s, {}, one_expand(cols), 0});
   for (const ShrinkPlan& shrink : shrinks) {
     for (const ExpandPlan& expand : expands) {
       LaunchPlan plan{s, shrink, expand, 0};
@@ -132,6 +134,10 @@ LaunchPlan choose(const LoraShape& s, const Machine& m) {
       plan.shrink.partials = Partials::kFinish;
     }
     give_room(s, m, plan.shrink, plan.expand);
+    if (ExpandPlan one; suits_one(s, m, one)) {
+      plan.shrink = {};
+      plan.expand = one;
+    }
   } else if (plan.shrink.split()) {
     plan.shrink.partials = Partials::kFinish;
   }
@@ -141,7 +147,7 @@ LaunchPlan choose(const LoraShape& s, const Machine& m) {
 
 std::int64_t workspace_of(const LaunchPlan& plan) {
   const LoraShape& s = plan.shape;
-  if (s.op == Op::kExpand) return 0;
+  if (s.op == Op::kExpand || plan.one_kernel()) return 0;
   const std::int64_t partials = plan.shrink.split() ? partial_bytes(s) : 0;
   const bool whole = s.op == Op::kApply && plan.shrink.partials != Partials::kExpand;
   return partials + (whole ? finished_bytes(s) : 0);
@@ -165,6 +171,13 @@ std::string describe(const LaunchPlan& plan) {
   add(", rank %d%s%s%s%s", s.max_rank, s.one_type ? "" : ", split-bf16",
       s.aligned_x ? "" : ", unaligned x or A", s.aligned_y ? "" : ", unaligned y",
       s.b_by_8 ? ", rows of B by 8 bytes" : "");
+  if (plan.one_kernel()) {
+    add("; one kernel: tiles of 16 tokens, clusters of %d CTAs, %d columns a CTA", kOneCluster,
+        plan.expand.cols);
+    if (plan.expand.per_sm > 0) add(", %d CTA an SM", plan.expand.per_sm);
+    add("; workspace 0 bytes");
+    return text;
+  }
   if (s.op != Op::kExpand) {
     constexpr const char* kNames[] = {"decode", "wgmma", "mma", "split-bf16"};
     constexpr const char* kShares[] = {"all of K a CTA", "half of K a CTA", "a K chunk a CTA"};

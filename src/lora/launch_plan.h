@@ -52,6 +52,7 @@ struct LaunchPlan {
   ExpandPlan expand;
   std::int64_t workspace_bytes = 0;
 
+  bool one_kernel() const { return expand.kernel == ExpandKernel::kOne; }
   friend bool operator==(const LaunchPlan&, const LaunchPlan&) = default;
 };
 

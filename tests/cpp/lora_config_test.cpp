@@ -11,9 +11,11 @@
 #include <random>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lora/cuda/params.cuh"
+#include "lora/launch_choice.h"
 #include "mortar/error.h"
 #if MORTAR_HAS_CUDA
 #include <vector_types.h>
@@ -167,6 +169,13 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
       EXPECT_NE(shrink.kernel, ShrinkKernel::kWgmma);
       EXPECT_NE(expand.kernel, ExpandKernel::kWide);
     }
+    if (plan.one_kernel()) {
+      EXPECT_TRUE(runs_one(s, kMachines[i % 4], expand.cols));
+      EXPECT_EQ(plan.workspace_bytes, 0);
+    }
+    if (s.op != Op::kApply || kMachines[i % 4].arch != 90 || !s.aligned_y || s.max_rank > 16) {
+      EXPECT_FALSE(plan.one_kernel());
+    }
     if (s.op != Op::kApply) {
       EXPECT_NE(shrink.partials, Partials::kExpand);
     }
@@ -207,6 +216,7 @@ TEST(LoraConfig, EveryShapeIsChosenSomewhere) {
   std::set<int> wgmma, mma, wide;
   for (int i = 0; i < 60'000; ++i) {
     const LaunchPlan plan = choose(random_shape(random), kMachines[i % 4]);
+    if (plan.one_kernel()) continue;
     if (plan.shape.op != Op::kExpand && plan.shrink.kernel == ShrinkKernel::kWgmma) {
       wgmma.insert(plan.shrink.shape);
     }
@@ -222,14 +232,40 @@ TEST(LoraConfig, EveryShapeIsChosenSomewhere) {
   EXPECT_EQ(wide.size(), std::size(kWideShapes)) << ::testing::PrintToString(wide);
 }
 
+/// lora_apply is one kernel for few tokens of an adapter, one slice and K up to 4,096.
+TEST(LoraConfig, OneKernelIsChosenWhereItIsFaster) {
+  const auto is_one = [](const LoraShape& s, const Machine& m = {}) {
+    return choose(s, m).one_kernel();
+  };
+  for (const auto& [tokens, adapters] : {std::pair{1, 1}, {4, 4}, {8, 8}, {32, 32}, {64, 16}}) {
+    EXPECT_TRUE(is_one(shape(tokens, adapters, 16, 4096, {4096}))) << tokens;
+  }
+  EXPECT_FALSE(is_one(shape(16, 1, 16, 4096, {4096})));
+  EXPECT_FALSE(is_one(shape(64, 64, 16, 4096, {4096})));
+  EXPECT_FALSE(is_one(shape(1, 1, 16, 14336, {4096})));
+  EXPECT_FALSE(is_one(shape(1, 1, 16, 4096, {4096, 1024, 1024})));
+  EXPECT_FALSE(is_one(shape(1, 1, 32, 4096, {4096})));
+  EXPECT_FALSE(is_one(shape(1, 1, 16, 4096, {4096}), kMachines[1]));
+  LoraShape s = shape(1, 1, 16, 4096, {4096});
+  s.aligned_y = false;
+  EXPECT_FALSE(is_one(s));
+  s.aligned_y = true;
+  s.op = Op::kShrink;
+  EXPECT_FALSE(is_one(s));
+}
+
 TEST(LoraConfig, APlanSaysWhichKernelsRun) {
   EXPECT_EQ(describe(choose(shape(8192, 16, 64, 4096, {4096, 1024, 1024}), {})).find("lora_apply"),
             0u);
-  const std::string decode = describe(choose(shape(1, 1, 16, 4096, {4096}), {}));
-  EXPECT_NE(decode.find("1 tokens, 1 adapters, K 4096, N 4096, rank 16"), std::string::npos);
+  const std::string decode = describe(choose(shape(1, 1, 16, 14336, {4096}), {}));
+  EXPECT_NE(decode.find("1 tokens, 1 adapters, K 14336, N 4096, rank 16"), std::string::npos);
   EXPECT_NE(decode.find("shrink: decode"), std::string::npos) << decode;
   EXPECT_NE(decode.find("expand: decode"), std::string::npos) << decode;
   EXPECT_NE(decode.find("workspace"), std::string::npos) << decode;
+  const std::string one = describe(choose(shape(1, 1, 16, 4096, {4096}), {}));
+  EXPECT_NE(one.find("one kernel: tiles of 16 tokens, clusters of 8 CTAs"), std::string::npos)
+      << one;
+  EXPECT_NE(one.find("workspace 0 bytes"), std::string::npos) << one;
 }
 
 #if MORTAR_HAS_CUDA
@@ -240,6 +276,7 @@ TEST(LoraConfig, KernelsForOneTypeOf16BitsRefuseAnyOther) {  // before a launch:
     shrink.x.dtype = expand.y.dtype = dtype;
     EXPECT_THROW(cuda::shrink_mma(shrink, {}, {}), Error) << dtype_name(dtype);
     EXPECT_THROW(cuda::expand_decode(expand, {}), Error) << dtype_name(dtype);
+    EXPECT_THROW(cuda::apply_decode({expand, {}}, {}), Error) << dtype_name(dtype);
     EXPECT_THROW(cuda::expand_prefill(expand, {}), Error) << dtype_name(dtype);
     EXPECT_THROW(cuda::expand_wide(expand, {}, {}), Error) << dtype_name(dtype);
   }

@@ -71,7 +71,8 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
       // Every shrink with one expand, and every expand with one shrink.
       const bool first = plan.shrink.kernel == all[0].shrink.kernel &&
                          plan.shrink.rows == all[0].shrink.rows && plan.shrink.per_sm == 0;
-      if (!(plan.expand == all[0].expand) && !(plan.expand == all.back().expand) && !first)
+      if (!(plan.expand == all[0].expand) && !(plan.expand == all.back().expand) && !first &&
+          !plan.one_kernel())
         continue;
       const lora::cuda::InjectedPlan injected(plan);
       restore_y(op, original);
@@ -79,6 +80,10 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
       op.y.download();
       EXPECT_TRUE(op.y.guards_intact()) << describe(plan);
       EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
+      if (plan.one_kernel()) {
+        one_ran_.insert(plan.expand.cols);
+        continue;
+      }
       ran_.insert({static_cast<int>(plan.shrink.kernel), plan.shrink.shape});
       if (plan.expand.kernel == lora::ExpandKernel::kWide) wide_ran_.insert(plan.expand.shape);
     }
@@ -166,6 +171,7 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
   }
 
   std::set<int> wide_ran_;             ///< rows of kWideShapes
+  std::set<int> one_ran_;              ///< columns a CTA of plans of one kernel
   std::set<std::pair<int, int>> ran_;  ///< kernels of shrink and rows of their tables
 };
 
@@ -195,6 +201,39 @@ TEST_P(LoraLaunch, EveryPlanGivesTheSameBits) {
     EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kMma), static_cast<int>(i)}))
         << "row " << i << " of kMmaShapes never ran";
   }
+}
+
+/// Plans of one kernel beside those of two: so few elements of K and columns that CTAs of a cluster
+/// have none, and as many as fit; tiles that are full, nearly empty and not there; ranks of one MMA
+/// step and below, of none, and of rows of B by 8 bytes; pointer tables; y overwritten.
+TEST_P(LoraLaunch, OneKernelGivesTheBitsOfTwo) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    const auto of = [&](std::int64_t tokens, std::int64_t hidden,
+                        const std::vector<std::int64_t>& widths, const std::vector<int>& ranks) {
+      return case_of(tokens, hidden, widths, ranks, dtype);
+    };
+    expect_same_bits(of(1, 8, {8}, {16}));
+    expect_same_bits(of(7, 264, {96, 40}, {16, 8, 5}));
+    expect_same_bits(of(37, 1040, {264, 40, 8}, {16, 0, 3}));
+    expect_same_bits(of(90, 3976, {520, 40}, {4, 2, 3}));
+    expect_same_bits(of(50, 4096, {4104}, {8, 1}));
+    expect_same_bits(of(21, 4104, {136}, {12, 1, 16, 9}));
+    expect_same_bits(of(18, 9736, {4112, 1000}, {16, 7}));
+    expect_same_bits(of(33, 16384, {264}, {9, 16}));
+    LoraCase table = of(40, 520, {264, 40}, {16, 0, 5, 11});
+    table.table = true;
+    expect_same_bits(table);
+    LoraCase alone = of(48, 2056, {768, 264}, {16});
+    alone.map = Map::kOneAdapter;
+    alone.add = false;
+    expect_same_bits(alone);
+    EXPECT_EQ(one_ran_.size(), this_machine().arch == 90 ? 5u : 0u);
+    one_ran_.clear();
+  }
+  LoraCase strided = case_of(7, 264, {96, 40}, {16, 8, 5});
+  strided.strided = true;
+  expect_same_bits(strided);
+  EXPECT_TRUE(one_ran_.empty());
 }
 
 /// Clusters of two, four and eight CTAs, some without a K chunk of their own, and such that take

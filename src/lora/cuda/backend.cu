@@ -150,29 +150,36 @@ void run_shrink(ShrinkParams p, const LaunchPlan& plan, Stream stream) {
   }
 }
 
-void run_expand(ExpandParams p, const LaunchPlan& plan, Stream stream) {
+/// What the plan gives to an expand kernel, blocks of so many columns.
+void set_plan(ExpandParams& p, const LaunchPlan& plan, int cols) {
   const ExpandPlan& c = plan.expand;
   p.tiles = tiles_of(plan.shape, c.tile_tokens);
   p.vector_y = plan.shape.aligned_y;
   p.b_by_8 = plan.shape.b_by_8;
-  p.cols = c.cols;
+  p.cols = cols;
   p.block_cols = c.block_cols;
   p.stages = c.stages;
   p.per_sm = c.per_sm;
   p.log_run = c.log_run;
   for (int i = 0; i < plan.shape.num_slices; ++i) {
     p.block_start[i + 1] =
-        p.block_start[i] + static_cast<int>(ceil_div<std::int64_t>(plan.shape.widths[i], c.cols));
+        p.block_start[i] + static_cast<int>(ceil_div<std::int64_t>(plan.shape.widths[i], cols));
   }
-  switch (c.kernel) {
+}
+
+void run_expand(ExpandParams p, const LaunchPlan& plan, Stream stream) {
+  set_plan(p, plan, plan.expand.cols);
+  switch (plan.expand.kernel) {
     case ExpandKernel::kDecode:
       return expand_decode(p, stream);
     case ExpandKernel::kPrefill:
       return expand_prefill(p, stream);
     case ExpandKernel::kWide:
-      return expand_wide(p, c, stream);
+      return expand_wide(p, plan.expand, stream);
     case ExpandKernel::kParts:
       return expand_parts(p, stream);
+    case ExpandKernel::kOne:
+      break;
   }
 }
 
@@ -263,6 +270,13 @@ void apply(const ApplyProblem& problem, Stream stream) {
   expand.scale = problem.scale;
   expand.add_inputs = problem.add_inputs;
   shrink.early = expand.early = reads_early(problem.groups, stream);
+
+  if (plan.one_kernel()) {
+    set_plan(expand, plan, plan.expand.cols * kOneCluster);
+    expand.h.width = static_cast<int>(h_width(s));
+    expand.h.by_position = true;
+    return apply_decode({expand, problem.x}, stream);
+  }
 
   const std::int64_t before = plan.shrink.split() ? partial_bytes(s) : 0;
   expand.h = internal_h(s, static_cast<char*>(problem.workspace) + before, h_dtype, s.num_tokens);

@@ -41,7 +41,10 @@ void shrink_parts(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
 void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream);
 /// y (+)= h B^T on tensor cores: B and y of one 16-bit type.
 void expand_decode(const ExpandParams& p, Stream stream);
-/// The same for tiles of 64 tokens, h not in slabs and ranks up to kExpandPrefillMaxRank.
+/// Both passes in one launch on sm_90: tiles of 16 tokens, ranks up to kOneMaxRank, a plan, one
+/// 16-bit type, aligned x, A and y.
+void apply_decode(const ApplyParams& p, Stream stream);
+/// Expand for tiles of 64 tokens, h not in slabs and ranks up to kExpandPrefillMaxRank.
 void expand_prefill(const ExpandParams& p, Stream stream);
 /// The same for high ranks, on the tensor cores of sm_90a; the second of float32 weights, to which
 /// the first leaves their shapes.

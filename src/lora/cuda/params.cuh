@@ -70,6 +70,12 @@ struct ExpandParams {
   bool b_by_8 = false;    ///< rows of B start at multiples of 8 bytes, not of 16
 };
 
+/// Of the one kernel of lora_apply: expand's, whose `cols` are those of a cluster, and x.
+struct ApplyParams {
+  ExpandParams expand;
+  RowsView x;
+};
+
 /// Runs of kTiles tiles of 2^log_tile tokens that so many tokens of an adapter make: shifts and a
 /// constant, as eight divisions would be more instructions than all else in a look-up for which
 /// everyone waits. (ceil_div would overflow near 2^31.)
