@@ -93,12 +93,14 @@ struct ExpandPlan {
   int cols = 128;        ///< columns of a block: what a CTA takes at a time
   int block_cols = 128;  ///< columns whose B lies in a stage of the ring, decode kernel
   int stages = 5;        ///< of that ring
-  int per_sm = 0;        ///< CTAs per SM; 0, decode kernel: as many as fit
+  int per_sm = 0;        ///< CTAs per SM; decode kernel: 0, as many as fit, or kDenseExpandPerSm
   int log_run = 0;       ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel
 
   friend bool operator==(const ExpandPlan&, const ExpandPlan&) = default;
 };
 
+/// CTAs of an SM of the decode kernel in fewer registers, which ranks up to 32 have besides.
+inline constexpr int kDenseExpandPerSm = 4, kDenseExpandMaxRank = 32;
 /// Two column blocks of B of a larger rank do not fit an SM beside y.
 inline constexpr int kExpandPrefillMaxRank = 128;
 /// Rank rows of a CTA of the shrink of parts: with partials, and where it walks over the leaves of

@@ -34,7 +34,7 @@ constexpr std::int64_t kLongStream = 16 * 1024;
 /// fewer SMs idle. (us, two or three CTAs an SM and five: 230 tokens of 135 adapters, rank 4, 5,120
 /// to 2 x 13,824, 70 and 58; 1,308 of 110, rank 4, 1,024 to 2 x 3,072, 24 and 15; 389 of 205, rank
 /// 32, 4,096 to 2 x 14,336, 122 and 104; but 39 of 4, rank 64, 16,384 to 2 x 53,248, 31 and 33.)
-constexpr std::int64_t kManyTiles = 96;
+constexpr std::int64_t kManyTiles = 112;
 
 /// CTAs of the decode expand that fit an SM.
 constexpr std::int64_t kExpandPerSm = 3;
@@ -262,6 +262,14 @@ ExpandPlan wide_expand(int shape) {
   return c;
 }
 
+bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, int block_cols) {
+  if (h_width(s) <= 64 || h_width(s) > kExpandPrefillMaxRank) return true;
+  const std::int64_t blocks = std::min<std::int64_t>(5, ceil_div<std::int64_t>(cols, block_cols));
+  return (16 + blocks * block_cols) * kExpandPrefillMaxRank * 2 + 2048 <= m.max_smem;
+}
+
+bool runs_dense(const LoraShape& s) { return s.aligned_y && h_width(s) <= kDenseExpandMaxRank; }
+
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   ExpandPlan c;
   c.kernel = ExpandKernel::kDecode;
@@ -279,13 +287,10 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   // columns, so wide blocks are better, as long as two CTAs fit an SM. (us, ranks 65 to 128, blocks
   // of 32 and of these widths: 74 tokens of 16 adapters, 3,584 to 2 x 18,944, 92 and 62; 112 of
   // one, 2,048 to 2,048 + 2 x 512, 10.2 and 8.0; 1,165 of 139, 8,192 to 8,192, 345 and 218.)
-  const auto ring_fits = [&](int block_cols) {
-    const std::int64_t blocks = std::min<std::int64_t>(5, ceil_div<std::int64_t>(cols, block_cols));
-    return (16 + blocks * block_cols) * kExpandPrefillMaxRank * 2 + 2048 <= m.max_smem;
-  };
   if (s.max_rank <= 16) {
     c.block_cols = 256;
-  } else if (s.max_rank <= 64 || (s.max_rank <= 128 && cols <= 320 && ring_fits(128))) {
+  } else if (s.max_rank <= 64 ||
+             (s.max_rank <= 128 && cols <= 320 && decode_ring_fits(s, m, cols, 128))) {
     c.block_cols = 128;
   } else {
     c.block_cols = s.max_rank <= 128 ? 64 : 32;
@@ -309,6 +314,9 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
       column_blocks(s, whole) * tiles <= kExpandPerSm * m.sms) {
     c.cols = whole;
   }
+  // (us, four CTAs an SM in place of three, both as wide: 512 tokens of 256 adapters, gate_up, rank
+  // 16, 101 and 139; but one token, gate_up, 3.4 and 3.1.)
+  if (likely >= kManyTiles && runs_dense(s)) c.per_sm = kDenseExpandPerSm;
   // Unaligned y has two kernels for all ranks, whose blocks are narrow.
   if (!s.aligned_y) c.block_cols = 32;
   c.stages = decode_stages(s, c, m);

@@ -21,6 +21,11 @@ std::int64_t column_blocks(const LoraShape& s, int cols);
 
 /// Shared memory of a CTA of the prefill expand beside that.
 int prefill_smem(const LoraShape& s);
+/// Whether the ring of the decode expand's blocks of B fits a CTA's shared memory; ranks of 65 to
+/// 128 alone have such that might not.
+bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, int block_cols);
+/// Whether the decode expand in fewer registers takes such a problem.
+bool runs_dense(const LoraShape& s);
 /// Runs of tiles that its two slots for B need, as a power of two.
 int least_log_run(const LoraShape& s);
 /// Whether the wide expand can run: it reads the op's own h, and of float32 weights it writes

@@ -75,7 +75,9 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
     for (c.log_run = least_log_run(s); c.log_run <= 3; ++c.log_run) plans.push_back(c);
   }
   ExpandPlan c = decode_expand(s, m);
-  const int widest = !s.aligned_y || s.max_rank > 64 ? 32 : s.max_rank <= 16 ? 256 : 128;
+  const int widest = !s.aligned_y || s.max_rank > kExpandPrefillMaxRank ? 32
+                     : s.max_rank <= 16                                 ? 256
+                                                                        : 128;
   for (c.block_cols = widest; c.block_cols >= std::max(32, widest / 4); c.block_cols /= 2) {
     int last = 0;
     for (int blocks = 1; blocks < 1024; blocks += std::max(1, blocks / 2)) {
@@ -83,8 +85,12 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
       c.cols = round_up(static_cast<int>(std::max<std::int64_t>(cols, 1)), c.block_cols);
       if (c.cols == last) continue;
       last = c.cols;
+      if (!decode_ring_fits(s, m, c.cols, c.block_cols)) continue;
       c.stages = decode_stages(s, c, m);
-      for (c.per_sm = 0; c.per_sm < 2; ++c.per_sm) plans.push_back(c);
+      for (const int per_sm : {0, 1, kDenseExpandPerSm}) {
+        c.per_sm = per_sm;
+        if (per_sm < kDenseExpandPerSm || runs_dense(s)) plans.push_back(c);
+      }
       if (cols <= c.block_cols) break;
     }
   }

@@ -29,32 +29,33 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kTokens = 16;  ///< of a tile
 
-template <class T_, bool kVectorY_, int kLogPieces_, bool kBy8_ = false>
+template <class T_, bool kVectorY_, int kLogPieces_, bool kBy8_ = false, bool kDense_ = false>
 struct Traits {
   using T = T_;
   using Ranks = RankTile<kLogPieces_>;
   static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
   static constexpr bool kBy8 = kBy8_;          ///< rows of B start at multiples of 8 bytes
-  static constexpr bool kNarrow = kLogPieces_ == 1;
   /// Groups of 32 columns of a warp, 128 apart: blocks of low ranks are wider.
-  static constexpr int kGroups = kNarrow ? 2 : 1;
+  static constexpr int kGroups = kLogPieces_ == 1 ? 2 : 1;
+  /// CTAs of an SM, whose registers they share. Four run long rows of CTAs faster, and single ones
+  /// slower.
+  static constexpr int kPerSm = kDense_ ? kDenseExpandPerSm : 3;
   /// Blocks of B in the ring. Of the largest ranks fewer, and two where the device has no room for
   /// three (ExpandParams::stages).
   static constexpr bool kLargest = kLogPieces_ == 6;
   static constexpr int kStages = kLargest ? 3 : 5;
 };
 
-/// A thread's share of copying columns of B of up to 16 ranks. Pieces past the rank are zeroed once,
-/// and no copy writes there: of up to 8 ranks a thread copies whole columns, half as many
+/// A thread's share of copying columns of B of up to 16 ranks that start at multiples of 8 bytes.
+/// What lies past the rank is zeroed once, and no copy writes there: rank 4 takes a quarter of the
 /// instructions.
-template <class T, int kThreads, bool kBy8>
+template <class T>
 struct NarrowCopy {
   using Ranks = RankTile<1>;
   const T* src;  ///< this thread's piece of its first row
   std::int64_t stride;
   int pieces, row0, bytes;
-  int place;    ///< of that piece in a stage
-  bool vector;  ///< rows start at multiples of 16 bytes
+  int place;  ///< of that piece in a stage
 
   __device__ __forceinline__ NarrowCopy(const T* b, std::int64_t b_stride, int rank)
       : stride(b_stride), pieces(rank > 8 ? 2 : 1) {
@@ -63,12 +64,11 @@ struct NarrowCopy {
     bytes = piece_bytes(rank - piece * 8);
     src = b + row0 * stride + piece * 8;
     place = Ranks::place(permuted(row0), piece);
-    vector = device::is_aligned<T, 8>(b) && stride % 8 == 0;
   }
   /// Zeros in all rows of the ring where no copy will write.
   __device__ __forceinline__ void clear(T* ring, int rows, int rank) const {
     const int last = pieces - 1;
-    const bool half = kBy8 && rank - 8 * last <= 4;
+    const bool half = rank - 8 * last <= 4;
     if (pieces == 2 && !half) return;
     for (int row = static_cast<int>(threadIdx.x); row < rows; row += kThreads) {
       if (half) *reinterpret_cast<uint2*>(ring + Ranks::place(row, last) + 4) = uint2{};
@@ -78,23 +78,15 @@ struct NarrowCopy {
   /// Rows [first, first + cols).
   __device__ __forceinline__ void block(T* b_tile, std::int64_t first, int cols) const {
     const T* at = src + first * stride;
-    T* to = b_tile + place;
-    const int step = kThreads / pieces;
-    const int lower = min(bytes, 8);
+    std::uint32_t dst = device::smem_address(b_tile + place);
+    const int step = kThreads / pieces, lower = min(bytes, 8);
     const bool upper = bytes > 8;
 #pragma unroll 2
     for (int c = row0; c < cols; c += step) {
-      if constexpr (kBy8) {
-        const std::uint32_t dst = device::smem_address(to);
-        device::cp_async_8(dst, at, lower);
-        if (upper) device::cp_async_8(dst + 8, at + 4, bytes - 8);
-      } else if (vector) {
-        device::cp_async_16(device::smem_address(to), at, bytes);
-      } else {
-        *reinterpret_cast<uint4*>(to) = device::load_some<T, 8>(at, bytes / 2).piece(0);
-      }
+      device::cp_async_8(dst, at, lower);
+      if (upper) device::cp_async_8(dst + 8, at + 4, bytes - 8);
       at += step * stride;
-      to += step * Ranks::kPitch;
+      dst += step * Ranks::kPitch * 2;
     }
   }
 };
@@ -180,7 +172,7 @@ struct YPart {
 };
 
 template <class Tr>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, Tr::kPerSm)
     expand_decode_kernel(const __grid_constant__ ExpandParams p) {
   using T = typename Tr::T;
   extern __shared__ __align__(128) unsigned char smem[];
@@ -211,12 +203,11 @@ __global__ void __launch_bounds__(kThreads, 3)
   T* ring = h_tile + kTokens * Ranks::kPitch;
   const int stage_elts = p.block_cols * Ranks::kPitch;
   const int blocks = ceil_div(block.cols, p.block_cols);
-  using Copy = std::conditional_t<Tr::kNarrow, NarrowCopy<T, kThreads, Tr::kBy8>,
-                                  BCopy<T, Ranks, kThreads, Tr::kBy8>>;
+  using Copy = std::conditional_t<Tr::kBy8, NarrowCopy<T>, BCopy<T, Ranks, kThreads>>;
   const Copy copy(static_cast<const T*>(w.b) + block.first * w.b_row_stride, w.b_row_stride,
                   w.rank);
   const int stages = Tr::kLargest ? p.stages : Tr::kStages;
-  if constexpr (Tr::kNarrow) copy.clear(ring, min(stages, blocks) * p.block_cols, w.rank);
+  if constexpr (Tr::kBy8) copy.clear(ring, min(stages, blocks) * p.block_cols, w.rank);
   int copied = 0, copy_stage = 0;
   const auto copy_next = [&] {
     const int first = copied * p.block_cols;
@@ -311,9 +302,14 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 // ---- host ---------------------------------------------------------------------------------------
 
-template <class T, bool kVectorY, int kLogPieces, bool kBy8 = false>
+template <class T, bool kVectorY, int kLogPieces, bool kBy8 = false, bool kDense = false>
 void launch_ranks(ExpandParams p, Stream stream) {
-  using Tr = Traits<T, kVectorY, kLogPieces, kBy8>;
+  if constexpr (kVectorY && kLogPieces <= 2 && !kDense) {
+    if (p.per_sm == kDenseExpandPerSm) {
+      return launch_ranks<T, kVectorY, kLogPieces, kBy8, true>(p, stream);
+    }
+  }
+  using Tr = Traits<T, kVectorY, kLogPieces, kBy8, kDense>;
   check(p.block_cols % 32 == 0 && p.block_cols <= Tr::kGroups * kThreads && p.stages >= 2 &&
             p.stages <= Tr::kStages,
         "lora_expand: no decode kernel for ", p.stages, " stages of ", p.block_cols, " columns");
