@@ -74,6 +74,12 @@ struct PanelProblem {
   std::array<std::int64_t, kLoraMaxSlices> columns{};
   int width = 0;              ///< the most rank columns of any
   std::int64_t adapters = 0;  ///< whose rows are cut apart; 0: one has all rows
+  bool products = false;      ///< lora/cuda/product.cu takes most operands: sm_90a, nothing dropped
+
+  /// Whether chunks are those of products, and have one chain each.
+  bool by_products() const {
+    return width >= (products && adapters == 0 ? kLeastRowProductRanks : kLeastProductRanks);
+  }
 };
 
 /// One such pass.
@@ -149,7 +155,7 @@ inline void offer_chunks(const PanelProblem& p, int shape_index, PanelCut* best)
     return RowCut{static_cast<int>(round_up<std::int64_t>(
         ceil_div<std::int64_t>(std::max<std::int64_t>(p.rows, 1), chunks), unit))};
   };
-  if (p.width >= kLeastProductRanks) {
+  if (p.by_products() && !shape.makes_ds) {
     std::int64_t all_columns = 0;
     for (int i = 0; i < p.matrices; ++i) all_columns += p.columns[i];
     const ProductCut product = cut_rows(p.rows, all_columns, p.width);
@@ -200,15 +206,16 @@ inline PanelCut choose_panels(const PanelProblem& p, bool makes_ds, int smem) {
   for (int i = 0; i < static_cast<int>(kPanelShapes.size()); ++i) {
     const PanelShape& shape = kPanelShapes[i];
     if (shape.makes_ds != makes_ds || panel_smem(shape) > smem) continue;
+    const bool too_wide = shape.ranks > 16 && shape.ranks >= 2 * p.width;
     if (shape.ranks < p.width && (makes_ds || shape.ranks < kMostRanks)) continue;
-    if (shape.ranks > 16 && shape.ranks >= 2 * p.width) continue;
     if (p.adapters > 0) {
-      offer_even_chunks(p, i, &best);
+      if (!too_wide) offer_even_chunks(p, i, &best);
       continue;
     }
     // Wide ranks have one chain over a chunk's rows.
     const bool one_chain = shape.ranks == kMostRanks && shape.groups == 1;
-    if (!makes_ds && (p.width >= kLeastProductRanks) != one_chain) continue;
+    if (!makes_ds && p.by_products() != one_chain) continue;
+    if (too_wide && !one_chain) continue;
     offer_chunks(p, i, &best);
   }
   return best;
@@ -226,7 +233,7 @@ inline BackwardPlan choose_backward(const PanelProblem& dy, const PanelProblem& 
   const PanelCut one = choose_panels(dy, true, smem);
   if (one.us < 0) return plan;
   // Shrink reads dy at this share of the DRAM's rate, and takes so long before and after.
-  constexpr double kShrinkRate = 0.65, kShrinkUs = 5;
+  constexpr double kShrinkRate = 0.85, kShrinkUs = 5;
   double shrink = 0;
   for (int i = 0; i < dy.matrices; ++i) {
     shrink +=

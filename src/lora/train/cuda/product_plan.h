@@ -13,6 +13,9 @@ namespace mortar::lora::train::cuda {
 
 /// Ranks (columns of h) from which products are considered: a tile has at least so many.
 inline constexpr int kLeastProductRanks = 64;
+/// Ranks from which products sum over rows where they are known to take the operands: half of a
+/// tile is zeros then, but memory binds it, and panels of so many ranks wait for their MMAs.
+inline constexpr int kLeastRowProductRanks = 24;
 
 /// One product as the model of its time sees it.
 struct ProductSizes {

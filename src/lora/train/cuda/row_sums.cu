@@ -35,9 +35,12 @@ BackwardPlan plan_backward(const Problem& p) {
   x.width = copies * p.hidden_width;
   // Panels make no ds for float32 weights: its columns of parts would be three times the partials.
   // Whether dB is wanted too must not change a bit of ds: it comes from the same kernel either way.
+  const bool sm90 = device::current_device().arch == 90;
+  dy.products = sm90 && !p.drops_delta();
+  x.products = sm90 && !p.drops_input();
   const bool needs_ds = (p.wants_da || p.dx.data != nullptr) && p.weight != DType::kFloat32;
   BackwardPlan plan = choose_backward(dy, x, needs_ds, device::current_device().max_smem);
-  plan.products = device::current_device().arch == 90;
+  plan.products = sm90;
   return plan;
 }
 
