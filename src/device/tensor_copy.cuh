@@ -78,6 +78,39 @@ __device__ __forceinline__ void copy_box_to(std::uint16_t ctas, std::uint32_t to
 #endif
 }
 
+/// A policy of L2, as createpolicy.fractional.L2::evict_first makes it for all lines.
+inline constexpr std::uint64_t kEvictFirst = 0x12f0000000000000;
+
+/// The other way: the box whose first element is (line, column) from shared memory. What lies past
+/// the matrix is left out. Asynchronous, in the group that the next store_boxes_commit() closes.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, int column, int line,
+                                          std::uint32_t from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint "
+      "[%0, {%1, %2}], [%3], %4;" ::"l"(&map),
+      "r"(column), "r"(line), "r"(from), "l"(kEvictFirst)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void store_boxes_commit() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+/// Waits until all groups of this thread have read shared memory.
+__device__ __forceinline__ void store_boxes_wait_read() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+/// Waits until all groups of this thread have ended.
+__device__ __forceinline__ void store_boxes_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
+
 #endif
 
 }  // namespace mortar::device

@@ -235,15 +235,19 @@ TEST_P(LoraTrainGpu, StridesChangeNoBitOfAnyPlan) {
   }
 }
 
-// Those of wide ranks take the copies of whole tiles where rows are dense and aligned.
+// Those of wide ranks take the copies of whole tiles where rows are dense and aligned; from 24 ranks
+// on the sums over rows do.
 TEST_P(LoraTrainGpu, StridesChangeNoBitOfWideRanks) {
   struct Case {
     int rank;
     DType weight;
     int adapters = 1;
   };
-  for (const auto& [rank, weight, adapters] : {Case{64, kBF16},
+  for (const auto& [rank, weight, adapters] : {Case{24, kBF16},
+                                               {40, kBF16},
+                                               {64, kBF16},
                                                {136, kBF16},
+                                               {16, DType::kFloat32},
                                                {40, DType::kFloat32},
                                                {72, DType::kFloat32},
                                                {136, kBF16, 3}}) {

@@ -143,6 +143,26 @@ TEST(LoraTrainPlan, RowsOfSeveralAdaptersFillTheDeviceOnce) {
   EXPECT_EQ(even_blocks(b.x.chunk, ragged), std::pair(std::int64_t{128}, 576));
 }
 
+TEST(LoraTrainPlan, ProductsSumOverRowsFrom24RanksOn) {
+  for (const int width : {8, 16, 24, 32, 40, 64}) {
+    for (const bool products : {false, true}) {
+      PanelProblem p;
+      p.rows = 4096;
+      p.matrices = 1;
+      p.columns[0] = 4096;
+      p.width = width;
+      p.products = products;
+      const PanelCut cut = choose_panels(p, false, 227 * 1024);
+      const PanelShape& shape = kPanelShapes[cut.plan.shape];
+      const bool expected = width >= (products ? 24 : 64);
+      EXPECT_EQ(shape.ranks == kMostRanks && shape.groups == 1, expected) << to_string(cut.plan);
+      EXPECT_TRUE(!expected || cut.plan.chunk.rows % lora::cuda::kProductStep == 0);
+      p.adapters = 8;
+      EXPECT_EQ(p.by_products(), width >= 64);
+    }
+  }
+}
+
 TEST(LoraTrainPlan, EvenTilesAreNoMoreThanThereIsRoomFor) {
   std::mt19937_64 rng(9);
   for (int i = 0; i < 2000; ++i) {

@@ -70,6 +70,16 @@ void copy_box(Fiber* f, const TensorMap& map, const s64* first, u32 to, u32 at) 
   });
 }
 
+/// The map of a copy from or to `shared`.
+TensorMap tensor_map(Fiber* f, u32 rank, u64 address, u32 shared, u32 at) {
+  require(f, address % 64 == 0, at, "a misaligned tensor map");
+  if (!allowed(address, sizeof(TensorMap))) emu_fault(f, address, sizeof(TensorMap), at);
+  const TensorMap map = *reinterpret_cast<const TensorMap*>(address);
+  require(f, map.magic == TensorMap::kMagic && map.rank == rank, at, "not such a tensor map");
+  require(f, shared % 128 == 0, at, "a tensor copy at a misaligned address");
+  return map;
+}
+
 }  // namespace
 }  // namespace emulator
 
@@ -135,11 +145,7 @@ void emu_bulk_copy(Thread* t, u32 to, u64 from, u32 bytes, u32 barrier, u32 ctas
 
 void emu_tensor_copy(Thread* t, u32 rank, u32 to, u64 address, u32 barrier, u32 ctas, u32 at) {
   Fiber* f = fiber(t);
-  require(f, address % 64 == 0, at, "a misaligned tensor map");
-  if (!allowed(address, sizeof(TensorMap))) emu_fault(f, address, sizeof(TensorMap), at);
-  const TensorMap map = *reinterpret_cast<const TensorMap*>(address);
-  require(f, map.magic == TensorMap::kMagic && map.rank == rank, at, "not such a tensor map");
-  require(f, to % 128 == 0, at, "a tensor copy to a misaligned address");
+  const TensorMap map = tensor_map(f, rank, address, to, at);
   u32 bytes = map.element_bytes;
   for (u32 d = 0; d < rank; ++d) bytes *= map.box[d];
   s64 first[5] = {};
@@ -157,6 +163,26 @@ void emu_tensor_copy(Thread* t, u32 rank, u32 to, u64 address, u32 barrier, u32 
   for (u32 i = 0; i < 16; ++i) {
     if (ctas >> i & 1) one(i << 24 | (to & kOffset), i << 24 | (barrier & kOffset));
   }
+}
+
+void emu_tensor_store(Thread* t, u32 rank, u64 address, u32 from, u32 at) {
+  Fiber* f = fiber(t);
+  const TensorMap map = tensor_map(f, rank, address, from, at);
+  s64 first[5] = {};
+  for (u32 d = 0; d < rank; ++d) first[d] = static_cast<s32>(t->in[d]);
+  const u32 row_bytes = map.box[0] * map.element_bytes;
+  for_rows(map, first, [&](u64 row, u64 line) {
+    for (u32 i = 0; line != 0 && i < map.box[0]; ++i) {
+      const s64 c = first[0] + i;
+      if (c < 0 || c >= static_cast<s64>(map.dims[0])) continue;
+      const u64 to = line + static_cast<u64>(c) * map.element_bytes;
+      if (EMU_BAD(to, map.element_bytes)) emu_fault(f, to, map.element_bytes, at);
+      const u32 shared = from + row * row_bytes + i * map.element_bytes;
+      std::memcpy(reinterpret_cast<void*>(to),
+                  shared_at(f, swizzled(shared, map.swizzle), map.element_bytes, at),
+                  map.element_bytes);
+    }
+  });
 }
 
 void emu_st_async(Thread* t, u32 to, u32 words, u32 barrier, u32 at) {

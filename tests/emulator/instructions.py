@@ -186,29 +186,36 @@ class Instructions(Conversions):
         return f"emu_cp_async(t, {to}, {source}, {size}, {given}, {at});"
 
     def _bulk(self, parts, args, at):
-        if "prefetch" in parts:
+        # Stores have read shared memory and ended when they are asked for.
+        if "prefetch" in parts or parts[3] in ("commit_group", "wait_group"):
             return ";"
+        if parts[3] == "tensor" and parts[5:9] == ["global", "shared::cta", "tile", "bulk_group"]:
+            sets, rank, address = self._box(parts, args[0])
+            return f"{sets} emu_tensor_store(t, {rank}, {address}, {self.shared32(args[1])}, {at});"
         to_shared = parts[3].startswith("shared") or parts[4:6] and parts[5].startswith("shared")
         if not to_shared or "mbarrier::complete_tx::bytes" not in ".".join(parts):
             raise Unsupported(".".join(parts))
         multicast = "multicast::cluster" in parts
         if "tensor" in parts:
-            inner = operands(args[1].strip()[1:-1])
-            coordinates = self.vector(inner[1])
-            rank = int(parts[parts.index("tensor") + 1][0])
+            sets, rank, address = self._box(parts, args[1])
             ctas = self.read(args[3], "u16") if multicast else "0"
-            sets = " ".join(
-                f"t->in[{i}] = {self.read(c, 'u32')};" for i, c in enumerate(coordinates)
-            )
             return (
                 f"{sets} emu_tensor_copy(t, {rank}, {self.shared32(args[0])}, "
-                f"{self.read(inner[0], 'u64')}, {self.shared32(args[2])}, {ctas}, {at});"
+                f"{address}, {self.shared32(args[2])}, {ctas}, {at});"
             )
         ctas = self.read(args[4], "u16") if multicast else "0"
         return (
             f"emu_bulk_copy(t, {self.shared32(args[0])}, {self.address(args[1], 'global')}, "
             f"{self.read(args[2], 'u32')}, {self.shared32(args[3])}, {ctas}, {at});"
         )
+
+    def _box(self, parts, arg):
+        """A box of a tensor: where its first element is set, the rank, the map's address."""
+        inner = operands(arg.strip()[1:-1])
+        sets = " ".join(
+            f"t->in[{i}] = {self.read(c, 'u32')};" for i, c in enumerate(self.vector(inner[1]))
+        )
+        return sets, int(parts[parts.index("tensor") + 1][0]), self.read(inner[0], "u64")
 
     def _st_async(self, parts, args, at):
         count, kind = self._lanes(parts), parts[-1]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// out[m, n] = sum over d of a[m, d] b[n, d] for 16-bit operands and ranks from 64 on, on sm_90a: h,
-// y, ds, dx, dA and dB of LoRA.
+// out[m, n] = sum over d of a[m, d] b[n, d] for 16-bit operands, on sm_90a: h, y, ds and dx of LoRA
+// from 64 ranks on, dA and dB from 24.
 //
 // Bytes: 2 rows depth (a, once for each tile of columns) + 2 columns depth (b, from L2 for every
 // 256 rows) + the output. FLOP: 2 rows columns depth. h of 8192 rows, depth 4096, 64 ranks: 67 MB,
@@ -13,7 +13,8 @@
 // one part of the depth. Each block has 128 of the rows, 64 for each of two warpgroups that
 // multiply, and one thread of a third copies: its rows of a, and half of b to both blocks of the
 // cluster. Stages of 64 elements of the depth pass through a ring; the copies of the next unit are
-// under way while the sums of this one are stored. A part of the depth is one MMA chain, or some
+// under way while the sums of this one are stored. Rounded tiles leave by TMA, through 32 KB of
+// shared memory, while the next unit is multiplied. A part of the depth is one MMA chain, or some
 // leaves that are one each and are added in pairs. Rows may be of segments, each with its own b: a
 // unit then has rows of one segment, and those past its end are multiplied but not stored. Wrong
 // where there are few rows: half of the SMs then have nothing to do.
@@ -196,9 +197,14 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
         if constexpr (S::kBase) {
           if (p.base != nullptr) add_base(&ring, smem, first_row, sum);
         }
-        store_rows<S>(p, unit, unit.row + first_row, sum);
+        if (p.by_boxes) {
+          store_boxes(p, unit, ring, sum);
+        } else {
+          store_rows<S>(p, unit, unit.row + first_row, sum);
+        }
       }
     }
+    if constexpr (S::kEnd == ProductEnd::kStore) device::store_boxes_wait();
     if (p.early) device::pdl_wait();  // a block without units too
     device::cluster_arrive_relaxed();
     device::cluster_wait();
@@ -270,6 +276,14 @@ void launch_shape(const char* op, const Product& product, const ProductPlan& pla
   p.row_stride = product.row_stride;
   p.column_stride = product.column_stride;
   p.out = product.out;
+  // A box ends where the matrix does, and knows nothing of segments.
+  p.by_boxes =
+      S::kEnd == ProductEnd::kStore && product.offsets == nullptr && along_depth &&
+      device::takes_tensor_map(product.out, product.columns[0], p.rows, product.out_stride);
+  if (p.by_boxes) {
+    device::set_tensor_map(p.out_map, product.dtype, product.out, product.columns[0], p.rows,
+                           product.out_stride, kProductRows / 2);
+  }
   p.base = product.base;
   p.out_stride = product.out_stride;
   check(!p.early || S::kEnd == ProductEnd::kPartials, op, ": an early product has partials");

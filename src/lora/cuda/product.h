@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The product of sm_90a for ranks from 64 on: out[m, n] = sum over d of a[m, d] b[n, d], for
+// The product of sm_90a for wide ranks: out[m, n] = sum over d of a[m, d] b[n, d], for
 // operands of one 16-bit type of which either dimension may be dense.
 #pragma once
 

@@ -23,7 +23,8 @@ inline constexpr int kBlockBytes =
     kProductStep * device::kSwizzleBytes;                                ///< 64 rows of 64 elements
 inline constexpr int kRowsBytes = kProductRows * device::kSwizzleBytes;  ///< a's part of a stage
 inline constexpr int kRingBytes = 200 * 1024;                            ///< at most
-inline constexpr int kArrivals = kProductCluster * kConsumers / 32;      ///< that free a stage
+inline constexpr int kStoreRingBytes = 226 * 1024;  ///< at most, with the tile that is stored
+inline constexpr int kArrivals = kProductCluster * kConsumers / 32;  ///< that free a stage
 
 /// Where the rows of segments begin, and their tiles: those of a cluster, counted through all
 /// segments. One entry more than there are segments says where the last one ends.
@@ -45,8 +46,11 @@ struct Shape {
   /// The base's tile comes as one stage more, which it fills.
   static constexpr bool kBase = kEnd == ProductEnd::kStore && kColumns == kProductRows;
   static constexpr int kParkedBytes = kParked * kConsumers * kSums * 4;
-  static constexpr int kStages = (kRingBytes - kParkedBytes) / kStageBytes;
-  static constexpr int kSmem = kStages * kStageBytes + kParkedBytes +
+  /// 128 columns of the rounded tile on their way out, blocks of 64 rows and columns.
+  static constexpr int kTileBytes = kEnd == ProductEnd::kStore ? kProductRows * 128 * 2 : 0;
+  static constexpr int kStages =
+      ((kTileBytes > 0 ? kStoreRingBytes : kRingBytes) - kTileBytes - kParkedBytes) / kStageBytes;
+  static constexpr int kSmem = kStages * kStageBytes + kTileBytes + kParkedBytes +
                                2 * kStages * static_cast<int>(sizeof(device::Mbarrier)) +
                                static_cast<int>(sizeof(Segments));
 };
@@ -58,7 +62,7 @@ struct Group {
 };
 
 struct Params {
-  CUtensorMap a[kMostProductPairs], b[kMostProductPairs], base_map;
+  CUtensorMap a[kMostProductPairs], b[kMostProductPairs], base_map, out_map;
   int steps[kMostProductPairs];    ///< of each b's depth; 0: none
   int columns[kMostProductPairs];  ///< of a group that each b has, if pairs make columns
   Group groups[kMostProductPairs];
@@ -70,6 +74,7 @@ struct Params {
   float* partials;
   std::int64_t part_stride, row_stride, column_stride;
   void* out;
+  bool by_boxes;  ///< tiles leave through out_map
   const void* base;
   std::int64_t out_stride;
 };
@@ -131,17 +136,18 @@ __device__ __forceinline__ int find_segments(const Params& p, Segments* to) {
 
 template <class S>
 struct Ring {
-  std::uint32_t stages;
-  float4* parked;  ///< [kSums / 4][kConsumers]
+  std::uint32_t stages, tile;  ///< `tile`: kTileBytes
+  float4* parked;              ///< [kSums / 4][kConsumers]
   device::Mbarrier *full, *empty;
   Segments* segments;
   device::RingCursor<S::kStages> at;
 
   __device__ __forceinline__ explicit Ring(unsigned char* smem)
       : stages(device::smem_address(smem)),
-        parked(reinterpret_cast<float4*>(smem + S::kStages * S::kStageBytes)),
+        tile(stages + S::kStages * S::kStageBytes),
+        parked(reinterpret_cast<float4*>(smem + S::kStages * S::kStageBytes + S::kTileBytes)),
         full(reinterpret_cast<device::Mbarrier*>(smem + S::kStages * S::kStageBytes +
-                                                 S::kParkedBytes)),
+                                                 S::kTileBytes + S::kParkedBytes)),
         empty(full + S::kStages),
         segments(reinterpret_cast<Segments*>(empty + S::kStages)) {}
   __device__ __forceinline__ std::uint32_t stage() const {

@@ -5,8 +5,11 @@
 
 #include <cstdint>
 
+#include "device/barrier.cuh"
 #include "device/convert.cuh"
 #include "device/quad_transpose.cuh"
+#include "device/stmatrix.cuh"
+#include "device/tensor_copy.cuh"
 #include "lora/cuda/product_shape.cuh"
 
 namespace mortar::lora::cuda::product {
@@ -60,6 +63,54 @@ __device__ __forceinline__ void add_base(Ring<S>* ring, const unsigned char* sme
   __syncwarp();
   release(*ring, ring->at.stage);
   ring->at.next();
+}
+
+/// Rounds a warpgroup's rows into its blocks of shared memory, 128 columns at a time, which copies
+/// then take to where they belong while the next unit is multiplied.
+template <class S>
+__device__ __forceinline__ void store_boxes(const Params& p, const Unit& unit, const Ring<S>& ring,
+                                            const float (&sum)[S::kSums]) {
+  constexpr int kRows = kProductRows / 2, kBlocks = 2;
+  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4,
+            lane = static_cast<int>(threadIdx.x) % 32;
+  const bool asks = threadIdx.x % kWarpgroup == 0;
+  const auto meet = [&] {
+    if (warpgroup == 0) {
+      device::named_barrier<1, kWarpgroup>();
+    } else {
+      device::named_barrier<2, kWarpgroup>();
+    }
+  };
+  const std::uint32_t own = ring.tile + warpgroup * kBlocks * kBlockBytes;
+  // Lanes give the rows of two neighbouring pieces of 8 columns, of the first 8 rows and of the
+  // others.
+  const int row = 16 * warp + lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+  for (int first = 0; first < S::kColumns; first += 64 * kBlocks) {
+    if (asks) device::store_boxes_wait_read();
+    meet();
+#pragma unroll
+    for (int j = 0; j < 8 * kBlocks; j += 2) {
+      std::uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* v = sum + 4 * (first / 8 + j) + 2 * i;
+        words[i] = device::pack2<typename S::T>(v[0], v[1]);
+      }
+      device::stmatrix_x4(own + j / 8 * kBlockBytes + device::swizzled(row, j % 8 + lane / 16),
+                          words);
+    }
+    device::fence_async_proxy();
+    meet();
+    if (!asks) continue;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      device::store_box(p.out_map, unit.column + first + 64 * block, unit.row + warpgroup * kRows,
+                        own + block * kBlockBytes);
+    }
+    device::store_boxes_commit();
+  }
 }
 
 /// Four tiles of the MMA are 32 columns: lanes of a quad trade their pairs of columns for eight.

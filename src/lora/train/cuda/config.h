@@ -336,10 +336,9 @@ inline ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int wid
           1 << 20);
       const std::int64_t blocks = panels * (ceil_div<std::int64_t>(rows, tile_rows) + adapters / 2);
       const std::int64_t blocks_of_sm = ceil_div<std::int64_t>(blocks, machine.sms);
-      const double us =
-          (plan.ranks >= 64 ? kWideStreamTime : 1.0) *
-          time_of(blocks_of_sm, block_bytes(static_cast<double>(tile_rows), panel),
-                  blocks_of_sm > 1 ? 1.0 : 0.7);
+      const double us = (plan.ranks >= 64 ? kWideStreamTime : 1.0) *
+                        time_of(blocks_of_sm, block_bytes(static_cast<double>(tile_rows), panel),
+                                blocks_of_sm > 1 ? 1.0 : 0.7);
       if (least > 0 && us >= least) continue;
       least = us;
       plan = stream_expand(columns, width, row_warps, static_cast<int>(tile_rows));

@@ -233,7 +233,7 @@ inline BackwardPlan choose_backward(const PanelProblem& dy, const PanelProblem& 
   const PanelCut one = choose_panels(dy, true, smem);
   if (one.us < 0) return plan;
   // Shrink reads dy at this share of the DRAM's rate, and takes so long before and after.
-  constexpr double kShrinkRate = 0.85, kShrinkUs = 5;
+  constexpr double kShrinkRate = 0.65, kShrinkUs = 5;
   double shrink = 0;
   for (int i = 0; i < dy.matrices; ++i) {
     shrink +=
