@@ -235,8 +235,8 @@ TEST_P(LoraTrainGpu, StridesChangeNoBitOfAnyPlan) {
   }
 }
 
-// Those of wide ranks take the copies of whole tiles where rows are dense and aligned; from 24 ranks
-// on the sums over rows do.
+// Those of wide ranks take the copies of whole tiles where rows are dense and aligned; the sums over
+// rows do from 24 ranks on.
 TEST_P(LoraTrainGpu, StridesChangeNoBitOfWideRanks) {
   struct Case {
     int rank;
