@@ -235,7 +235,7 @@ TEST_P(LoraTrainGpu, StridesChangeNoBitOfAnyPlan) {
   }
 }
 
-// Those of wide ranks take the copies of whole tiles where rows are dense and aligned; the sums over
+// Those of wide ranks take the copies of whole tiles where rows are dense and aligned; sums over
 // rows do from 24 ranks on.
 TEST_P(LoraTrainGpu, StridesChangeNoBitOfWideRanks) {
   struct Case {
