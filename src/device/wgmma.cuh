@@ -29,9 +29,9 @@ enum class Major {
 };
 
 /// Matrix descriptor of a swizzled block at shared-memory address `address`: groups of 8 rows of
-/// 128 bytes are `group_bytes` apart. Blocks that are dense along the operand's rows have 64 of these,
-/// and lie `block_bytes` apart; the others go on for as many rows as there are. To step by 16
-/// elements of the depth, add descriptor_step().
+/// 128 bytes are `group_bytes` apart. Blocks that are dense along the operand's rows have 64 of
+/// these, and lie `block_bytes` apart; the others go on for as many rows as there are. To step by
+/// 16 elements of the depth, add descriptor_step().
 __device__ __forceinline__ std::uint64_t wgmma_descriptor(std::uint32_t address,
                                                           int block_bytes = 16,
                                                           int group_bytes = 1024) {
