@@ -168,9 +168,9 @@ def main() -> int:
         if "python" in stages:
             suite.stage(
                 "Python tests",
-                lambda: python_tests(reports, ["-m", "not host_cost", f"-n{_PYTESTS}"]),
+                lambda: python_tests(reports, ["-m", "not alone", f"-n{_PYTESTS}"]),
             )
-            suite.stage("host costs, alone", lambda: python_tests(reports, ["-m", "host_cost"]))
+            suite.stage("Python tests, alone", lambda: python_tests(reports, ["-m", "alone"]))
         if "sanitizers" in stages:
             for tool in _SANITIZERS:
                 suite.stage(

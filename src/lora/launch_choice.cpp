@@ -32,8 +32,8 @@ constexpr std::int64_t kLongStream = 16 * 1024;
 
 /// Tiles from which on CTAs of the decode expand are many and short: those that come last leave
 /// fewer SMs idle. (us, two or three CTAs an SM and five: 230 tokens of 135 adapters, rank 4, 5,120
-/// to 2 x 13,824, 70 and 58; 1,308 of 110, rank 4, 1,024 to 2 x 3,072, 24 and 15; 389 of 205, rank
-/// 32, 4,096 to 2 x 14,336, 122 and 104; but 39 of 4, rank 64, 16,384 to 2 x 53,248, 31 and 33.)
+/// to 2 x 13,824, 71 and 54; 1,308 of 110, rank 4, 1,024 to 2 x 3,072, 21 and 18; 1,024 of 64,
+/// gate_up, rank 32, 95 and 83; but 39 of 4, rank 64, 16,384 to 2 x 53,248, 31 and 33.)
 constexpr std::int64_t kManyTiles = 112;
 
 /// CTAs of the decode expand that fit an SM.

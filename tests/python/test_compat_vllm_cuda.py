@@ -44,7 +44,7 @@ def test_graph_replays_with_other_tables(captured, kind):
             assert torch.equal(inputs.h, h)
 
 
-@pytest.mark.host_cost
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["int", "tensor"])
 @pytest.mark.parametrize("op", ["shrink", "expand"])
 def test_host_cost(op, kind):

@@ -24,7 +24,7 @@ class Nothing(torch.autograd.Function):
         raise NotImplementedError
 
 
-@pytest.mark.host_cost
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "op", ["dynamic_conv", "gradients wanted", "dynamic_conv_step", "jet training", "jet step"]
 )

@@ -186,6 +186,7 @@ def test_a_graph_has_memory_of_its_own():
     assert all((memory == 255).all() for memory in poison)
 
 
+@pytest.mark.alone  # the host must come to the end before the side stream does
 def test_runs_on_the_current_stream():
     """x is written late on a side stream; the ops must wait for it and the default stream not."""
     t = make(PROBLEM, "cuda")
@@ -355,7 +356,7 @@ def in_turn(functions):
     return lambda: next(turns)()
 
 
-@pytest.mark.host_cost
+@pytest.mark.alone
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("op", ["plan", "shrink", "expand", "apply"])
 def test_host_cost(op, form):

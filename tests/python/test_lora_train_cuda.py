@@ -11,7 +11,7 @@ import mortar.compat.peft
 from test_lora_cuda import host_costs
 
 
-@pytest.mark.host_cost
+@pytest.mark.alone
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
 def test_a_layer_costs_the_host_less_than_pefts(dropout):

@@ -14,6 +14,7 @@ from conftest import HAS_CUDA
 DEVICES = ["cpu", *(["cuda"] if HAS_CUDA and torch.cuda.device_count() > 1 else [])]
 
 
+@pytest.mark.alone  # two more processes, which wait for each other
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_equal_one(kind, where, tmp_path):
