@@ -35,24 +35,30 @@ def find_gpu() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
+def run_share(command: list[object], share: int, shares: int, environment: dict[str, str]):
+    """One share of a GoogleTest program's cases, with what it printed."""
+    sharded = {"GTEST_TOTAL_SHARDS": str(shares), "GTEST_SHARD_INDEX": str(share)}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=os.environ | sharded | environment,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
 def cpp_tests(programs: list[Path], reports: Path) -> Counts:
     """All cases of the programs, in shares side by side; those over 2^31 elements alone."""
 
     def one(job: tuple[Path, int, int]) -> tuple[Counts, str]:
         program, share, shares = job
         report = reports / f"{program.name}-{share}.xml"
-        environment = {"GTEST_TOTAL_SHARDS": str(shares), "GTEST_SHARD_INDEX": str(share)}
-        if shares > 1:  # the threads of one program's references would take the others' cores
-            environment["OMP_NUM_THREADS"] = "2"
-        done = subprocess.run(
-            [str(program), "--gtest_brief=1", f"--gtest_output=xml:{report}"],
-            cwd=ROOT,
-            env=os.environ | environment,
-            text=True,
-            errors="replace",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        # The threads of one program's references would take the others' cores.
+        environment = {"OMP_NUM_THREADS": "2"} if shares > 1 else {}
+        command = [program, "--gtest_brief=1", f"--gtest_output=xml:{report}"]
+        done = run_share(command, share, shares, environment)
         counts = read_junit(report) if report.is_file() else Counts()
         if done.returncode != 0 and counts.failed == 0:  # it died before it could report
             counts.failed = 1
@@ -103,16 +109,7 @@ def sanitize(tool: str, programs: list[Path], reports: Path, pattern: str) -> Co
         if tool == "synccheck" and program.name != "lora_gpu_test":
             command += ["--num-cuda-barriers", str(_MOST_BARRIERS)]
         command += [program, f"--gtest_filter={pattern}", f"--gtest_output=xml:{report}"]
-        command = [str(part) for part in command]
-        shares = {"GTEST_TOTAL_SHARDS": str(shares_of(program)), "GTEST_SHARD_INDEX": str(share)}
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=os.environ | shares,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        done = run_share(command, share, shares_of(program), {})
         return report, done, time.monotonic() - start
 
     def shares_of(program: Path) -> int:
