@@ -133,6 +133,10 @@ std::int64_t LoraShape::max_width() const {
 LaunchPlan choose(const LoraShape& s, const Machine& m) {
   LaunchPlan plan;
   plan.shape = s;
+  if (ExpandPlan one; suits_one(s, m, one)) {
+    plan.expand = one;
+    return plan;  // without a workspace
+  }
   if (s.op != Op::kExpand) plan.shrink = choose_shrink(s, m);
   if (s.op != Op::kShrink) plan.expand = choose_expand(s, m);
   if (s.op == Op::kApply) {
@@ -140,10 +144,6 @@ LaunchPlan choose(const LoraShape& s, const Machine& m) {
       plan.shrink.partials = Partials::kFinish;
     }
     give_room(s, m, plan.shrink, plan.expand);
-    if (ExpandPlan one; suits_one(s, m, one)) {
-      plan.shrink = {};
-      plan.expand = one;
-    }
   } else if (plan.shrink.split()) {
     plan.shrink.partials = Partials::kFinish;
   }
