@@ -58,6 +58,8 @@ def shown(commands: Future) -> Counts:
     return Counts.of(succeeded)
 
 
+#: Processes of pytest: each loads PyTorch, and has threads of its own.
+MOST_PYTESTS = 8
 #: Mutated adapter files against the reader, under ASan and UBSan: MORTAR_FUZZ_SECONDS or 60.
 FUZZ = [["bash", "tests/fuzz/run.sh"]]
 #: Builds the wheel and imports it in a fresh environment with its declared needs only.
@@ -89,7 +91,11 @@ def main() -> int:
         with ThreadPoolExecutor(max_workers=1) as beside:
             suite.stage("C++ tests", lambda: cpp_tests(build, reports))
             fuzzing, wheel = beside.submit(run_quietly, FUZZ), beside.submit(run_quietly, WHEEL)
-            suite.stage("Python tests", lambda: python_tests(reports))
+            cores = min(len(os.sched_getaffinity(0)), MOST_PYTESTS)
+            suite.stage(
+                "Python tests", lambda: python_tests(reports, ["-m", "not alone", f"-n{cores}"])
+            )
+            suite.stage("Python tests, alone", lambda: python_tests(reports, ["-m", "alone"]))
             suite.stage("adapter reader fuzzing", lambda: shown(fuzzing))
             suite.stage("wheel", lambda: shown(wheel))
     finally:
