@@ -22,6 +22,21 @@ __device__ __forceinline__ void cp_async_16(std::uint32_t dst, const void* src, 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
                : "memory");
 }
+/// A policy of L2, as createpolicy.fractional.L2::evict_first makes it for all lines: what is read
+/// or written goes before anything else.
+inline constexpr std::uint64_t kEvictFirst = 0x12f0000000000000;
+
+/// The same by a policy of L2 (sm_90 and newer).
+__device__ __forceinline__ void cp_async_16(std::uint32_t dst, const void* src, int bytes,
+                                            std::uint64_t policy) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst),
+               "l"(src), "r"(bytes), "l"(policy)
+               : "memory");
+#else
+  cp_async_16(dst, src, bytes);
+#endif
+}
 /// 8 bytes, of which `bytes` are read, the others zeros. L1 keeps what it read, so not for what a
 /// predecessor may have written.
 __device__ __forceinline__ void cp_async_8(std::uint32_t dst, const void* src, int bytes) {

@@ -78,9 +78,6 @@ __device__ __forceinline__ void copy_box_to(std::uint16_t ctas, std::uint32_t to
 #endif
 }
 
-/// A policy of L2, as createpolicy.fractional.L2::evict_first makes it for all lines.
-inline constexpr std::uint64_t kEvictFirst = 0x12f0000000000000;
-
 /// The other way: the box whose first element is (line, column) from shared memory. What lies past
 /// the matrix is left out. Asynchronous, in the group that the next store_boxes_commit() closes.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, int column, int line,

@@ -24,7 +24,8 @@ struct GpuShape {
 /// Sizes and kinds of a forward, or of a quantisation alone (`norm` false).
 struct ForwardShape {
   std::int64_t rows = 0, hidden = 0;
-  int x_bytes = 1;  ///< of an element
+  int x_bytes = 1;                     ///< of an element
+  int x_group = 0, x_scale_bytes = 0;  ///< elements of x per scale, and bytes of one; or no scales
   bool norm = true;
   Fp8Scaling scaling = Fp8Scaling::kTensor;
   int group = 128;
@@ -57,19 +58,23 @@ struct RowsPlan {
 /// Quads of float32 weights that a piece of so many elements takes in shared memory: an odd number.
 constexpr int held_weight_quads(int elements) { return elements / 4 | 1; }
 
-/// How aligned rows of whole pieces are dealt out: `row_threads` threads share a row, and each of
-/// them holds `slots` pieces of it in registers.
+/// How aligned rows of whole pieces are dealt out: `row_threads` threads share a row, of which each
+/// takes `slots` pieces. Rows are copied to shared memory, `stages` of them ahead.
 struct HeldRowsPlan {
-  static constexpr int kThreads = 256;         ///< of a CTA
-  static constexpr int kPerSm = 2;             ///< CTAs whose registers an SM holds
+  static constexpr int kThreads = 512;         ///< of a CTA, the only one of its SM
   static constexpr int kLeastThreads = 8;      ///< of a row: their pieces are a line of 128 bytes
-  static constexpr int kStaticSmem = 4 << 10;  ///< at most, with what the system keeps
+  static constexpr int kMostStages = 4;        ///< rows of a thread in shared memory
+  static constexpr int kStaticSmem = 8 << 10;  ///< at most, with what the system keeps
 
   bool possible = false;
   int row_threads = 32;  ///< a power of two
-  int slots = 1;
+  int slots = 1, stages = 1;
   int grid = 0;
-  std::int64_t smem = 0;  ///< bytes, of the weights as float32
+  int x_bytes = 0;      ///< of a row in shared memory, zeros behind its end among them
+  int kept_bytes = 0;   ///< of these, in a place of their own
+  int scale_bytes = 0;  ///< of its scales there; 0: each thread loads its own
+  int weight_bytes = 0;
+  std::int64_t smem = 0;  ///< bytes: weights as float32, rows
 
   /// Rows that a CTA takes at a time.
   MORTAR_HOST_DEVICE int rows_per_step() const { return kThreads / row_threads; }
@@ -78,6 +83,11 @@ struct HeldRowsPlan {
 /// Tiles of kRows x kColumns of y that are quantised and transposed.
 struct TilesPlan {
   static constexpr int kRows = 128, kColumns = 128, kThreads = 256;
+  static constexpr int kSharedTile = 21 << 10;  ///< bytes at most, but for x
+  /// Tiles of x that a CTA keeps in shared memory: the one that it works on, and what is on its way
+  /// where an SM then still holds two CTAs.
+  static constexpr int stages(int x_bytes) { return x_bytes == 4 ? 1 : 2; }
+  static constexpr int stage_bytes(int x_bytes) { return kRows * kColumns * x_bytes; }
   /// CTAs of 256 threads whose registers an SM holds, by the bytes of an element of x; `turned`:
   /// with scales of q_t's own rows or groups.
   static constexpr int per_sm(int x_bytes, bool stochastic, bool turned) {
@@ -93,6 +103,25 @@ struct TilesPlan {
   bool any = false;  ///< by the kernels for any rows, aligned or not
 };
 
+/// Rows and tiles in one kernel, whose CTAs wait for each other between the two: each has the rows of
+/// its own, and keeps as much of them in shared memory as fits.
+struct FusedPlan {
+  static constexpr int kThreads = HeldRowsPlan::kThreads;
+  static constexpr int kColumns = TilesPlan::kColumns;
+  static constexpr int kThreadElements = 64;   ///< of a tile
+  static constexpr int kStaticSmem = 9 << 10;  ///< at most, with what the system keeps
+  static constexpr int kCodes = kThreads * kThreadElements + (4 << 10);  ///< bytes, of tiles' codes
+  static constexpr int kStages = 2;  ///< tiles of 8-bit x that a thread has on its way
+  static constexpr int kStage = kThreads * kThreadElements;  ///< bytes
+
+  bool possible = false;
+  int rows = 16;       ///< of a CTA, a multiple of 16
+  int tile_rows = 16;  ///< a power of two that divides them
+  int grid = 0;
+  HeldRowsPlan held;
+  std::int64_t smem = 0;  ///< bytes: weights, what is kept of x, rstd, rows on their way or tiles
+};
+
 /// The kernels of a call, in their order, and where their workspace lies.
 struct ForwardPlan {
   bool rows = false;     ///< statistics of rows; q, unless the tiles make it
@@ -103,6 +132,7 @@ struct ForwardPlan {
   HeldRowsPlan held_plan;  ///< of the rows, where they are aligned and it is possible
   RowsPlan row_plan;       ///< else
   TilesPlan tile_plan;
+  FusedPlan fused_plan;  ///< of both, where it is possible
   std::int64_t maxima_at = 0, column_maxima_at = 0, rstd_at = 0, weights_at = 0;  ///< bytes
   std::int64_t workspace_bytes = 0;
 
@@ -167,40 +197,102 @@ inline HeldRowsPlan held_rows_plan(const ForwardShape& s, const GpuShape& gpu, i
   HeldRowsPlan plan;
   const std::int64_t piece = 16 / s.x_bytes, pieces = ceil_div<std::int64_t>(s.hidden, piece);
   plan.row_threads = row_threads;
-  plan.slots = static_cast<int>(ceil_div<std::int64_t>(pieces, row_threads));
-  plan.smem =
-      std::int64_t{16} * held_weight_quads(static_cast<int>(piece)) * row_threads * plan.slots;
-  plan.possible = plan.slots <= kHeldPieces && row_threads <= HeldRowsPlan::kThreads &&
-                  plan.smem <= gpu.max_smem - HeldRowsPlan::kStaticSmem;
-  const std::int64_t per_sm =
-      std::max<std::int64_t>(1, gpu.max_smem / (plan.smem + HeldRowsPlan::kStaticSmem));
+  const std::int64_t slots = ceil_div<std::int64_t>(pieces, row_threads);
+  if (slots > kHeldPieces || row_threads > HeldRowsPlan::kThreads) return plan;
+  plan.slots = static_cast<int>(slots);
+  const int padded = plan.slots * row_threads;  // pieces
+  plan.x_bytes = padded * 16;
+  plan.weight_bytes = 16 * held_weight_quads(static_cast<int>(piece)) * padded;
+  // Whole copies of 16 bytes of a row's scales.
+  if (s.x_group > 0 && gpu.clusters && s.hidden / s.x_group * s.x_scale_bytes % 16 == 0) {
+    plan.scale_bytes = static_cast<int>(
+        round_up<std::int64_t>(ceil_div(padded * static_cast<int>(piece), s.x_group) *
+                                   static_cast<std::int64_t>(s.x_scale_bytes),
+                               16));
+  }
+  const std::int64_t step = std::int64_t{plan.rows_per_step()} * (plan.x_bytes + plan.scale_bytes);
+  const std::int64_t room = gpu.max_smem - HeldRowsPlan::kStaticSmem - plan.weight_bytes;
+  plan.stages = static_cast<int>(std::min<std::int64_t>(room / step, HeldRowsPlan::kMostStages));
+  plan.possible = plan.stages > 0;
+  plan.smem = plan.weight_bytes + plan.stages * step;
   plan.grid = static_cast<int>(
-      std::min(ceil_div<std::int64_t>(s.rows, plan.rows_per_step()),
-               gpu.num_sms * std::min<std::int64_t>(per_sm, HeldRowsPlan::kPerSm)));
+      std::min<std::int64_t>(ceil_div<std::int64_t>(s.rows, plan.rows_per_step()), gpu.num_sms));
   return plan;
 }
 
 inline HeldRowsPlan choose_held_rows(const ForwardShape& s, const GpuShape& gpu) {
   constexpr int kThreads = HeldRowsPlan::kThreads;
+  const std::int64_t pieces = ceil_div<std::int64_t>(s.hidden, 16 / s.x_bytes);
   int row_threads = std::min(least_held_threads(s), kThreads);
-  // Few rows: more threads for each, until every SM has work.
-  while (row_threads < kThreads && row_threads < ceil_div<std::int64_t>(s.hidden, 16 / s.x_bytes) &&
-         ceil_div<std::int64_t>(s.rows, kThreads / row_threads) < gpu.num_sms) {
+  HeldRowsPlan plan = held_rows_plan(s, gpu, row_threads);
+  // Few rows, or long ones of which shared memory has too few: more threads for each.
+  while (
+      row_threads < kThreads && row_threads < pieces &&
+      (plan.stages < 2 || ceil_div<std::int64_t>(s.rows, kThreads / row_threads) < gpu.num_sms)) {
     row_threads *= 2;
+    plan = held_rows_plan(s, gpu, row_threads);
   }
-  return held_rows_plan(s, gpu, row_threads);
+  return plan;
 }
 
 inline TilesPlan choose_tiles(const ForwardShape& s, const GpuShape& gpu) {
   TilesPlan plan;
   plan.tiles = ceil_div<std::int64_t>(s.rows, TilesPlan::kRows) *
                ceil_div<std::int64_t>(s.hidden, TilesPlan::kColumns);
+  const int smem =
+      TilesPlan::kSharedTile + TilesPlan::stages(s.x_bytes) * TilesPlan::stage_bytes(s.x_bytes);
+  const int per_sm =
+      std::min(TilesPlan::per_sm(s.x_bytes, s.stochastic, s.scaling != Fp8Scaling::kTensor),
+               std::max(1, gpu.max_smem / smem));
   // Without any rows, one CTA writes the scale of zeros.
-  plan.grid = static_cast<int>(std::clamp<std::int64_t>(
-      plan.tiles, 1,
-      std::int64_t{gpu.num_sms} *
-          TilesPlan::per_sm(s.x_bytes, s.stochastic, s.scaling != Fp8Scaling::kTensor)));
+  plan.grid =
+      static_cast<int>(std::clamp<std::int64_t>(plan.tiles, 1, std::int64_t{gpu.num_sms} * per_sm));
   return plan;
+}
+
+/// The plan with so many rows of a CTA: a multiple of 16.
+inline FusedPlan fused_plan(const ForwardShape& s, const GpuShape& gpu, int rows) {
+  FusedPlan plan;
+  plan.rows = rows;
+  plan.tile_rows = std::min(rows & -rows, TilesPlan::kRows);
+  plan.grid = static_cast<int>(ceil_div<std::int64_t>(s.rows, rows));
+  if (s.x_bytes > 1 || s.rows % 16 != 0 || s.rows == 0 || plan.grid > gpu.num_sms) return plan;
+  const std::int64_t pieces = ceil_div<std::int64_t>(s.hidden, 16 / s.x_bytes);
+  constexpr std::int64_t kTiles = FusedPlan::kCodes + FusedPlan::kStages * FusedPlan::kStage;
+  for (int row_threads = least_held_threads(s); row_threads <= FusedPlan::kThreads;
+       row_threads *= 2) {
+    if (FusedPlan::kThreads / row_threads > rows) continue;
+    HeldRowsPlan held = held_rows_plan(s, gpu, row_threads);
+    if (!held.possible) continue;
+    // The larger part of a row that stays, the better: in whole slots and tiles, of which none
+    // lies behind its end.
+    const int unit = std::max(row_threads * 16, FusedPlan::kColumns * s.x_bytes);
+    const int whole = static_cast<int>(pieces * 16) / unit * unit;
+    for (int stages = 2; stages > 0; --stages) {
+      for (int kept = whole; kept >= 0; kept -= unit) {
+        const std::int64_t ring =
+            std::int64_t{held.rows_per_step()} * stages * (held.x_bytes - kept + held.scale_bytes);
+        plan.smem = held.weight_bytes + rows * (std::int64_t{kept} + 4) + std::max(ring, kTiles);
+        if (plan.smem > gpu.max_smem - FusedPlan::kStaticSmem) continue;
+        held.kept_bytes = kept;
+        held.stages = stages;
+        plan.held = held;
+        plan.possible = true;
+        return plan;
+      }
+    }
+  }
+  return plan;
+}
+
+inline FusedPlan choose_fused(const ForwardShape& s, const GpuShape& gpu) {
+  if (s.scaling != Fp8Scaling::kTensor || s.stochastic) return {};
+  // Whole multiples of 64 rows, so that runs of q_t are long, and all SMs have as many: 2048 rows,
+  // 16 each, take 21.6 us in one kernel and 13.9 in two.
+  const std::int64_t least = ceil_div<std::int64_t>(s.rows, gpu.num_sms);
+  const std::int64_t rows = round_up<std::int64_t>(least, 64);
+  if (least == 0 || rows > 1024 || 10 * s.rows < 9 * rows * gpu.num_sms) return {};
+  return fused_plan(s, gpu, static_cast<int>(rows));
 }
 
 /// Where the plan's workspace lies.
@@ -211,8 +303,8 @@ inline void lay_out(ForwardPlan& plan, const ForwardShape& s) {
     bytes += round_up<std::int64_t>(size, 16);
     return at;
   };
-  plan.maxima_at =
-      reserve(4 * std::max({plan.held_plan.grid, plan.row_plan.grid, plan.tile_plan.grid}));
+  plan.maxima_at = reserve(4 * std::max({plan.held_plan.grid, plan.row_plan.grid,
+                                         plan.tile_plan.grid, plan.fused_plan.grid}));
   plan.column_maxima_at = reserve(plan.columns ? 4 * s.hidden : 0);
   plan.rstd_at = reserve(plan.tiles && s.norm ? 4 * s.rows : 0);
   plan.weights_at =
@@ -231,11 +323,17 @@ inline ForwardPlan choose(const ForwardShape& s, const GpuShape& gpu) {
   plan.held_plan = choose_held_rows(s, gpu);
   plan.row_plan = choose_rows(s, gpu);
   plan.tile_plan = choose_tiles(s, gpu);
+  if (plan.tiles_make_q) plan.fused_plan = choose_fused(s, gpu);
   lay_out(plan, s);
   return plan;
 }
 
 inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& p) {
+  if (const FusedPlan& fused = p.fused_plan; fused.possible) {
+    out << "fused " << fused.grid << " x " << FusedPlan::kThreads << ", " << fused.rows
+        << " rows each, " << fused.held.row_threads << " threads a row, " << fused.held.kept_bytes
+        << " bytes of a row kept, tiles of " << fused.tile_rows << "; else ";
+  }
   if (p.rows && p.held_plan.possible) {
     out << "aligned rows " << p.held_plan.grid << " x " << HeldRowsPlan::kThreads << ", "
         << p.held_plan.row_threads << " threads a row, " << p.held_plan.slots << " pieces each; ";

@@ -49,7 +49,20 @@ TEST(Fp8RmsNormConfig, RowsAreHeldAndFit) {
       EXPECT_GE(held.grid, 1);
       EXPECT_LE(plan.maxima_at + 4 * held.grid, plan.workspace_bytes);
     } else {
-      EXPECT_TRUE(pieces > kHeldPieces * HeldRowsPlan::kThreads || 4 * s.hidden > gpu.max_smem / 2);
+      // Not even one row of the CTA's most threads fits beside the weights.
+      const std::int64_t most = kHeldPieces * HeldRowsPlan::kThreads;
+      EXPECT_TRUE(pieces > most ||
+                  (held_weight_quads(static_cast<int>(piece)) + 2) * 16 * pieces >
+                      gpu.max_smem - HeldRowsPlan::kStaticSmem - 16 * 8 * HeldRowsPlan::kThreads);
+    }
+    if (const FusedPlan& fused = plan.fused_plan; fused.possible) {
+      EXPECT_LE(fused.smem, gpu.max_smem - FusedPlan::kStaticSmem);
+      EXPECT_LE(fused.grid, gpu.num_sms);
+      EXPECT_GE(std::int64_t{fused.grid} * fused.rows, s.rows);
+      EXPECT_LT(std::int64_t{fused.grid - 1} * fused.rows, s.rows);
+      EXPECT_EQ(fused.rows % fused.tile_rows, 0);
+      EXPECT_LE(fused.held.kept_bytes, s.hidden * s.x_bytes);
+      EXPECT_LE(plan.maxima_at + 4 * fused.grid, plan.workspace_bytes);
     }
     // A group of one scale lies within the threads of a row, or is all of it.
     EXPECT_TRUE(rows.row_threads >= std::min<std::int64_t>(128 / piece, pieces));

@@ -41,6 +41,8 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
     return {.rows = c.rows,
             .hidden = c.columns,
             .x_bytes = static_cast<int>(dtype_size(c.x)),
+            .x_group = dtype_size(c.x) == 1 ? c.x_group : 0,
+            .x_scale_bytes = dtype_size(c.x) == 1 ? static_cast<int>(dtype_size(c.x_scale)) : 0,
             .norm = c.norm,
             .scaling = c.scaling,
             .group = static_cast<int>(c.group),
@@ -86,7 +88,9 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
   void for_each_plan(const NormCase& c,
                      const std::function<void(const ForwardPlan&, const char*)>& use) {
     const ForwardShape s = shape_of(c);
-    const ForwardPlan chosen = choose(s, gpu_);
+    ForwardPlan chosen = choose(s, gpu_);
+    for_each_fused_plan(s, use);
+    chosen.fused_plan.possible = false;
     ForwardPlan plan = chosen;
     plan.held_plan.possible = false;
     use(plan, "rows of any kind");
@@ -104,6 +108,37 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
       plan.held_plan.grid = std::min(3, held_rows_plan(s, gpu_, threads).grid);
       plan.tile_plan.grid = static_cast<int>(std::min<std::int64_t>(5, plan.tile_plan.tiles));
       use(plan, "a few CTAs");
+    }
+  }
+
+  /// Every plan of one kernel that fits.
+  void for_each_fused_plan(const ForwardShape& s,
+                           const std::function<void(const ForwardPlan&, const char*)>& use) {
+    for (int rows : {16, 32, 48, 64, 128, 192}) {
+      ForwardPlan plan = choose(s, gpu_);
+      plan.fused_plan = fused_plan(s, gpu_, rows);
+      if (s.stochastic || !plan.tiles_make_q || !plan.fused_plan.possible) continue;
+      lay_out(plan, s);
+      use(plan, "one kernel");
+    }
+  }
+
+  /// Forms that rows and tiles in one kernel have, in a case whose rows are a multiple of 16.
+  void expect_one_kernel_changes_no_bit(NormCase c) {
+    for (bool compat : {false, true}) {
+      c.compat = compat;
+      SCOPED_TRACE(concat(c));
+      ForwardPlan apart = choose(shape_of(c), gpu_);
+      apart.fused_plan.possible = false;
+      const std::vector<Bytes> expected = run(c, apart);
+      int plans = 0;
+      for_each_fused_plan(shape_of(c), [&](const ForwardPlan& plan, const char*) {
+        std::ostringstream printed;
+        printed << plan;
+        EXPECT_TRUE(run(c, plan) == expected) << printed.str();
+        ++plans;
+      });
+      EXPECT_GT(plans, 0);
     }
   }
 
@@ -126,6 +161,32 @@ TEST_P(Fp8RmsNormCuda, LaunchChoicesChangeNoBit) {
     for (const auto& [x, columns] : {std::pair{kE4M3, 1040}, {kE5M2, 256}, {kBF16, 1000}}) {
       expect_same_bits({.rows = 140, .columns = columns, .x = x, .scaling = scaling, .group = 64});
     }
+  }
+}
+
+TEST_P(Fp8RmsNormCuda, SmallOneKernelChangesNoBit) {
+  expect_one_kernel_changes_no_bit({.rows = 80, .columns = 272});
+}
+
+// Rows of several CTAs, the last of which has fewer; columns that are no multiple of a tile; scales
+// of x that are not whole copies; long rows, of which the first columns stay in shared memory.
+TEST_P(Fp8RmsNormCuda, OneKernelChangesNoBit) {
+  for (const auto& [rows, columns] : {std::pair{16, 16}, {144, 1040}, {272, 640}, {208, 8192}}) {
+    const NormCase c{.rows = rows, .columns = columns, .x = kE5M2, .weight = kBF16};
+    NormCase scales = c, q = c, q_t = c, given = c, layout = c;
+    expect_one_kernel_changes_no_bit(c);
+    scales.x_scale = kF32;
+    scales.q = kE5M2;
+    if (columns % 128 == 0) scales.x_group = 128;
+    expect_one_kernel_changes_no_bit(scales);
+    q.make_q_t = false;
+    expect_one_kernel_changes_no_bit(q);
+    q_t.make_q = false;
+    expect_one_kernel_changes_no_bit(q_t);
+    layout.layout = {.row_gap = 16};
+    expect_one_kernel_changes_no_bit(layout);
+    given.given = true;
+    if (columns == 1040) expect_one_kernel_changes_no_bit(given);
   }
 }
 

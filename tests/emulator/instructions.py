@@ -179,7 +179,8 @@ class Instructions(Conversions):
             return f"emu_cp_async_mbarrier(t, {self.shared32(args[0])}, {noinc}, {at});"
         if parts[2] == "bulk":
             return self._bulk(parts, args, at)
-        args = [a for i, a in enumerate(args) if i < 3 or parts.count("L2::cache_hint") == 0]
+        if "L2::cache_hint" in parts:
+            args = args[:-1]
         to, source = self.shared32(args[0]), self.address(args[1], "global")
         size = int(args[2], 0)
         given = self.read(args[3], "u32") if len(args) > 3 else str(size)

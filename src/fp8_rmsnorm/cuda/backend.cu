@@ -27,6 +27,14 @@ void set_format(ForwardShape& s, const Quantize& out) {
   s.q_t = out.q_t.given();
 }
 
+void set_input(ForwardShape& s, const Input& input) {
+  s.rows = input.rows;
+  s.hidden = input.hidden;
+  s.x_bytes = static_cast<int>(dtype_size(input.x.dtype));
+  s.x_group = input.x_group;
+  s.x_scale_bytes = input.x_group > 0 ? static_cast<int>(dtype_size(input.x_scale.dtype)) : 0;
+}
+
 /// Launches the kernels of p.plan.
 void run(ForwardParams p, Stream stream) {
   const ForwardPlan& plan = p.plan;
@@ -42,6 +50,14 @@ void run(ForwardParams p, Stream stream) {
                     reinterpret_cast<std::uintptr_t>(p.weight.data) % 16 == 0 &&
                     !p.residual.given() && !p.normed.given() &&
                     (plan.tiles_make_q || !p.out.q.given() || (nearest && fast));
+  p.scales_in_rows = plan.held_plan.scale_bytes > 0 && rows_aligned(p.input.x_scale, 16);
+  const FusedPlan& fused_plan = plan.fused_plan;
+  if (held && fused_plan.possible && plan.rows && nearest &&
+      (fast || (p.norm && !p.out.given_scale)) && p.q_t_aligned) {
+    p.scales_in_rows = fused_plan.held.scale_bytes > 0 && rows_aligned(p.input.x_scale, 16);
+    p.maxima_count = fused_plan.grid;
+    return fused(p, stream);
+  }
   p.maxima_count = !plan.rows ? plan.tile_plan.grid
                    : held     ? plan.held_plan.grid
                               : plan.row_plan.grid;
@@ -59,6 +75,7 @@ void run(ForwardParams p, Stream stream) {
     p.x_aligned = hidden % of_residual == 0 && rows_aligned(p.residual, 16);
     p.q_aligned = hidden % of_residual == 0 && rows_aligned(p.out.q, of_residual);
   }
+  p.x_is_there = plan.rows && !p.residual.given();
   const bool draws = TilesPlan::draws(static_cast<int>(dtype_size(p.input.x.dtype)),
                                       p.out.scaling != Fp8Scaling::kTensor);
   const bool whole = !plan.tile_plan.any && p.x_aligned && p.q_aligned && !p.tiles_make_maxima() &&
@@ -89,18 +106,14 @@ GpuShape this_gpu() { return gpu_shape(device::current_device()); }
 
 ForwardShape shape_of(const ForwardProblem& p) {
   ForwardShape s;
-  s.rows = p.input.rows;
-  s.hidden = p.input.hidden;
-  s.x_bytes = static_cast<int>(dtype_size(p.input.x.dtype));
+  set_input(s, p.input);
   set_format(s, p.out);
   return s;
 }
 
 ForwardShape shape_of(const QuantizeProblem& p) {
   ForwardShape s;
-  s.rows = p.input.rows;
-  s.hidden = p.input.hidden;
-  s.x_bytes = static_cast<int>(dtype_size(p.input.x.dtype));
+  set_input(s, p.input);
   s.norm = false;
   set_format(s, p.out);
   return s;

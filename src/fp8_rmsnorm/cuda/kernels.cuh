@@ -23,7 +23,10 @@ struct ForwardParams {
   int maxima_count = 0;
   std::uint32_t* column_maxima = nullptr;  ///< [N], of |y|
   float* weights = nullptr;  ///< [N] + offset in float32, as the rows kernel reads them
-  bool x_aligned = false;    ///< 16-byte pieces of x, and what lies beside them, are whole accesses
+  /// The tiles' predecessor is of this call and does not write x: they may read it at once.
+  bool x_is_there = false;
+  bool scales_in_rows = false;  ///< a row's scales are whole accesses of 16 bytes too
+  bool x_aligned = false;  ///< 16-byte pieces of x, and what lies beside them, are whole accesses
   bool q_aligned = false, q_t_aligned = false;
 
   /// Whether the maxima are wanted at all.
@@ -41,6 +44,8 @@ void any_rows(const ForwardParams& p, Stream stream);
 /// For aligned rows, rounding to nearest; and for any.
 void tiles(const ForwardParams& p, Stream stream);
 void any_tiles(const ForwardParams& p, Stream stream);
+/// Both for aligned rows, with one scale for all of the tensor.
+void fused(const ForwardParams& p, Stream stream);
 void column_maxima(const ForwardParams& p, Stream stream);
 void any_column_maxima(const ForwardParams& p, Stream stream);
 void reduce_amax(const ForwardParams& p, Stream stream);

@@ -18,41 +18,72 @@ class RowReduction {
   __device__ RowReduction(int row_threads, float* sums, std::uint32_t* maxima)
       : threads_(row_threads), sums_(sums), maxima_(maxima) {}
 
-  /// Every thread of the row calls this.
-  __device__ __forceinline__ void reduce(float& sum, std::uint32_t& largest) {
+  /// The sum of the threads' sums, which each of them gets. Every thread of the row calls this; then
+  /// all of them have come here.
+  __device__ __forceinline__ void reduce(float& sum) {
     if (threads_ > 32) {
       float* sums = sums_ + odd_ * kMost;
-      std::uint32_t* maxima = maxima_ + odd_ * (kMost / 32);
       odd_ ^= 1;
-      const int first = static_cast<int>(threadIdx.x) / threads_ * threads_;
-      const int warps = threads_ / 32, lane = static_cast<int>(threadIdx.x % 32);
       sums[threadIdx.x] = sum;
+      sync();
+      sum = of_warps(sums);
+    }
+    sum = threads_ >= 32 ? device::sum_lanes(sum, 32) : device::sum_lanes(sum, threads_);
+  }
+  /// The same, and the largest of the threads' largest.
+  __device__ __forceinline__ void reduce(float& sum, std::uint32_t& largest) {
+    if (threads_ > 32) {
+      std::uint32_t* maxima = maxima_ + odd_ * (kMost / 32);
       const std::uint32_t of_warp = device::max_lanes(largest, 32);
-      if (lane == 0) maxima[threadIdx.x / 32] = of_warp;
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + first / threads_), "r"(threads_) : "memory");
-      float part[kMost / 32];
-#pragma unroll
-      for (int w = 0; w < kMost / 32; ++w) {
-        part[w] = w < warps ? sums[first + 32 * w + lane] : 0.0f;
-      }
-#pragma unroll
-      for (int half = kMost / 64; half > 0; half /= 2) {
-#pragma unroll
-        for (int w = 0; w < half; ++w) part[w] += part[w + half];
-      }
-      sum = part[0];
-      largest = lane < warps ? maxima[first / 32 + lane] : 0u;
+      if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = of_warp;
+      reduce(sum);
+      const int lane = static_cast<int>(threadIdx.x % 32);
+      largest = lane < threads_ / 32 ? maxima[first() / 32 + lane] : 0u;
+    } else {
+      reduce(sum);
     }
-    if (threads_ >= 32) {
-      sum = device::sum_lanes(sum, 32);
-      largest = device::max_lanes(largest, 32);
-      return;
+    largest =
+        threads_ >= 32 ? device::max_lanes(largest, 32) : device::max_lanes(largest, threads_);
+  }
+  /// Waits for all threads of the row.
+  __device__ __forceinline__ void sync() const {
+    if (threads_ > 32) {
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + first() / threads_), "r"(threads_) : "memory");
+    } else {
+      __syncwarp();
     }
-    sum = device::sum_lanes(sum, threads_);
-    largest = device::max_lanes(largest, threads_);
   }
 
  private:
+  /// The row's first thread.
+  __device__ __forceinline__ int first() const {
+    return static_cast<int>(threadIdx.x) / threads_ * threads_;
+  }
+  /// The sum of a lane's sums over the row's warps.
+  __device__ __forceinline__ float of_warps(const float* sums) const {
+    sums += first() + static_cast<int>(threadIdx.x % 32);
+    if (threads_ == 64) return tree<2>(sums);
+    if (threads_ == 128) return tree<4>(sums);
+    return threads_ == 256 ? tree<8>(sums) : tree<16>(sums);
+  }
+  template <int kWarps>
+  __device__ __forceinline__ static float tree(const float* sums) {
+    float part[kWarps];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) part[w] = sums[32 * w];
+    return add_halves<kWarps>(part);
+  }
+  /// Adds the upper half to the lower, until one is left.
+  template <int kParts, int kMostParts>
+  __device__ __forceinline__ static float add_halves(float (&part)[kMostParts]) {
+    if constexpr (kParts > 1) {
+#pragma unroll
+      for (int w = 0; w < kParts / 2; ++w) part[w] += part[w + kParts / 2];
+      return add_halves<kParts / 2>(part);
+    }
+    return part[0];
+  }
+
   int threads_;
   float* sums_;
   std::uint32_t* maxima_;

@@ -37,15 +37,18 @@ struct SharedWeights {
 
   /// All threads of a CTA bring weights + offset there for `pieces` pieces, eight loads in flight
   /// each; ones where there is no norm; zeros behind the end of a row, up to `end` pieces. The
-  /// weights are aligned to 16 bytes.
+  /// weights are aligned to 16 bytes. `meanwhile` is called once, when the first loads are on their
+  /// way: what it asks for comes after them.
+  template <class Meanwhile>
   __device__ __forceinline__ static void store(const ForwardParams& p, float4* to, int pieces,
-                                               int end) {
+                                               int end, const Meanwhile& meanwhile) {
     constexpr int kBatch = 8;
     const int threads = static_cast<int>(blockDim.x), first = static_cast<int>(threadIdx.x);
     const auto put = [&](int quad, float4 v) { to[quad / kQuads * kPitch + quad % kQuads] = v; };
     const int quads = pieces * kQuads;
     for (int quad = quads + first; quad < end * kQuads; quad += threads) put(quad, {});
     if (!p.norm) {
+      meanwhile();
       for (int quad = first; quad < quads; quad += threads) put(quad, {1.0f, 1.0f, 1.0f, 1.0f});
       return;
     }
@@ -54,7 +57,7 @@ struct SharedWeights {
       using W = typename decltype(tag)::type;
       const W* weight = static_cast<const W*>(p.weight.data);
 #pragma unroll 1
-      for (int base = first; base < quads; base += kBatch * threads) {
+      for (int base = first; base - first < quads; base += kBatch * threads) {
         device::Vector<W, 4> raw[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -63,6 +66,7 @@ struct SharedWeights {
           device::load_if(quad < quads, word, weight + 4 * quad);
           raw[i].set_piece(0, word);
         }
+        if (base == first) meanwhile();
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const int quad = base + i * threads;

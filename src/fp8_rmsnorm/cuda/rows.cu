@@ -6,16 +6,18 @@
 // bytes  : M N e_x + scales, and M N for q
 // M=8192 N=4096 e4m3, groups of 16: statistics 37.7 MB -> 8.8 us, with q 71.3 MB -> 16.7 us at
 //          4.28 TB/s (copy roof of an H200)
-// limit  : instructions: 9 an element for the statistics, where DRAM's roof leaves room for 7.8. A
-//          thread holds 128 bytes of a row in registers; while it works on them, the next row's are
-//          asked for in L2
-// wrong  : rows that are not aligned, or longer than 32 KB, go to rows_general.cu
+// limit  : instructions, 7.7 an element for the statistics at 0.75 of the issue rate once rows are
+//          there, and the start until they are. Rows come to shared memory by the copy engine, some
+//          ahead; a thread reads its 16-byte pieces from there, twice where it makes q
+// wrong  : rows that are not aligned, or of which not one fits shared memory beside the weights, go
+//          to rows_general.cu
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "fp8_rmsnorm/cuda/held_row.cuh"
 #include "fp8_rmsnorm/cuda/kernels.cuh"
 #include "fp8_rmsnorm/cuda/quantize.cuh"
 #include "fp8_rmsnorm/cuda/row_reduction.cuh"
+#include "fp8_rmsnorm/cuda/row_statistics.cuh"
 
 namespace mortar::fp8_rmsnorm::cuda {
 namespace {
@@ -26,39 +28,47 @@ constexpr int kThreads = HeldRowsPlan::kThreads;
 /// have; q as well.
 enum class RowsPass { kStatistics, kCompat, kQuantize };
 
-/// The largest |y| of a piece with COAT's roundings.
+/// The scales of a row's groups, made or given, and what its elements are multiplied with: in place
+/// of the largest |z w| of the thread's pieces. `scale`: of the group of the first piece, of which
+/// 2^group_shift lanes have pieces.
 template <class T>
-__device__ __forceinline__ float compat_maximum(const uint4& raw, float scale, float rstd, int v,
-                                                const HeldWeights<T>& weights) {
-  float most = 0.0f;
+__device__ __forceinline__ void group_factors(const ForwardParams& p, const HeldRows<T>& held,
+                                              bool there, int lane, float* scale, std::int64_t step,
+                                              int group_shift, float rstd,
+                                              float (&of_pieces)[kHeld]) {
+  const int lanes = 1 << group_shift;
+  if (p.out.given_scale) {
 #pragma unroll
-  for (int k = 0; k < kPiece<T> / 4; ++k) {
-    float z[4];
-    unpack4<T>(raw, k, z);
-    const float4 w = weights.get(v, k);
-    most = device::max_magnitude(most, normalise(z[0], scale, rstd, w.x));
-    most = device::max_magnitude(most, normalise(z[1], scale, rstd, w.y));
-    most = device::max_magnitude(most, normalise(z[2], scale, rstd, w.z));
-    most = device::max_magnitude(most, normalise(z[3], scale, rstd, w.w));
+    for (int v = 0; v < kHeld; ++v) {
+      of_pieces[v] = there && held.in_columns(v) ? __ldcg(scale + v * step) : 1.0f;
+    }
+  } else {
+#pragma unroll 1
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (int v = 0; v < kHeld; ++v) {
+        const float other = __shfl_xor_sync(0xffffffffu, of_pieces[v], distance);
+        of_pieces[v] = device::max_magnitude(fabsf(of_pieces[v]), other);
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kHeld; ++v) {
+      of_pieces[v] = fast_scale(p.out, fabsf(of_pieces[v]) * rstd);
+      if (there && held.in_columns(v) && lane % lanes == 0) scale[v * step] = of_pieces[v];
+    }
   }
-  return most;
-}
-
-/// Products of three factors, each rounded, lie within 2^-22 of the exact product, whatever the
-/// order, as long as nothing leaves the normal range. So the largest y of COAT's roundings is among
-/// those whose |z w| is at least this, where `most` is the largest |z w|. Outside a range in which
-/// all is normal, every one is a candidate.
-__device__ __forceinline__ float compat_candidates(float most, float rstd, float largest_weight) {
-  const float least = most * fminf(rstd, 1.0f), weight = fmaxf(largest_weight, 1.0f);
-  const bool normal = least >= 0x1p-60f * weight && weight <= 0x1p30f && most <= 0x1p60f;
-  return normal ? most * (1.0f - 0x1p-20f) : 0.0f;
+#pragma unroll
+  for (int v = 0; v < kHeld; ++v) {
+    of_pieces[v] = finite_or_nan(rstd * approximate_inverse_of(of_pieces[v]));
+  }
 }
 
 template <class T, RowsPass kPass>
-__global__ void __launch_bounds__(kThreads, HeldRowsPlan::kPerSm)
+__global__ void __launch_bounds__(kThreads, 1)
     rows_kernel(const __grid_constant__ ForwardParams p) {
   constexpr int kElements = kPiece<T>, kQuads = kElements / 4;
   extern __shared__ float4 shared_weights[];
+  __shared__ device::Mbarrier barriers[HeldRows<T>::kBarriers];
   __shared__ float sums[2 * kThreads];
   __shared__ std::uint32_t maxima[2 * kThreads / 32];
   __shared__ std::uint32_t scratch[32], weight_scratch[32];
@@ -72,16 +82,17 @@ __global__ void __launch_bounds__(kThreads, HeldRowsPlan::kPerSm)
   const int in_warp = row_threads < 32 ? thread % 32 >> log2_of(row_threads) : 0;
   const std::int64_t stride = std::int64_t{plan.rows_per_step()} * gridDim.x;
   std::int64_t row = std::int64_t{plan.rows_per_step()} * blockIdx.x + in_step;
-  HeldPieces<T> held(p, lane, pieces);
+  unsigned char* ring = reinterpret_cast<unsigned char*>(shared_weights) + plan.weight_bytes;
+  HeldRows<T> held(p, plan, nullptr, ring, barriers, in_step, lane, pieces, row, stride, rows);
 
   // Load.
-  held.seek(row);
-  held.prefetch();
+  held.init();
   SharedWeights<kElements>::prefetch(p, pieces);
   device::pdl_wait();
   device::pdl_trigger();
-  held.load();
-  SharedWeights<kElements>::store(p, shared_weights, pieces, row_threads * plan.slots);
+  __syncthreads();  // the ring is ready
+  SharedWeights<kElements>::store(p, shared_weights, pieces, row_threads * plan.slots,
+                                  [&] { held.start(); });
   if (p.column_maxima != nullptr) {
     for (int n = static_cast<int>(blockIdx.x) * kThreads + thread; n < hidden;
          n += static_cast<int>(gridDim.x) * kThreads) {
@@ -89,101 +100,62 @@ __global__ void __launch_bounds__(kThreads, HeldRowsPlan::kPerSm)
     }
   }
   __syncthreads();
+  held.fill();
   float largest_weight = 0.0f;
   if constexpr (kPass == RowsPass::kCompat) {
-    for (int i = thread; i < pieces * kQuads; i += kThreads) {
-      const float4 w = shared_weights[i / kQuads * SharedWeights<kElements>::kPitch + i % kQuads];
-      largest_weight = device::max_magnitude(device::max_magnitude(largest_weight, w.x), w.y);
-      largest_weight = device::max_magnitude(device::max_magnitude(largest_weight, w.z), w.w);
-    }
-    largest_weight =
-        __uint_as_float(device::max_block(device::magnitude_bits(largest_weight), weight_scratch));
+    largest_weight = largest_of_weights<kElements>(shared_weights, pieces, weight_scratch);
   }
 
-  const HeldWeights<T> weights(p, shared_weights, lane);
+  const HeldWeights<T> weights(plan, shared_weights, lane);
   RowReduction<kThreads> reduction(row_threads, sums, maxima);
   const bool per_group = p.out.scaling == Fp8Scaling::kGroup;
   const int group_shift = log2_of(p.out.group / kElements);  // log2 of a group's threads
   const std::int64_t group_step = (row_threads >> group_shift) * p.out.scale.group_stride;
-  float amax = 0.0f;
+  float amax = 0.0f, tensor_divisor = 1.0f;
+  if (kPass == RowsPass::kQuantize && p.out.given_scale && p.out.scaling == Fp8Scaling::kTensor) {
+    tensor_divisor = __ldcg(p.out.scale.data);
+  }
   for (; row - in_warp < rows; row += stride) {
-    held.seek(row + stride);
-    held.prefetch();
+    const bool there = row < rows;
+    held.wait(there);
 
     // Reduce: the sum of squares, and the largest |z w| of the row or of its pieces.
-    float sum[kHeld], of_pieces[kHeld], most = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int v = slot_at(i);
-      sum[v] = of_pieces[v] = 0.0f;
-      if (held.used(v)) {
-        float squares[4] = {}, of_piece = 0.0f;
-#pragma unroll
-        for (int k = 0; k < kQuads; ++k) {
-          float z[4];
-          unpack4<T>(held.raw[v], k, z);
-          const float4 w = weights.get(v, k);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) squares[j] = __fmaf_rn(z[j], z[j], squares[j]);
-          of_piece = device::max_magnitude(of_piece, z[0] * w.x);
-          of_piece = device::max_magnitude(of_piece, z[1] * w.y);
-          of_piece = device::max_magnitude(of_piece, z[2] * w.z);
-          of_piece = device::max_magnitude(of_piece, z[3] * w.w);
-        }
-        sum[v] = (squares[0] + squares[1]) + (squares[2] + squares[3]);
-        if constexpr (kIsFloat8<T>) {
-          const float scale = held.scale(v);
-          sum[v] *= scale * scale;
-          of_piece *= scale;
-        }
-        of_pieces[v] = of_piece;
-      }
-      most = device::max_magnitude(most, of_pieces[v]);
-      if (i % 2 == 1) sum[v - 4] += sum[v];
-      if (i % 4 == 3) sum[v - 6] += sum[v - 4];
+    float of_pieces[kHeld], most = 0.0f;
+    float sum = measure_row<T>(held, weights, of_pieces, most);
+    // Rounding keeps order: the largest of a CTA is made of what its threads saw, at the end.
+    if constexpr (kPass == RowsPass::kStatistics) {
+      reduction.reduce(sum);
+      held.advance(row + stride);
+    } else {
+      std::uint32_t bits = __float_as_uint(most);
+      reduction.reduce(sum, bits);
+      most = __uint_as_float(bits);
+      if (plan.stages > 1) held.refill_last();
     }
-    // The next row is asked for when all of this one has been used, and not piece by piece: a warp
-    // has so few scoreboards that it would wait for the new pieces with the old.
-    if constexpr (kPass == RowsPass::kStatistics) held.load();
-    sum[0] += sum[1];
-    std::uint32_t bits = __float_as_uint(most);
-    reduction.reduce(sum[0], bits);
-    most = __uint_as_float(bits);
-    const float mean = __fdiv_rn(sum[0], static_cast<float>(hidden));
-    const float rstd = p.norm ? __frcp_rn(__fsqrt_rn(mean + p.eps)) : 1.0f;
+    const float rstd = rstd_of(p, sum);
     const float row_amax = most * rstd;
-    const bool there = row < rows;
     if (there && lane == 0 && p.rstd != nullptr) p.rstd[row] = rstd;
     if (kPass != RowsPass::kCompat && there) amax = device::max_magnitude(amax, row_amax);
 
     if constexpr (kPass == RowsPass::kCompat) {
-      const float least = compat_candidates(most, rstd, largest_weight);
-#pragma unroll
-      for (int v = 0; v < kHeld; ++v) {
-        if (!held.used(v)) continue;
-        // Negated, so that a NaN is a candidate.
-        if (!(fabsf(of_pieces[v]) < least) && there) {
-          amax = device::max_magnitude(
-              amax, compat_maximum<T>(held.raw[v], held.scale(v), rstd, v, weights));
-        }
-      }
-      held.load();
+      const float largest = compat_maximum<T>(held, weights, of_pieces, most, rstd, largest_weight);
+      if (there) amax = device::max_magnitude(amax, largest);
     }
 
     if constexpr (kPass == RowsPass::kQuantize) {
       const Scales& scales = p.out.scale;
-      float divisor = 1.0f;
-      if (!per_group) {
-        if (!p.out.given_scale) {
-          divisor = fast_scale(p.out, row_amax);
-          if (there && lane == 0 && scales.given()) scales.data[row * scales.row_stride] = divisor;
-        } else if (there) {
-          divisor = __ldcg(scales.data + row * scales.row_stride);
-        }
+      float divisor = tensor_divisor;
+      if (per_group) {
+        float* scale =
+            scales.data + row * scales.row_stride + (lane >> group_shift) * scales.group_stride;
+        group_factors(p, held, there, lane, scale, group_step, group_shift, rstd, of_pieces);
+      } else if (!p.out.given_scale) {
+        divisor = fast_scale(p.out, row_amax);
+        if (there && lane == 0 && scales.given()) scales.data[row * scales.row_stride] = divisor;
+      } else if (there && scales.row_stride != 0) {
+        divisor = __ldcg(scales.data + row * scales.row_stride);
       }
       const float factor = finite_or_nan(rstd * inverse_of(divisor));
-      float* group_scale =
-          scales.data + row * scales.row_stride + (lane >> group_shift) * scales.group_stride;
 
       // Compute and store.
       char* q = static_cast<char*>(p.out.q.data) + row * p.out.q.row_stride + lane * kElements;
@@ -193,25 +165,13 @@ __global__ void __launch_bounds__(kThreads, HeldRowsPlan::kPerSm)
         for (int v = 0; v < kHeld; ++v) {
           if (!held.used(v)) continue;
           const bool ok = there && held.in_columns(v);
-          float f = factor;
-          if (per_group) {
-            float* scale = group_scale + v * group_step;
-            if (p.out.given_scale) {
-              if (ok) divisor = __ldcg(scale);
-            } else {
-              const std::uint32_t of_group =
-                  device::max_lanes(device::magnitude_bits(of_pieces[v]), 1 << group_shift);
-              divisor = fast_scale(p.out, __uint_as_float(of_group) * rstd);
-              if (ok && (lane & ((1 << group_shift) - 1)) == 0) *scale = divisor;
-            }
-            f = finite_or_nan(rstd * approximate_inverse_of(divisor));
-          }
-          f = finite_or_nan(f * held.scale(v));
+          const float f = finite_or_nan((per_group ? of_pieces[v] : factor) * held.scale(v));
+          const uint4 raw = held.piece(v);
           std::uint32_t codes[kQuads];
 #pragma unroll
           for (int k = 0; k < kQuads; ++k) {
             float y[4];
-            unpack4<T>(held.raw[v], k, y);
+            unpack4<T>(raw, k, y);
             const float4 w = weights.get(v, k);
             y[0] = y[0] * f * w.x;
             y[1] = y[1] * f * w.y;
@@ -229,7 +189,14 @@ __global__ void __launch_bounds__(kThreads, HeldRowsPlan::kPerSm)
       } else {
         quantize(TypeTag<Float8E5M2>());
       }
-      held.load();
+    }
+    if constexpr (kPass != RowsPass::kStatistics) {
+      if (plan.stages > 1) {
+        held.next(row + stride);
+      } else {
+        reduction.sync();
+        held.advance(row + stride);
+      }
     }
   }
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "core/int_math.h"
-#include "device/vector.cuh"
+#include "device/async_copy.cuh"
 #include "fp8_rmsnorm/cuda/tile.cuh"
 #include "fp8_rmsnorm/cuda/words.cuh"
 
@@ -43,14 +43,58 @@ class TileCursor {
   int across_, left_, step_rows_, step_columns_;
 };
 
-/// A thread's operands: x, and the words of its scales, of rstd and of one weight.
+/// The words of the scales of kThreadRows rows from `row` on, of which `count` are there.
+template <bool kNarrow>
+__device__ __forceinline__ void load_scales(const Input& in, std::int64_t row, int column,
+                                            int count, std::uint32_t (&scale)[kThreadRows]) {
+  constexpr int kBytes = kNarrow ? 2 : 4;
+  const std::int64_t step = in.x_scale.row_stride * kBytes;
+  const char* from = static_cast<const char*>(in.x_scale.data) + row * step +
+                     (column >> log2_of(in.x_group)) * kBytes;
+#pragma unroll
+  for (int m = 0; m < kThreadRows; ++m, from += step) {
+    load_word_if<kNarrow>(m < count, scale[m], from);
+  }
+}
+
+/// A thread's operands: the words of its scales, of rstd and of one weight in registers, and its
+/// pieces of x in a stage of shared memory, which it alone fills and reads.
 template <class T>
 struct TileOperands {
   static constexpr int kElements = kPiece<T>, kPieces = 16 / kElements;
-  uint4 raw[kThreadRows][kPieces];
   std::uint32_t scale[kThreadRows], rstd[kThreadRows];
   std::uint32_t weight = 0;
 
+  /// Bytes of a stage from one of a thread's pieces to its next.
+  static constexpr int kStep = kTileThreads * 16;
+  static constexpr int kStage = TilesPlan::stage_bytes(sizeof(T));
+  static_assert(kStage == kThreadRows * kPieces * kStep);
+
+  /// Asks for x of a tile: piece k of row m at (m * kPieces + k) * kStep behind `stage`, zeros where
+  /// there is none. The thread has used what lay there.
+  __device__ __forceinline__ static void copy(const ForwardParams& p, const TileCursor& at, int c,
+                                              int r, std::uint32_t stage) {
+    const int hidden = static_cast<int>(p.input.hidden);
+    const std::int64_t row = at.row0 + kThreadRows * r;
+    const int left = static_cast<int>(min(p.input.rows - row, std::int64_t{kThreadRows}));
+    const int column = at.column0 + c * kElements;
+    const std::int64_t stride = p.input.x.row_stride * static_cast<std::int64_t>(sizeof(T));
+    const char* x = static_cast<const char*>(p.input.x.data) + row * stride +
+                    column * static_cast<int>(sizeof(T));
+    const bool whole = left >= kThreadRows && at.column0 + kTileColumns <= hidden;
+#pragma unroll
+    for (int m = 0; m < kThreadRows; ++m, x += stride) {
+#pragma unroll
+      for (int k = 0; k < kPieces; ++k) {
+        const std::uint32_t to = stage + (m * kPieces + k) * kStep;
+        const bool there = whole || (m < left && column + k * 8 * kElements < hidden);
+        device::cp_async_16(to, there ? x + k * 128 : p.input.x.data, there ? 16 : 0,
+                            device::kEvictFirst);
+      }
+    }
+  }
+
+  /// Loads the words of a tile.
   __device__ __forceinline__ void load(const ForwardParams& p, const TileCursor& at, int c, int r) {
     const int hidden = static_cast<int>(p.input.hidden);
     const std::int64_t row = at.row0 + kThreadRows * r;
@@ -58,42 +102,30 @@ struct TileOperands {
     const int column = at.column0 + c * kElements;
     if (left < kThreadRows || at.column0 + kTileColumns > hidden) {  // zeros outside
 #pragma unroll
-      for (int m = 0; m < kThreadRows; ++m) {
-        scale[m] = rstd[m] = 0;
-#pragma unroll
-        for (int k = 0; k < kPieces; ++k) raw[m][k] = make_uint4(0, 0, 0, 0);
-      }
-    }
-    const std::int64_t stride = p.input.x.row_stride * static_cast<std::int64_t>(sizeof(T));
-    const char* x = static_cast<const char*>(p.input.x.data) + row * stride +
-                    column * static_cast<int>(sizeof(T));
-#pragma unroll
-    for (int m = 0; m < kThreadRows; ++m, x += stride) {
-#pragma unroll
-      for (int k = 0; k < kPieces; ++k) {
-        device::load_if(m < left && column + k * 8 * kElements < hidden, raw[m][k], x + k * 128);
-      }
+      for (int m = 0; m < kThreadRows; ++m) scale[m] = rstd[m] = 0;
     }
     if constexpr (kIsFloat8<T>) {
-      const bool narrow = narrow_scales(p);
-      const std::int64_t bytes = narrow ? 2 : 4, step = p.input.x_scale.row_stride * bytes;
-      const char* s = static_cast<const char*>(p.input.x_scale.data) + row * step +
-                      (column >> log2_of(p.input.x_group)) * bytes;
-#pragma unroll
-      for (int m = 0; m < kThreadRows; ++m, s += step) {
-        load_word_if(m < left && column < hidden, narrow, scale[m], s);
+      const int there = column < hidden ? left : 0;
+      if (narrow_scales(p)) {
+        load_scales<true>(p.input, row, column, there, scale);
+      } else {
+        load_scales<false>(p.input, row, column, there, scale);
       }
     }
 #pragma unroll
     for (int m = 0; m < kThreadRows; ++m) {
-      load_word_if(p.norm && m < left, false, rstd[m], p.rstd + row + m);
+      load_word_if<false>(p.norm && m < left, rstd[m], p.rstd + row + m);
     }
     int thread = static_cast<int>(threadIdx.x);
     asm volatile("" : "+r"(thread));  // its place is made anew, not kept for all tiles
     const int n = at.column0 + column_of_weight(thread);
-    const bool narrow = p.weight.dtype != DType::kFloat32;
-    load_word_if(p.norm && threadIdx.x < kTileColumns && n < hidden, narrow, weight,
-                 static_cast<const char*>(p.weight.data) + n * (narrow ? 2 : 4));
+    const bool weighted = p.norm && threadIdx.x < kTileColumns && n < hidden;
+    const char* weights = static_cast<const char*>(p.weight.data);
+    if (p.weight.dtype == DType::kFloat32) {
+      load_word_if<false>(weighted, weight, weights + n * 4);
+    } else {
+      load_word_if<true>(weighted, weight, weights + n * 2);
+    }
   }
 
   /// The column of a tile whose weight lies at place i in shared memory.

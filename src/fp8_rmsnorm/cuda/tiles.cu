@@ -6,19 +6,17 @@
 // M=8192 N=4096 e4m3, groups of 16: 105 MB -> 24.5 us at 4.28 TB/s (copy roof of an H200), less
 //          what of x is still in L2: tiles run from the last to the first, and outputs are marked
 //          for eviction, so that the end of x stays there
-// limit  : memory: warps wait for x more than half of the time, at 10 instructions an element of 25
-//          and 2.8 TB/s. A thread has 4 rows of 16 columns; its bytes are transposed in registers
-//          4 x 4 and meet those of other rows in shared memory, without bank conflicts. Stores of
-//          both outputs are runs of 128 bytes. The next tile is on its way while this one is
-//          stored. Stochastic rounding adds as many instructions again
+// limit  : memory, but for the first tile's way in and the last one's out, and barriers: 0.4 of the
+//          issue rate at 10 instructions an element. A thread has 4 rows of 16 columns; its bytes
+//          are transposed in registers 4 x 4 and meet those of other rows in shared memory, without
+//          bank conflicts. Stores of both outputs are runs of 128 bytes. The next tile of x comes
+//          to shared memory meanwhile. Stochastic rounding adds as many instructions again
 // wrong  : rows of q_t that do not begin at multiples of 16 bytes (M % 16 != 0) are stored in
 //          words, shifted into place
-#include "device/byte_transpose.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "fp8_rmsnorm/cuda/kernels.cuh"
-#include "fp8_rmsnorm/cuda/quantize.cuh"
-#include "fp8_rmsnorm/cuda/tile.cuh"
+#include "fp8_rmsnorm/cuda/tile_codes.cuh"
 #include "fp8_rmsnorm/cuda/tile_operands.cuh"
 #include "fp8_rmsnorm/cuda/words.cuh"
 
@@ -28,13 +26,6 @@ namespace {
 /// One scale for all; the same by COAT's roundings, where scale and y are bfloat16; scales of q_t's
 /// own rows or groups; the maxima that the former take.
 enum class TilePass { kPlain, kCompat, kTurned, kColumnMaxima };
-
-/// fl(y / scale) but for its lowest 8 bits, where y is rounded to bfloat16 and the scale is one,
-/// with `inverse` = 1 / scale, a little above: then a quotient that lies halfway between two 8-bit
-/// floats comes out exactly, and any other, 2^-13 of itself or more from there, on its side of it.
-__device__ __forceinline__ float divide_bf16(float y, float inverse) {
-  return __uint_as_float(__float_as_uint(__fmul_rn(y, inverse)) & 0xffffff00u);
-}
 
 /// The words of draws of a thread's part of a tile: those of row m and quad k.
 template <int kElements>
@@ -64,7 +55,10 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
     tiles_kernel(const __grid_constant__ ForwardParams p) {
   constexpr int kElements = kPiece<T>, kQuads = kElements / 4, kPieces = 16 / kElements;
   constexpr bool kTurned = kPass == TilePass::kTurned, kMaxima = kPass == TilePass::kColumnMaxima;
+  constexpr int kStages = TilesPlan::stages(sizeof(T));
+  using Operands = TileOperands<T>;
   __shared__ __align__(16) SharedTile tile;
+  extern __shared__ uint4 stages[];
 
   // Coordinates: thread c of the eight that share rows 4 r to 4 r + 3.
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
@@ -75,12 +69,18 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
   // Where the thread's rows lie in its first column: device::transposed_offset().
   unsigned char* columns =
       tile.transposed + device::transposed_offset<kElements>(c * kElements, r / 4) + r % 4 * 4;
+  // The thread's places in the stages: of the tile that is worked on, and of the next.
+  unsigned char* here = reinterpret_cast<unsigned char*>(stages) + thread * 16;
+  unsigned char* there = here + (kStages - 1) * Operands::kStage;
   TileCursor at(p);
 
   // Load.
-  device::pdl_wait();
+  if (!p.x_is_there) device::pdl_wait();
+  if (at.valid()) Operands::copy(p, at, c, r, device::smem_address(here));
+  device::cp_async_commit();
+  if (p.x_is_there) device::pdl_wait();
   device::pdl_trigger();
-  TileOperands<T> in;
+  Operands in;
   if (at.valid()) in.load(p, at, c, r);
   const Draws draws(kDrawn ? p.out.rng : nullptr);
   float inverse = 1.0f;
@@ -90,6 +90,13 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
   }
 
   while (at.valid()) {
+    TileCursor next = at;
+    next.advance();
+    const auto copy_next = [&] {
+      if (next.valid()) Operands::copy(p, next, c, r, device::smem_address(there));
+      device::cp_async_commit();
+    };
+    if constexpr (kStages == 2) copy_next();
     const std::int64_t row0 = at.row0, my_row = row0 + kThreadRows * r;
     const int column0 = at.column0;
     const bool whole = row0 + kTileRows <= rows && column0 + kTileColumns <= hidden;
@@ -103,7 +110,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
     for (int m = 0; m < kThreadRows; ++m) {
       float scale = 1.0f;
       if constexpr (kIsFloat8<T>) {
-        scale = scale_of_word(TileOperands<T>::narrow_scales(p), in.scale[m]);
+        scale = scale_of_word(Operands::narrow_scales(p), in.scale[m]);
       }
       rstd[m] = p.norm ? __uint_as_float(in.rstd[m]) : 1.0f;
       if constexpr (kPass == TilePass::kCompat) {
@@ -118,10 +125,22 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
       tile.weights[thread] =
           p.norm ? float_of_word(p.weight.dtype, in.weight) + p.weight_offset : 1.0f;
     }
+    if (next.valid()) in.load(p, next, c, r);
+    device::cp_async_wait<kStages - 1>();
     __syncthreads();  // weights are there; the last tile's columns have been read
 
+    // Quad k of row m: of the pieces that the thread reads whenever a new one begins.
+    uint4 raw[kThreadRows];
+    const auto read = [&](int k) {
+      if (k % kQuads != 0) return;
+#pragma unroll
+      for (int m = 0; m < kThreadRows; ++m) {
+        raw[m] =
+            *reinterpret_cast<const uint4*>(here + (m * kPieces + k / kQuads) * Operands::kStep);
+      }
+    };
     const auto quad = [&](int m, int k, const float4& w, float(&y)[4]) {
-      unpack4<T>(in.raw[m][k / kQuads], k % kQuads, y);
+      unpack4<T>(raw[m], k % kQuads, y);
       const float by[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -132,6 +151,13 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
         }
       }
     };
+    const auto step = [&] {
+      if constexpr (kStages == 1) copy_next();
+      at = next;
+      unsigned char* const read = here;
+      here = there;
+      there = read;
+    };
     const auto weights_of = [&](int k) {
       return *reinterpret_cast<const float4*>(&tile.weights[4 * (8 * k + c)]);
     };
@@ -141,6 +167,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
       if (kMaxima || (per_group && !p.out.given_scale)) {
 #pragma unroll
         for (int k = 0; k < kThreadQuads; ++k) {
+          read(k);
           const float4 w = weights_of(k);
           float most[4] = {};
 #pragma unroll
@@ -170,11 +197,10 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
         for (int w = 0; w < kTileWarps; ++w) {
           bits = max(bits, device::magnitude_bits(tile.inverse[w][thread]));
         }
-        const int n = column0 + TileOperands<T>::column_of_weight(thread);
+        const int n = column0 + Operands::column_of_weight(thread);
         if (n < hidden) atomicMax(p.column_maxima + n, bits);
       }
-      at.advance();
-      if (at.valid()) in.load(p, at, c, r);
+      step();
       continue;
     }
     if constexpr (kTurned) {
@@ -182,7 +208,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
       const int group_rows = per_group ? p.out.group : kTileRows, group_warps = group_rows / 16;
       for (int j = thread; j < kTileColumns * (kTileRows / group_rows); j += kTileThreads) {
         const int of = j % kTileColumns, first_warp = j / kTileColumns * group_warps;
-        const int n = column0 + TileOperands<T>::column_of_weight(of);
+        const int n = column0 + Operands::column_of_weight(of);
         const std::int64_t row = row0 + first_warp * 16;
         float s = 1.0f;
         if (n < hidden && row < rows) {
@@ -213,26 +239,19 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
       using Out = typename decltype(tag)::type;
 #pragma unroll
       for (int k = 0; k < kThreadQuads; ++k) {
+        read(k);
         float4 w;
         if constexpr (kTurned) {
           w = *reinterpret_cast<const float4*>(&tile.inverse[warp][4 * (8 * k + c)]);
         } else {
           w = weights_of(k);
         }
-        std::uint32_t of_rows[4], of_columns[4];
+        std::uint32_t of_rows[kThreadRows];
 #pragma unroll
         for (int m = 0; m < kThreadRows; ++m) {
           float y[4];
           quad(m, k, w, y);
-          if constexpr (kPass == TilePass::kCompat) {
-#pragma unroll
-            for (int j = 0; j < 4; j += 2) {
-              const float2 rounded =
-                  device::unpack2<__nv_bfloat16>(device::pack2<__nv_bfloat16>(y[j], y[j + 1]));
-              y[j] = divide_bf16(rounded.x, inverse);
-              y[j + 1] = divide_bf16(rounded.y, inverse);
-            }
-          }
+          if constexpr (kPass == TilePass::kCompat) divide_rounded(y, inverse);
           if constexpr (kDrawn) {
             of_rows[m] = device::pack_fp8x4<Out>(y, codes[m][k]);
           } else {
@@ -240,12 +259,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
           }
           codes[m][k] = of_rows[m];
         }
-        device::transpose_bytes_4x4(of_rows, of_columns);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          *reinterpret_cast<std::uint32_t*>(columns + (column_of<kElements>(0, k) + j) *
-                                                          kTileRows) = of_columns[j];
-        }
+        store_columns(of_rows, columns + column_of<kElements>(0, k) * kTileRows, kTileRows);
       }
     };
     if (p.out.dtype == DType::kFloat8E4M3) {
@@ -271,8 +285,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
         }
       }
     }
-    at.advance();
-    if (at.valid()) in.load(p, at, c, r);
+    step();
     __syncthreads();  // the columns are there; the weights have been read
     if (p.out.q_t.given()) {
       char* q_t = static_cast<char*>(p.out.q_t.data) + column0 * p.out.q_t.row_stride + row0;
@@ -296,9 +309,11 @@ template <TilePass kPass, bool kDrawn = false>
 void launch_tiles(const ForwardParams& p, Stream stream) {
   using DrawnDTypes = std::conditional_t<kPass == TilePass::kTurned, Float8DTypes, NarrowDTypes>;
   using DTypes = std::conditional_t<kDrawn, DrawnDTypes, InputDTypes>;
-  const device::Launch launch = launch_of_tiles(p, stream);
+  device::Launch launch = launch_of_tiles(p, stream);
   device::visit_dtype<DTypes>(p.input.x.dtype, p.op, [&](auto tag) {
-    device::launch<tiles_kernel<typename decltype(tag)::type, kPass, kDrawn>>(p.op, launch, p);
+    using T = typename decltype(tag)::type;
+    launch.smem = TilesPlan::stages(sizeof(T)) * TilesPlan::stage_bytes(sizeof(T));
+    device::launch<tiles_kernel<T, kPass, kDrawn>>(p.op, launch, p);
   });
 }
 

@@ -9,17 +9,9 @@
 
 namespace mortar::fp8_rmsnorm::cuda {
 
-/// Reads the element at p through L2 into `word` if `there`, in predicated instructions.
-__device__ __forceinline__ void load_word_if(bool there, bool narrow, std::uint32_t& word,
-                                             const void* p) {
-  asm volatile(
-      "{\n.reg .pred narrow, wide;\nsetp.ne.b32 narrow, %2, 0;\nsetp.ne.b32 wide, %3, 0;\n"
-      "@narrow ld.global.cg.u16 %0, [%1];\n@wide ld.global.cg.u32 %0, [%1];\n}"
-      : "+r"(word)
-      : "l"(p), "r"(static_cast<int>(there && narrow)), "r"(static_cast<int>(there && !narrow)));
-}
-
-/// The same where the size is known.
+/// Reads the element of two or four bytes at p through L2 into `word` if `there`, in a predicated
+/// instruction. Not two of them, one for each size: the second would wait for the first, which
+/// writes the same register.
 template <bool kNarrow>
 __device__ __forceinline__ void load_word_if(bool there, std::uint32_t& word, const void* p) {
   if constexpr (kNarrow) {

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// The arithmetic of a thread's part of a tile: 4 rows of 16 columns of y become codes, by rows in
+// registers and by columns in shared memory.
+#pragma once
+
+#include "device/byte_transpose.cuh"
+#include "fp8_rmsnorm/cuda/quantize.cuh"
+#include "fp8_rmsnorm/cuda/tile.cuh"
+
+namespace mortar::fp8_rmsnorm::cuda {
+
+/// fl(y / scale) but for its lowest 8 bits, where y is rounded to bfloat16 and the scale is one,
+/// with `inverse` = 1 / scale, a little above: then a quotient that lies halfway between two 8-bit
+/// floats comes out exactly, and any other, 2^-13 of itself or more from there, on its side of it.
+__device__ __forceinline__ float divide_bf16(float y, float inverse) {
+  return __uint_as_float(__float_as_uint(__fmul_rn(y, inverse)) & 0xffffff00u);
+}
+/// The same of four values that are rounded to bfloat16 first.
+__device__ __forceinline__ void divide_rounded(float (&y)[4], float inverse) {
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    const float2 rounded =
+        device::unpack2<__nv_bfloat16>(device::pack2<__nv_bfloat16>(y[j], y[j + 1]));
+    y[j] = divide_bf16(rounded.x, inverse);
+    y[j + 1] = divide_bf16(rounded.y, inverse);
+  }
+}
+
+/// Stores the codes of four rows by columns: those of the first column to `columns`, of the next
+/// `pitch` bytes behind it.
+__device__ __forceinline__ void store_columns(const std::uint32_t (&of_rows)[kThreadRows],
+                                              unsigned char* columns, int pitch) {
+  std::uint32_t of_columns[4];
+  device::transpose_bytes_4x4(of_rows, of_columns);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    *reinterpret_cast<std::uint32_t*>(columns + j * pitch) = of_columns[j];
+  }
+}
+
+}  // namespace mortar::fp8_rmsnorm::cuda
