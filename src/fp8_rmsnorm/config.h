@@ -103,7 +103,7 @@ struct TilesPlan {
   bool any = false;  ///< by the kernels for any rows, aligned or not
 };
 
-/// Rows and tiles in one kernel, whose CTAs wait for each other between the two: each has the rows of
+/// Rows and tiles in one kernel, whose CTAs wait for each other between the two: each has rows of
 /// its own, and keeps as much of them in shared memory as fits.
 struct FusedPlan {
   static constexpr int kThreads = HeldRowsPlan::kThreads;

@@ -3,16 +3,16 @@
 // wait for each other.
 //
 // z[m,n] = x s     rstd[m] = 1 / sqrt(mean_n z^2 + eps)
-// y[m,n] = z rstd (w + offset)     scale = max |y| / 448     q[m,n] = y / scale, q_t[n,m] = the same
+// y[m,n] = z rstd (w + offset)     scale = max |y| / 448     q[m,n] = y / scale, q_t[n,m] = same
 // bytes  : M N e_x + scales, M N for q and for q_t; what of x does not fit the chip's shared memory
 //          once more
 // M=8192 N=4096 e4m3, groups of 16: 105 MB -> 24.5 us at 4.28 TB/s (copy roof of an H200); without
 //          arithmetic the same accesses take 30.4
-// limit  : neither memory nor instructions alone (0.43 of the issue rate), but what must wait: for the
-//          first rows, for the slowest thread block, for the first tiles. A thread block has adjacent
-//          rows. It takes each row's sum and maximum as it comes, and keeps its first columns in
-//          shared memory. Tiles of these columns are made from there; of the others x is read again,
-//          while it is still in L2
+// limit  : neither memory nor instructions alone (0.43 of the issue rate), but what must wait: for
+//          the first rows, for the slowest thread block, for the first tiles. A thread block has
+//          adjacent rows. It takes each row's sum and maximum as it comes, and keeps its first
+//          columns in shared memory. Tiles of these columns are made from there; of the others x is
+//          read again, while it is still in L2
 // wrong  : few rows, M % 16 != 0, wider x (as fast by two kernels), and what rows.cu does not do
 #include <cooperative_groups.h>
 
@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t kept =
       device::smem_address(at.kept) + kThreadRows * r * plan.held.kept_bytes + c * 16;
   const std::uint32_t weights = device::smem_address(shared_weights) + c * kWeights;
-  // The codes of a tile by columns, 16 bytes more behind each kElements of them, so that the threads
-  // of a row meet in no bank.
+  // The codes of a tile by columns, 16 bytes more behind each kElements of them, so that the
+  // threads of a row meet in no bank.
   const int group_bytes = kElements * height + 16;
   unsigned char* codes_at = at.ring + team.index * (FusedPlan::kColumns / kElements * group_bytes);
   unsigned char* columns = codes_at + c * group_bytes + 4 * r;

@@ -21,8 +21,8 @@ static_assert(kHeld == 8, "slot_at turns over three bits");
 /// it. In slot v a thread has piece v * row_threads + lane; behind the end of a row are zeros.
 ///
 /// From sm_90 on one thread has the copy engine bring a whole row and its scales. Before, each
-/// thread copies the pieces that it reads. Where a row's scales are not whole copies, a thread loads
-/// those of its pieces one row ahead.
+/// thread copies the pieces that it reads. Where a row's scales are not whole copies, a thread
+/// loads those of its pieces one row ahead.
 ///
 /// kKeeps: the first plan.kept_bytes of a row go to a place of its own, where they stay.
 template <class T, bool kKeeps = false>

@@ -70,8 +70,8 @@ struct TileOperands {
   static constexpr int kStage = TilesPlan::stage_bytes(sizeof(T));
   static_assert(kStage == kThreadRows * kPieces * kStep);
 
-  /// Asks for x of a tile: piece k of row m at (m * kPieces + k) * kStep behind `stage`, zeros where
-  /// there is none. The thread has used what lay there.
+  /// Asks for x of a tile: piece k of row m at (m * kPieces + k) * kStep behind `stage`, zeros
+  /// where there is none. The thread has used what lay there.
   __device__ __forceinline__ static void copy(const ForwardParams& p, const TileCursor& at, int c,
                                               int r, std::uint32_t stage) {
     const int hidden = static_cast<int>(p.input.hidden);
