@@ -198,6 +198,7 @@ class Call {
                            machine(takes_products(s, policy)));
     if (forced_.shrink != nullptr) s.plan = *forced_.shrink;
     s.max_tiles = most_tiles(p_, s.plan.rows);
+    s.ahead = looks_ahead(s.pairs, s.rows) && !masked;
     s.h = to.values;
     if (s.width == 0) return {};
     if (s.plan.product) {

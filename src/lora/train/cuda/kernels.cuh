@@ -28,6 +28,12 @@ void prefer_shared() {
   own.store(true, std::memory_order_relaxed);
 }
 
+/// Whether a launch's own parameters say which rows and weights a thread block has: it may then
+/// look them up, and ask for its first lines in L2, before it waits for the kernels before it.
+inline bool looks_ahead(const PairTable& pairs, const RowGroups& rows) {
+  return pairs.entries == nullptr && rows.offsets == nullptr && rows.groups == nullptr;
+}
+
 /// Which weights a product takes: A [r, K], or B^T [r, N].
 enum class Side { kA, kB };
 
@@ -58,6 +64,7 @@ struct ShrinkParams {
   std::int64_t max_tiles;
   void* h;          ///< [M, hidden.width]
   float* partials;  ///< [parts][M][hidden.width]
+  bool ahead;       ///< looks_ahead(), and nothing is dropped
 };
 void shrink(const ShrinkParams& p, Policy policy, Stream stream);
 void shrink_stream(const ShrinkParams& p, Policy policy, Stream stream);
@@ -162,7 +169,8 @@ struct PanelParams {
   /// Starts while the kernel before it runs, which has waited for all before it and writes nothing
   /// that is read here; and waits for that one before it stores. Not if it makes ds.
   bool early;
-  float* ds;  ///< partials, [panel of the operand][M][hidden_width]
+  float* ds;   ///< partials, [panel of the operand][M][hidden_width]
+  bool ahead;  ///< looks_ahead(), and nothing is dropped; not if it is early
 };
 void panels(const PanelParams& p, Policy policy, Stream stream);
 bool takes_products(const PanelParams& p, Policy policy);

@@ -17,7 +17,9 @@
 // step later the parts of the group's warps are added in order.
 //
 // Without ds it starts beside the kernel before it, which writes none of its operands, and waits
-// for that one before its sums leave.
+// for that one before its sums leave. Up to 16 ranks it has so few registers and stages that it
+// fits an SM beside a last thread block of the expand of dx, and reads x while that one writes.
+// With ds it asks for its first rows in L2 before it waits.
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
@@ -40,8 +42,9 @@ struct Panel {
 };
 
 template <class T, int kShape>
-__global__ void __launch_bounds__(kThreads* Panel<kShape>::kGroups, 1)
-    panel_kernel(const __grid_constant__ PanelParams p) {
+__global__ void __launch_bounds__(panel_threads(kPanelShapes[kShape]))
+    __maxnreg__(panel_registers(kPanelShapes[kShape]))
+        panel_kernel(const __grid_constant__ PanelParams p) {
   using P = Panel<kShape>;
   constexpr int kRowPiecesWide = P::kColumns / kPiece, kRowStep = kThreads / kRowPiecesWide;
   constexpr int kPieces = P::kRows / kRowStep;  // of a stage, per thread
@@ -53,7 +56,7 @@ __global__ void __launch_bounds__(kThreads* Panel<kShape>::kGroups, 1)
                     kThreads == 32 * P::kWarps && P::kGroups <= 2,
                 "Threads share a stage's pieces, and warps its columns, evenly.");
   extern __shared__ __align__(128) char block_smem[];
-  device::pdl_begin(p.early);
+  if (!p.ahead) device::pdl_begin(p.early);
 
   __shared__ int live[P::kGroups];
   const PanelPart part(p, P::kColumns, P::kRanks, P::kMakesDs, live);
@@ -64,6 +67,10 @@ __global__ void __launch_bounds__(kThreads* Panel<kShape>::kGroups, 1)
     __syncthreads();
   }
   const PanelOperand& own = *part.own;
+  if (p.ahead) {
+    part.ask<P::kColumns>(kStepRows * (P::kStages - 1));
+    device::pdl_begin(false);
+  }
   const int steps = (part.rows.count + kStepRows - 1) / kStepRows;
 
   // A group's threads see what they have fetched themselves, so groups run apart until the end.

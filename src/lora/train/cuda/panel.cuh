@@ -73,6 +73,20 @@ struct PanelPart {
     return at < rows.count ? row_at(p.rows, rows.start + at) : std::int64_t{-1};
   }
 
+  /// Asks for the first `most` rows in L2.
+  template <int kColumns>
+  __device__ __forceinline__ void ask(int most) const {
+    constexpr int kLines = kColumns / kBlockColumns;
+    const int count = own->async ? min(most, rows.count) * kLines : 0;
+    const auto* from = static_cast<const unsigned short*>(own->wide.data) +
+                       rows.start * own->wide.row_stride + column;
+    for (int i = threadIdx.x; i < count; i += static_cast<int>(blockDim.x)) {
+      const int c = i % kLines * kBlockColumns;
+      if (column + c >= own->columns) continue;
+      device::prefetch_l2(from + i / kLines * own->wide.row_stride + c);
+    }
+  }
+
   /// Fetches elements [c, c + 8) of kPieces rows from place `first` on, kRowStep apart, to to(i).
   /// Neighbouring rows that cp.async takes are one address and a stride; all others come one by one
   /// in a loop of few registers.

@@ -47,13 +47,20 @@ constexpr int panel_smem(const PanelShape& s) {
          (s.stages * stage_bytes(s) + 2 * ds_floats(s) * static_cast<int>(sizeof(float)));
 }
 
+/// Threads of a thread block of panel.cu, and its registers. Without ds, up to 16 ranks, it fits an
+/// SM beside a thread block of the expand before it.
+constexpr int panel_threads(const PanelShape& s) { return s.groups * 32 * kPanelWarps; }
+constexpr int panel_registers(const PanelShape& s) {
+  return s.ranks == 16 && !s.makes_ds ? 80 : std::min(65536 / panel_threads(s), 255);
+}
+
 /// SMs of an H200. Plans are made for so many on every device, because summation trees follow from
 /// them.
 inline constexpr std::int64_t kPanelSms = 132;
 
 /// The first of equal cost is taken.
 inline constexpr std::array kPanelShapes = {
-    PanelShape{16, false, 256, 32, 5, 2, 0.85, 2},
+    PanelShape{16, false, 256, 32, 4, 2, 0.85, 2},
     PanelShape{32, false, 256, 32, 5, 2, 0.6, 2.5},
     PanelShape{64, false, 256, 32, 5, 2, 0.5, 3},
     PanelShape{16, true, 512, 16, 4, 2, 0.65, 7},

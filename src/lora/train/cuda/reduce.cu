@@ -74,7 +74,6 @@ __device__ __forceinline__ void store_copies(void* to, std::int64_t row, int wid
 /// kFloat32: of the weights; the others' values are rounded to their type.
 template <bool kFloat32>
 __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant__ HiddenParams p) {
-  device::pdl_begin(false);
   const RowTile rows = row_tile(p.rows, static_cast<int>(blockIdx.x), p.rows_of_block, true);
   const int vectors = p.width / kVector;
   for (int i = threadIdx.x; i < rows.count * vectors; i += kThreads) {
@@ -83,12 +82,16 @@ __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant_
     if (row < 0) continue;
     const int j = p.first_hidden + i % vectors * kVector;
     float4 v = make_float4(0, 0, 0, 0);
+    int left = 0;
+    float factor = 0;
     if (rows.adapter >= 0) {
       const int s = slice_of(p.hidden, p.first_slice, p.num_slices, j);
       const PairEntry pair = p.pairs.get(rows.adapter, s);
-      const int left = pair.rank - (j - p.hidden.first[s]);
-      if (left > 0) v = hidden_values<kFloat32>(p, position, row, j, pair.factor, left);
+      left = pair.rank - (j - p.hidden.first[s]);
+      factor = pair.factor;
     }
+    device::pdl_begin(false);  // what comes with the launch has been read; again, it does nothing
+    if (left > 0) v = hidden_values<kFloat32>(p, position, row, j, factor, left);
     const std::int64_t to = row * p.hidden.width + j;
     if constexpr (kFloat32) {
       if (p.h != nullptr) *reinterpret_cast<float4*>(static_cast<float*>(p.h) + to) = v;
@@ -106,6 +109,7 @@ __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant_
                            device::pack2<__nv_bfloat16>(v.z, v.w));
     }
   }
+  device::pdl_begin(false);
 }
 
 __global__ void upload_kernel(const __grid_constant__ UploadParams p) {

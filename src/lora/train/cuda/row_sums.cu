@@ -118,7 +118,8 @@ void RowSums::sum_x(const HiddenForms& ds, bool early) {
   run_panels(x);
 }
 
-void RowSums::run_panels(const PanelParams& panel) {
+void RowSums::run_panels(PanelParams panel) {
+  panel.ahead = looks_ahead(panel.pairs, panel.rows) && !panel.masked && !panel.early;
   const Policy policy = p_.weight == DType::kFloat16 ? Policy::kFloat16 : Policy::kBFloat16;
   const bool wide = kPanelShapes[panel.shape].ranks == kMostRanks &&
                     kPanelShapes[panel.shape].groups == 1 &&

@@ -47,7 +47,7 @@ class RowSums {
   void finish();
 
  private:
-  void run_panels(const PanelParams& panel);
+  void run_panels(PanelParams panel);
   PanelParams panel_params(Side side, const PanelPlan& plan, const HiddenForms& narrow) const;
   int add_operand(PanelParams* to, int slice, int num_slices, const Matrix& wide,
                   std::int64_t columns, std::int64_t mask_first, float* sums);

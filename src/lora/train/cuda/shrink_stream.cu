@@ -15,6 +15,9 @@
 // and then, through the shared memory of the cluster, between thread blocks: h is written once, and
 // its bits do not depend on how many thread blocks share a tile. Where there are no clusters the
 // thread blocks leave split-K partials for reduce.cu, which adds them by the same tree.
+//
+// Where the launch itself says which rows and weights a thread block has, it looks them up and asks
+// for its first steps in L2 before it waits for the kernel before it: 1.0 to 1.5 us of a forward.
 #include <algorithm>
 
 #include "core/check.h"
@@ -155,13 +158,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
 #endif
   extern __shared__ __align__(1024) char smem[];
   __shared__ Table<S> table;
-  device::pdl_begin(false);
+  if (!p.ahead) device::pdl_begin(false);
 
   // Guard
   const int part = blockIdx.y, parts = p.plan.parts;
   const int first_rank = static_cast<int>(blockIdx.z) * S::kRanks;
   const RowTile rows = row_tile(p.rows, static_cast<int>(blockIdx.x), S::kRows, p.plan.fused);
-  if (rows.count == 0) return;
+  if (rows.count == 0) return device::pdl_leave();
   if (rows.adapter < 0) {
     if (part == 0) store_zeros<S>(p, rows, first_rank);
     return;
@@ -179,6 +182,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
                     2 * (from * p.wide.m.row_stride + min(begin, p.columns - 1));
   }
   __syncthreads();
+  if (p.ahead) ask<S>(p, table, first_rank, begin);
   for (int o = threadIdx.x; o < S::kRanks / 8; o += S::kThreads) {
     Octet octet{0, 0};
     if (first_rank + 8 * o < p.width) {
@@ -194,6 +198,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   for (int o = 0; o < S::kRanks / 8; ++o) {
     if (table.octets[o].ranks > 0) live_ranks = 8 * o + 8;
   }
+  if (p.ahead) device::pdl_begin(false);
   const std::uint32_t threshold = p.masked ? table.pairs.threshold(p.first_slice, p.num_slices) : 0;
 
   float sum[S::kSums];

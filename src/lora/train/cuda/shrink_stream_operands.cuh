@@ -59,6 +59,41 @@ struct Table {
   Draws draws;
 };
 
+/// Asks for the lines of the thread block's first steps in L2, as many as the ring has room for.
+template <class S>
+__device__ __forceinline__ void ask(const ShrinkParams& p, const Table<S>& table, int first_rank,
+                                    std::int64_t begin) {
+  constexpr int kSteps = std::min(S::kStages - 1, kRowPieces);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % kRowPieces;  // a step of some rows
+  const bool there = lane < kSteps && begin + lane * kStepColumns < p.columns;
+#pragma unroll 1
+  for (int row = thread / kRowPieces; there && row < S::kRows; row += S::kThreads / kRowPieces) {
+    device::prefetch_l2(table.wide[row] + lane * kStepColumns * 2);
+  }
+  // Weights of the first slice.
+  const int j = p.first_hidden + first_rank;
+  const int s = slice_of(p.hidden, p.first_slice, p.num_slices, j);
+  const PairEntry& pair = table.pairs.slice(s);
+  const Matrix& m = p.side == Side::kA ? pair.a : pair.b;
+  const std::int64_t rank_stride = p.side == Side::kA ? m.row_stride : m.col_stride;
+  const std::int64_t column_stride = p.side == Side::kA ? m.col_stride : m.row_stride;
+  const int own = j - p.hidden.first[s], ranks = min(pair.rank - own, S::kRanks);
+  const auto* from = static_cast<const unsigned short*>(m.data) + own * rank_stride;
+  if (p.weights.rows_are_ranks) {
+#pragma unroll 1
+    for (int r = thread / kRowPieces; there && r < ranks; r += S::kThreads / kRowPieces) {
+      device::prefetch_l2(from + r * rank_stride + (begin + lane * kStepColumns) * column_stride);
+    }
+  } else if (ranks > 0) {
+#pragma unroll 1
+    for (std::int64_t c = begin + thread; c < min(begin + kSteps * kStepColumns, p.columns);
+         c += S::kThreads) {
+      device::prefetch_l2(from + c * column_stride);
+    }
+  }
+}
+
 /// Pieces of 16 bytes that a thread copies at every step.
 template <class S, bool kRowsAreRanks>
 struct Copies {

@@ -4,7 +4,8 @@
 //
 // Bytes: 4 panels M R + 2 M R, and 4 chunks R C + 2 R C, mostly from L2. With 8192 rows, 28 panels
 // and rank 16 that is 15 MB, 3.4 us at 4.28 TB/s; dA of 8 chunks of 4096 columns is 2 MB, 0.5 us.
-// Bound by memory, and by its latency where there are few sums: a thread has eight loads in flight.
+// Bound by memory, and by its latency where there are few sums: a thread has eight loads in flight,
+// and has read all that comes with the launch before it waits for the kernel before it.
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
@@ -39,8 +40,6 @@ __device__ inline float4 sum_in_order(const float* from, std::int64_t stride, in
 }
 
 __global__ void __launch_bounds__(kThreads) ds_kernel(const __grid_constant__ DsParams p) {
-  device::pdl_wait();
-  device::pdl_trigger();
   const RowTile rows = row_tile(p.rows, static_cast<int>(blockIdx.x), p.rows_of_block, true);
   const std::int64_t plane = p.rows.num_rows * p.hidden.width;
   const int vectors = p.hidden.width / kVector;
@@ -52,13 +51,16 @@ __global__ void __launch_bounds__(kThreads) ds_kernel(const __grid_constant__ Ds
     if (row < 0 || p.panels[s] == 0) continue;
     float4 v = make_float4(0, 0, 0, 0);
     int rank = 0;
+    float factor = 0;
     if (rows.adapter >= 0) {
       const PairEntry pair = p.pairs.get(rows.adapter, s);
       rank = pair.rank - (j - p.hidden.first[s]);
-      if (rank > 0) {
-        v = sum_in_order(p.partials + position * p.hidden.width + j, plane, p.panels[s]);
-        v = make_float4(v.x * pair.factor, v.y * pair.factor, v.z * pair.factor, v.w * pair.factor);
-      }
+      factor = pair.factor;
+    }
+    device::pdl_begin(false);  // what comes with the launch has been read; again, it does nothing
+    if (rank > 0) {
+      v = sum_in_order(p.partials + position * p.hidden.width + j, plane, p.panels[s]);
+      v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
     }
     v = make_float4(rank > 0 ? v.x : 0, rank > 1 ? v.y : 0, rank > 2 ? v.z : 0, rank > 3 ? v.w : 0);
     const uint2 words =
@@ -69,6 +71,7 @@ __global__ void __launch_bounds__(kThreads) ds_kernel(const __grid_constant__ Ds
     *reinterpret_cast<uint2*>(static_cast<unsigned short*>(p.ds) + row * p.hidden.width + j) =
         words;
   }
+  device::pdl_begin(false);
 }
 
 /// Four neighbours of a gradient as one access, where they lie dense and aligned.
@@ -130,8 +133,6 @@ __device__ inline float4 sum_in_copies(const GradSums& g, std::int64_t first_slo
 template <bool kCopies>
 __global__ void __launch_bounds__(kThreads)
     weight_grad_kernel(const __grid_constant__ WeightGradParams p) {
-  device::pdl_wait();
-  device::pdl_trigger();
   int which = 0;
   while (which + 1 < p.num_sums && blockIdx.x >= p.first_block[which + 1]) ++which;
   const GradSums& g = p.sums[which];
@@ -152,13 +153,14 @@ __global__ void __launch_bounds__(kThreads)
   const bool adds = (pair.adds >> (of_a ? 0 : 1) & 1) != 0;
   const bool wanted = place < all && rank < pair.rank && out.data != nullptr;
   // Most adapters have fewer ranks than the largest: their warps look for no rows.
-  if (!__any_sync(0xffffffffu, wanted)) return;
+  if (!__any_sync(0xffffffffu, wanted)) return device::pdl_leave();
   const int chunk_rows = rows_of(p.rows, g.chunk, false);
   int first_slot = 0;
   const RowTile group =
       find_group(p.rows, chunk_rows, &first_slot,
                  [&](const RowTile& own, int, int) { return own.adapter == adapter; });
   const int slots = (group.count + chunk_rows - 1) / chunk_rows;
+  device::pdl_begin(false);
   if (!wanted || (adds && slots == 0)) return;
 
   const float4 v = kCopies && g.copies > 1
