@@ -198,11 +198,12 @@ class TrainStep {
     return m;
   }
 
-  /// The workspace has exactly the bytes asked for, poisoned, with guards.
+  /// The workspace has exactly the bytes asked for, poisoned, with guards; there is none for none.
   template <class Query, class Op>
   void run(const Query& query, const Op& op) {
-    GuardedTensor workspace = byte_tensor(query(), device);
-    op(workspace.view());
+    const std::int64_t bytes = query();
+    GuardedTensor workspace = byte_tensor(bytes, device);
+    op(bytes > 0 ? workspace.view() : Tensor{});
     workspace.download();
     EXPECT_TRUE(workspace.guards_intact()) << "wrote outside the workspace";
     for (GuardedTensor* t : outputs()) {

@@ -78,6 +78,15 @@ def test_any_size(device, rows, hidden, width, rank, dtypes, seed):
     run(Case(Problem((rows,), hidden, (width,), (rank,), dtypes, seed=seed), device))
 
 
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
+def test_gradients_of_no_rows_are_zeros(device, dtype):
+    """They are written, whatever their memory held before."""
+    case = Case(Problem((0,), 75, (90,), (1,), (dtype,) * 3), device)
+    used = [torch.full((n,), 7.0, dtype=dtype, device=device) for n in (75, 90) for _ in range(8)]
+    del used
+    run(case)
+
+
 @pytest.mark.parametrize("rank", [1, 8, 24, 130, 512])
 def test_ranks(device, rank):
     run(Case(Problem((33,), 72, (56,), (rank,), (BF16, BF16, BF16)), device))

@@ -176,7 +176,8 @@ int RowSums::add_operand(PanelParams* to, int slice, int num_slices, const Matri
   o.width = copies * width(slice, num_slices);
   o.sums = sums;
   to->groups = std::max(to->groups, ceil_div(o.width, shape.ranks));
-  if (sums != nullptr) {
+  // Not by the address of the sums: without rows there are none, and no workspace.
+  if (o.width > 0 && (to->side == Side::kA || p_.wants_db)) {
     add_sums(to->side, slice, num_slices, columns, to->chunk, copies, sums);
   }
   return o.panels;
