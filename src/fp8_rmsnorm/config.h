@@ -241,9 +241,10 @@ inline TilesPlan choose_tiles(const ForwardShape& s, const GpuShape& gpu) {
                ceil_div<std::int64_t>(s.hidden, TilesPlan::kColumns);
   const int smem =
       TilesPlan::kSharedTile + TilesPlan::stages(s.x_bytes) * TilesPlan::stage_bytes(s.x_bytes);
-  const int per_sm =
-      std::min(TilesPlan::per_sm(s.x_bytes, s.stochastic, s.scaling != Fp8Scaling::kTensor),
-               std::max(1, gpu.max_smem / smem));
+  const int registers =
+      TilesPlan::per_sm(s.x_bytes, s.stochastic, s.scaling != Fp8Scaling::kTensor) -
+      (s.stochastic && !gpu.clusters ? 1 : 0);  // see tiles.cu
+  const int per_sm = std::min(registers, std::max(1, gpu.max_smem / smem));
   // Without any rows, one CTA writes the scale of zeros.
   plan.grid =
       static_cast<int>(std::clamp<std::int64_t>(plan.tiles, 1, std::int64_t{gpu.num_sms} * per_sm));

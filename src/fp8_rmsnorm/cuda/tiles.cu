@@ -46,8 +46,11 @@ __device__ __forceinline__ void draw_tile(const Draws& draws, std::int64_t row, 
   }
 }
 
+/// One CTA an SM less where stochastic rounding has no instructions for 8-bit floats: its steps
+/// take more registers.
 template <class T, TilePass kPass, bool kDrawn>
-inline constexpr int kPerSm = TilesPlan::per_sm(sizeof(T), kDrawn, kPass == TilePass::kTurned);
+inline constexpr int kPerSm = TilesPlan::per_sm(sizeof(T), kDrawn, kPass == TilePass::kTurned) -
+                              (kDrawn && !MORTAR_FP8_INSTRUCTIONS ? 1 : 0);
 
 /// kDrawn: rounded stochastically, for the dtypes of which TilesPlan::draws() says so.
 template <class T, TilePass kPass, bool kDrawn>
