@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result files: `<results>/<machine>/<family>.json`, one per machine and family.
+"""Result files: `<results>/<machine>/<family>.json`, one per machine and family; tables that a
+later run did not reach stay in a file of another name, with the commit that they are of.
 
 A file holds what was measured; everything that can be computed from it (GB/s, ratios, verdicts) is
 computed when it is shown, so that the two cannot disagree.
