@@ -165,6 +165,15 @@ __device__ __forceinline__ void load_if(bool there, uint2& v, const void* p) {
       : "l"(p), "r"(static_cast<int>(there)));
 }
 
+/// The same for 4 bytes.
+__device__ __forceinline__ void load_if(bool there, unsigned& v, const void* p) {
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n"
+      "@there ld.global.cg.b32 %0, [%1];\n}"
+      : "+r"(v)
+      : "l"(p), "r"(static_cast<int>(there)));
+}
+
 /// Rounds to nearest even, two values per instruction for the 16-bit types.
 template <class T, int N>
 __device__ __forceinline__ Vector<T, N> round_to(const float (&v)[N]) {

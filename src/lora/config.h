@@ -14,6 +14,7 @@ namespace mortar::lora {
 enum class ShrinkKernel { kDecode, kWgmma, kMma, kParts };
 enum class ExpandKernel {
   kDecode,
+  kDirect,  ///< B straight into the fragments of the MMA
   kPrefill,
   kWide,
   kParts,
@@ -101,6 +102,8 @@ struct ExpandPlan {
 
 /// CTAs of an SM of the decode kernel in fewer registers, which ranks up to 32 have besides.
 inline constexpr int kDenseExpandPerSm = 4, kDenseExpandMaxRank = 32;
+/// Largest rank of expand_direct.cu, and columns that its warps take at a time.
+inline constexpr int kDirectMaxRank = 16, kDirectCols = 128;
 /// Two column blocks of B of a larger rank do not fit an SM beside y.
 inline constexpr int kExpandPrefillMaxRank = 128;
 /// Rank rows of a CTA of the shrink of parts: with partials, and where it walks over the leaves of

@@ -26,6 +26,8 @@ int prefill_smem(const LoraShape& s);
 bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, int block_cols);
 /// Whether the decode expand in fewer registers takes such a problem.
 bool runs_dense(const LoraShape& s);
+/// Whether the expand that loads B into fragments takes such a problem.
+bool runs_direct(const LoraShape& s);
 /// Runs of tiles that its two slots for B need, as a power of two.
 int least_log_run(const LoraShape& s);
 /// Whether the wide expand can run: it reads the op's own h, and of float32 weights it writes
@@ -47,6 +49,9 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m);
 bool runs_wgmma(const LoraShape& s, const Machine& m);
 ExpandPlan wide_expand(int shape);
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m);
+/// With so many columns a CTA.
+ExpandPlan direct_expand(int cols);
+ExpandPlan choose_direct(const LoraShape& s, const Machine& m);
 ExpandPlan parts_expand(const LoraShape& s, const Machine& m);
 ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m);
 

@@ -74,6 +74,14 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
     ExpandPlan c = prefill_expand(s, m);
     for (c.log_run = least_log_run(s); c.log_run <= 3; ++c.log_run) plans.push_back(c);
   }
+  if (runs_direct(s)) {
+    for (int cols = kDirectCols; cols < 2 * s.max_width(); cols *= 2) {
+      for (const int per_sm : {0, 1}) {
+        plans.push_back(direct_expand(cols));
+        plans.back().per_sm = per_sm;
+      }
+    }
+  }
   ExpandPlan c = decode_expand(s, m);
   const int widest = !s.aligned_y || s.max_rank > kExpandPrefillMaxRank ? 32
                      : s.max_rank <= 16                                 ? 256
@@ -204,7 +212,7 @@ std::string describe(const LaunchPlan& plan) {
     add("%s", kPartials[static_cast<int>(c.partials)]);
   }
   if (s.op != Op::kShrink) {
-    constexpr const char* kNames[] = {"decode", "prefill", "wide", "split-bf16"};
+    constexpr const char* kNames[] = {"decode", "direct", "prefill", "wide", "split-bf16"};
     const ExpandPlan& c = plan.expand;
     add("; expand: %s, tiles of %d tokens, %d columns", kNames[static_cast<int>(c.kernel)],
         c.tile_tokens, c.cols);

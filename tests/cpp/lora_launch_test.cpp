@@ -293,6 +293,7 @@ TEST_P(LoraLaunch, EveryPlanOfExpandGivesTheSameBits) {
     };
     expect(case_of(7, 40, {136}, {16, 8, 5}), DType::kFloat32);
     expect(case_of(150, 40, {264, 40}, {12, 16}), DType::kBFloat16);
+    expect(case_of(40, 40, {1544, 40}, {8, 4, 7}), DType::kBFloat16);
     expect(case_of(70, 40, {136, 8}, {32, 0, 24}), DType::kBFloat16);
     expect(case_of(70, 40, {136}, {64, 40}, DType::kFloat16), DType::kFloat16);
     expect(case_of(70, 40, {136}, {128, 72, 40}), DType::kFloat32);

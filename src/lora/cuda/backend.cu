@@ -172,6 +172,8 @@ void run_expand(ExpandParams p, const LaunchPlan& plan, Stream stream) {
   switch (plan.expand.kernel) {
     case ExpandKernel::kDecode:
       return expand_decode(p, stream);
+    case ExpandKernel::kDirect:
+      return expand_direct(p, stream);
     case ExpandKernel::kPrefill:
       return expand_prefill(p, stream);
     case ExpandKernel::kWide:

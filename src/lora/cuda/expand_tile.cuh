@@ -80,6 +80,29 @@ __device__ __forceinline__ Block find_block(const ExpandParams& p, int index) {
   return b;
 }
 
+/// What a CTA takes: 16 tokens, one tile or a quarter of one of 64, and a block of columns.
+struct CtaWork {
+  Tile tile;
+  bool live = false;
+  int token = -1;  ///< in place lane % 16
+  Block block;
+
+  __device__ __forceinline__ CtaWork(const ExpandParams& p)
+      : block(find_block(p, static_cast<int>(blockIdx.x))) {
+    constexpr int kTokens = 16;
+    const int place = static_cast<int>(threadIdx.x) % kTokens;
+    const int quarters = p.tiles.tile_tokens / kTokens;
+    const int row = static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
+    const int index = p.tiles.first + row / quarters, first = row % quarters * kTokens;
+    const int early = early_token(p.groups, p.tiles, index, first + place);
+    live = find_cta_tile(p.groups, p.tiles, p.weights.num_adapters, index, &tile);
+    tile.start += first;
+    tile.count = min(tile.count - first, kTokens);
+    live = live && tile.count > 0;
+    token = tile_token(p.groups, p.tiles, tile, place, early);
+  }
+};
+
 /// B of a tile's adapter and a block's slice, of rank 0 where there is nothing to do; its scale is
 /// what multiplies the finished sums (lora_shrink has put the scales into a caller's h).
 __device__ __forceinline__ SliceWeights weights_of(const ExpandParams& p, const Tile& tile,
@@ -243,19 +266,30 @@ __device__ __forceinline__ void multiply(float (&acc)[kGroups][4][4], std::uint3
   }
 }
 
-/// Adds a lane's products, 8 columns of one group and one row, times `scale` to y: in float32,
+/// Two 16-bit values to which a sum is added where there is no y: x + -0 is x, also for x = -0.
+inline constexpr std::uint32_t kMinusZeros = 0x80008000;
+
+/// A lane's products, 8 columns of one group and one row, times `scale` and plus y: in float32,
 /// rounded once.
 template <class T>
 __device__ __forceinline__ uint4 add_products(const uint4& y, const float (&acc)[4][4], int half,
-                                              float scale, bool add_inputs) {
-  constexpr std::uint32_t kMinusZeros = 0x80008000;  // x + -0 is x, also for x = -0
-  const std::uint32_t keep = add_inputs ? 0xffffffffu : 0u;
+                                              float scale) {
   const auto sum2 = [&](std::uint32_t old, const float(&delta)[4]) {
-    const float2 v = device::unpack2<T>((old & keep) | (kMinusZeros & ~keep));
+    const float2 v = device::unpack2<T>(old);
     return device::pack2<T>(fmaf(delta[half * 2], scale, v.x),
                             fmaf(delta[half * 2 + 1], scale, v.y));
   };
   return make_uint4(sum2(y.x, acc[0]), sum2(y.y, acc[1]), sum2(y.z, acc[2]), sum2(y.w, acc[3]));
+}
+
+/// The same, where y counts only if `add_inputs`.
+template <class T>
+__device__ __forceinline__ uint4 add_products(const uint4& y, const float (&acc)[4][4], int half,
+                                              float scale, bool add_inputs) {
+  const std::uint32_t keep = add_inputs ? 0xffffffffu : 0u, none = kMinusZeros & ~keep;
+  const uint4 old = make_uint4((y.x & keep) | none, (y.y & keep) | none, (y.z & keep) | none,
+                               (y.w & keep) | none);
+  return add_products<T>(old, acc, half, scale);
 }
 
 }  // namespace mortar::lora::cuda

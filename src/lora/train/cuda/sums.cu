@@ -4,8 +4,10 @@
 //
 // Bytes: 4 panels M R + 2 M R, and 4 chunks R C + 2 R C, mostly from L2. With 8192 rows, 28 panels
 // and rank 16 that is 15 MB, 3.4 us at 4.28 TB/s; dA of 8 chunks of 4096 columns is 2 MB, 0.5 us.
-// Bound by memory, and by its latency where there are few sums: a thread has eight loads in flight,
+// Bound by memory, and by its latency where there are few sums: a thread has several loads in flight,
 // and has read all that comes with the launch before it waits for the kernel before it.
+#include <algorithm>
+
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
@@ -16,10 +18,15 @@ namespace mortar::lora::train::cuda {
 namespace {
 
 inline constexpr int kVector = 4;  ///< sums of a thread
+/// Partials that a thread has in flight; where there are few, fewer registers let more threads run.
+/// (us, a backward, 4 and 8: 8192 x 4096 x 4096, rank 256, 4 partials, 153 and 163; 4096 x 4096 x
+/// 4096, rank 16, 16 partials, 49.3 and 48.0, and with 16 in flight 48.2.)
+inline constexpr int kFewLoads = 4, kMostLoads = 8;
 
-/// The sum of four neighbours over `count` partials that are `stride` floats apart, in order.
-__device__ inline float4 sum_in_order(const float* from, std::int64_t stride, int count) {
-  constexpr int kLoads = 8;
+/// The sum of four neighbours over `count` partials that are `stride` floats apart, in order, of
+/// which kLoads are in flight together.
+template <int kLoads>
+__device__ __forceinline__ float4 sum_in_order(const float* from, std::int64_t stride, int count) {
   float4 sum = make_float4(0, 0, 0, 0);
   for (int base = 0; base < count; base += kLoads) {
     float4 v[kLoads];
@@ -59,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) ds_kernel(const __grid_constant__ Ds
     }
     device::pdl_begin(false);  // what comes with the launch has been read; again, it does nothing
     if (rank > 0) {
-      v = sum_in_order(p.partials + position * p.hidden.width + j, plane, p.panels[s]);
+      v = sum_in_order<kMostLoads>(p.partials + position * p.hidden.width + j, plane, p.panels[s]);
       v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
     }
     v = make_float4(rank > 0 ? v.x : 0, rank > 1 ? v.y : 0, rank > 2 ? v.z : 0, rank > 3 ? v.w : 0);
@@ -124,13 +131,13 @@ __device__ inline float4 sum_in_copies(const GradSums& g, std::int64_t first_slo
   const float* from = g.partials + first_slot * slot_size +
                       (of_a ? column * stride + across : along * width + column);
   const std::int64_t step = of_a ? 8 * stride : 8;
-  return sum_of_columns(sum_in_order(from, slot_size, slots),
-                        sum_in_order(from + step, slot_size, slots),
-                        sum_in_order(from + 2 * step, slot_size, slots));
+  return sum_of_columns(sum_in_order<kFewLoads>(from, slot_size, slots),
+                        sum_in_order<kFewLoads>(from + step, slot_size, slots),
+                        sum_in_order<kFewLoads>(from + 2 * step, slot_size, slots));
 }
 
 /// kCopies: whether some sums come as columns of bfloat16 parts.
-template <bool kCopies>
+template <bool kCopies, int kLoads>
 __global__ void __launch_bounds__(kThreads)
     weight_grad_kernel(const __grid_constant__ WeightGradParams p) {
   int which = 0;
@@ -165,7 +172,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const float4 v = kCopies && g.copies > 1
                        ? sum_in_copies(g, first_slot, slots, along, across)
-                       : sum_in_order(g.partials + first_slot * all + first, all, slots);
+                       : sum_in_order<kLoads>(g.partials + first_slot * all + first, all, slots);
   const std::int64_t step = out.col_stride;  // both ways the four neighbour along out's rows
   const std::int64_t at = (of_a ? rank : c) * out.row_stride + (of_a ? c : rank) * step;
   const std::int64_t left = of_a ? g.columns - c : pair.rank - rank;
@@ -197,9 +204,11 @@ void sum_ds(const DsParams& p, Stream stream) {
 void sum_weight_grads(WeightGradParams* p, Stream stream) {
   p->first_block[0] = 0;
   bool copies = false;
+  std::int64_t most = 0;  // partials of a sum
   for (int i = 0; i < p->num_sums; ++i) {
     const GradSums& g = p->sums[i];
     copies |= g.copies > 1;
+    most = std::max(most, ceil_div<std::int64_t>(p->rows.num_rows, g.chunk.rows));
     const std::int64_t sums =
         g.side == Side::kA ? g.width * grad_stride(g.columns) : g.columns * g.width;
     p->first_block[i + 1] =
@@ -210,8 +219,11 @@ void sum_weight_grads(WeightGradParams* p, Stream stream) {
   l.threads = kThreads;
   l.stream = stream;
   l.pdl = true;
-  if (copies) return device::launch<weight_grad_kernel<true>>("lora_train", l, *p);
-  device::launch<weight_grad_kernel<false>>("lora_train", l, *p);
+  if (copies) return device::launch<weight_grad_kernel<true, kFewLoads>>("lora_train", l, *p);
+  if (most <= kFewLoads) {
+    return device::launch<weight_grad_kernel<false, kFewLoads>>("lora_train", l, *p);
+  }
+  device::launch<weight_grad_kernel<false, kMostLoads>>("lora_train", l, *p);
 }
 
 }  // namespace mortar::lora::train::cuda
