@@ -52,7 +52,7 @@ def python_tests(reports: Path, options: Sequence[str] = ()) -> Counts:
 
 
 def shown(commands: Future) -> Counts:
-    """One check: commands that ran beside other stages, with what they said."""
+    """One check: commands that run beside others, with what they said."""
     succeeded, text = commands.result()
     console.print(text, markup=False)
     return Counts.of(succeeded)
@@ -83,23 +83,23 @@ def main() -> int:
         suite.stage("CUDA kernels", lambda: kernel_report.check_kernels(build))
     else:
         console.print("no nvcc: the CUDA code was not compiled")
-    # Most tests keep one core busy, so what needs no other's result runs beside them. Threads that
-    # wait must then give their core away.
+    # Threads that wait for each other must give their core away.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     reports = Path(tempfile.mkdtemp(prefix="reports-", dir=build))
     try:
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            suite.stage("C++ tests", lambda: cpp_tests(build, reports))
-            fuzzing, wheel = beside.submit(run_quietly, FUZZ), beside.submit(run_quietly, WHEEL)
-            cores = min(len(os.sched_getaffinity(0)), MOST_PYTESTS)
-            suite.stage(
-                "Python tests", lambda: python_tests(reports, ["-m", "not alone", f"-n{cores}"])
-            )
-            suite.stage("Python tests, alone", lambda: python_tests(reports, ["-m", "alone"]))
-            suite.stage("adapter reader fuzzing", lambda: shown(fuzzing))
-            suite.stage("wheel", lambda: shown(wheel))
+        suite.stage("C++ tests", lambda: cpp_tests(build, reports))
+        cores = min(len(os.sched_getaffinity(0)), MOST_PYTESTS)
+        suite.stage(
+            "Python tests", lambda: python_tests(reports, ["-m", "not alone", f"-n{cores}"])
+        )
+        suite.stage("Python tests, alone", lambda: python_tests(reports, ["-m", "alone"]))
     finally:
         shutil.rmtree(reports)
+    # Each of these keeps one core busy for most of its time.
+    with ThreadPoolExecutor(max_workers=2) as together:
+        fuzzing, wheel = together.submit(run_quietly, FUZZ), together.submit(run_quietly, WHEEL)
+        suite.stage("adapter reader fuzzing", lambda: shown(fuzzing))
+        suite.stage("wheel", lambda: shown(wheel))
     return suite.finish()
 
 

@@ -34,19 +34,20 @@ constexpr int kGroupCols = 32;  ///< of a warp at a time
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool kAnyOrder = false;
+constexpr int kPerSm = 3;  // four would spill
 #else
 /// Tensor cores add the 16 products of a step at once, in whatever order they lie
 /// (docs/numerics.md): a lane takes four neighbouring ranks in one load.
 constexpr bool kAnyOrder = true;
+constexpr int kPerSm = 4;  ///< CTAs of an SM, whose registers they share
 #endif
 
 using Ranks = RankTile<1>;
 static_assert(Ranks::kPitch == kDirectMaxRank, "one MMA step");
 constexpr int kStride = kWarps * kGroupCols;  ///< from a group of a warp to its next
 static_assert(kStride == kDirectCols);
-/// Groups of columns in flight, and CTAs of an SM, whose registers they share.
-constexpr int kAhead = 4, kPerSm = 4;
-/// Of those, groups that are asked for before h is made: its partials need registers, too.
+constexpr int kAhead = 4;  ///< groups of columns in flight
+/// Of these, groups that are asked for before h is made: its partials need registers, too.
 constexpr int kEarlyB = 2, kEarlyY = 1;
 
 /// The ranks that lane `quad` of four has in a fragment: two from each on.

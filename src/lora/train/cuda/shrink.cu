@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kSplit>)
   const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
   LeafSums<kRanks / 2, kLevels> tree;
   float sum[kRanks / 2];
-#pragma unroll
+#pragma unroll 1
   for (int step = 0; step < Tile::kDepth - 1; ++step) {
     if (step < steps) {
       fetch(step);
