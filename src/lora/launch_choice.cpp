@@ -39,12 +39,11 @@ constexpr std::int64_t kManyTiles = 112;
 /// CTAs of the decode expand that fit an SM.
 constexpr std::int64_t kExpandPerSm = 3;
 
-/// Tokens of an adapter if all of those loaded have as many.
+}  // namespace
+
 std::int64_t tokens_per_adapter(const LoraShape& s) {
   return ceil_div(s.num_tokens, std::max<std::int64_t>(1, std::min(s.num_tokens, s.num_adapters)));
 }
-
-}  // namespace
 
 int best_tile_tokens(const LoraShape& s) {
   const std::int64_t tokens = tokens_per_adapter(s);
@@ -269,59 +268,6 @@ bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, i
 }
 
 bool runs_dense(const LoraShape& s) { return s.aligned_y && h_width(s) <= kDenseExpandMaxRank; }
-
-bool runs_direct(const LoraShape& s) {
-  return s.one_type && s.aligned_y && h_width(s) <= kDirectMaxRank;
-}
-
-ExpandPlan direct_expand(int cols) {
-  ExpandPlan c;
-  c.kernel = ExpandKernel::kDirect;
-  c.cols = cols;
-  return c;
-}
-
-ExpandPlan choose_direct(const LoraShape& s, const Machine& m) {
-  // As many CTAs as run at once, but none with more than its share of bytes, or the last ones leave
-  // SMs idle. (us, by columns: 230 tokens of 135 adapters, rank 4, 5,120 to 2 x 13,824, 46 with
-  // 1,024, 40 with 4,096, 52 with 8,192; 453 of 24, 27 with 1,024, 31 with 2,048, 46 with 4,096.)
-  constexpr std::int64_t kMostBytes = 60 * 1024, kFewTiles = 32;
-  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
-  const int per_sm = tiles <= kFewTiles ? 3 : 4;  // there are fewer tiles than `tiles` as a rule
-  const std::int64_t column_bytes = ceil_div(4 * s.num_tokens, tiles) + 2 * s.max_rank;
-  ExpandPlan c = direct_expand(kDirectCols);
-  while (tiles * column_blocks(s, c.cols) > per_sm * m.sms &&
-         (c.cols + kDirectCols) * column_bytes <= kMostBytes) {
-    c.cols += kDirectCols;
-  }
-  return c;
-}
-
-/// Ranks up to which B goes straight into fragments faster than through shared memory: of rank 16
-/// its rows are one sector of memory each, and loads of 64 bytes in a row then limit it. (us,
-/// direct and decode: 512 tokens of 256 adapters, gate_up, rank 16, 133 and 100; 32 of 32 17.6 and
-/// 15.9; but 126 of one, 3,584 to 2 x 18,944, 10.0 and 12.2; ranks 4 and 8 in the README.)
-constexpr int kDirectRank = 8;
-/// Columns of all tiles from which on it does: below, what counts is the time to the first result.
-/// (us, direct and decode, rank 8: one token, 8,192 to 2 x 28,672, 5.0 and 3.8; 10 tokens of 76
-/// adapters, 2,048 to 2 x 8,192, 4.4 and 5.2.)
-constexpr std::int64_t kDirectColumns = 140000;
-
-/// Tokens of an adapter and columns of all tiles up to which it takes what tiles of 64 would take
-/// otherwise. (us, direct and prefill: 776 tokens of 22 adapters, rank 4, qkv, 12.9 and 15.4; 431 of
-/// 12, rank 16, gate_up, 21.9 and 24.4; but 6,710 of 171, rank 4, 5,120 to 2 x 13,824, 334 and 297;
-/// 1,024 of 8, rank 16, qkv, 18.3 and 15.9.)
-constexpr std::int64_t kDirectTokens = 45, kDirectMostColumns = 1200000;
-
-bool suits_direct(const LoraShape& s) {
-  if (!runs_direct(s)) return false;
-  const std::int64_t columns = max_tiles(s.num_tokens, s.num_adapters, 16) * s.sum_widths();
-  if (best_tile_tokens(s) == 64) {
-    return tokens_per_adapter(s) <= kDirectTokens && columns <= kDirectMostColumns;
-  }
-  // Rows that start at multiples of 8 bytes would go to shared memory element by element.
-  return s.b_by_8 || (s.max_rank <= kDirectRank && columns >= kDirectColumns);
-}
 
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   ExpandPlan c;

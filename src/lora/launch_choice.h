@@ -12,6 +12,8 @@ inline constexpr int kMmaStaticSmem = 8 * 1024;      ///< of shrink_mma.cu: rank
 /// Tiles of 16 start sooner and waste less of a tile on few tokens of an adapter; tiles of 64 read
 /// weights less often.
 int best_tile_tokens(const LoraShape& s);
+/// Tokens of an adapter if all of those loaded have as many.
+std::int64_t tokens_per_adapter(const LoraShape& s);
 /// Columns per CTA, close to `cols`, that cut the widest slice into blocks of equal width, so that
 /// the last CTA does not get a narrow remainder. The number of blocks is max_width / cols, rounded
 /// up where its fraction is 0.4 or more. The result is a multiple of `multiple`.
@@ -51,7 +53,9 @@ ExpandPlan wide_expand(int shape);
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m);
 /// With so many columns a CTA.
 ExpandPlan direct_expand(int cols);
+/// With columns that suit it, and where it is faster.
 ExpandPlan choose_direct(const LoraShape& s, const Machine& m);
+bool suits_direct(const LoraShape& s);
 ExpandPlan parts_expand(const LoraShape& s, const Machine& m);
 ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m);
 

@@ -10,8 +10,8 @@
 
 namespace mortar::lora::cuda {
 
-/// h of the tokens of a tile from the split-K partials of shrink, rounded to T in shared memory: two
-/// lanes make four ranks of a token.
+/// h of the tokens of a tile from the split-K partials of shrink, rounded to T in shared memory:
+/// two lanes make four ranks of a token.
 template <class T, class Ranks, int kThreads>
 struct HSum {
   static constexpr int kLogQuads = Ranks::kLogPieces + 1;

@@ -4,8 +4,8 @@
 //
 // Bytes: 4 panels M R + 2 M R, and 4 chunks R C + 2 R C, mostly from L2. With 8192 rows, 28 panels
 // and rank 16 that is 15 MB, 3.4 us at 4.28 TB/s; dA of 8 chunks of 4096 columns is 2 MB, 0.5 us.
-// Bound by memory, and by its latency where there are few sums: a thread has several loads in flight,
-// and has read all that comes with the launch before it waits for the kernel before it.
+// Bound by memory, and by its latency where there are few sums: a thread has several loads in
+// flight, and has read all that comes with the launch before it waits for the kernel before it.
 #include <algorithm>
 
 #include "core/check.h"
