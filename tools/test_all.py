@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -58,10 +59,24 @@ def shown(commands: Future) -> Counts:
     return Counts.of(succeeded)
 
 
+def fuzzing() -> Counts:
+    """Mutated adapter files against the reader, under ASan and UBSan (MORTAR_FUZZ_SECONDS or 60):
+    what `./run test` has started first of all and left in two files."""
+    status, said = ROOT / "build" / "fuzz.status", ROOT / "build" / "fuzz.log"
+    deadline = time.monotonic() + MOST_FUZZ_WAIT
+    while not status.exists():
+        if time.monotonic() > deadline:
+            console.print("tests/fuzz/run.sh, which ./run test starts, has left no status")
+            return Counts(failed=1)
+        time.sleep(1)
+    console.print(said.read_text(errors="replace"), markup=False)
+    return Counts.of(status.read_text().strip() == "0")
+
+
+#: Seconds after all other tests within which the fuzzing must have come to its end.
+MOST_FUZZ_WAIT = 300 + int(os.environ.get("MORTAR_FUZZ_SECONDS", "60"))
 #: Processes of pytest: each loads PyTorch, and has threads of its own.
 MOST_PYTESTS = 8
-#: Mutated adapter files against the reader, under ASan and UBSan: MORTAR_FUZZ_SECONDS or 60.
-FUZZ = [["bash", "tests/fuzz/run.sh"]]
 #: Builds the wheel and imports it in a fresh environment with its declared needs only.
 WHEEL = [[ROOT / "run", "wheel"], [sys.executable, "tools/check_wheel.py"]]
 
@@ -87,7 +102,10 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     reports = Path(tempfile.mkdtemp(prefix="reports-", dir=build))
     try:
-        suite.stage("C++ tests", lambda: cpp_tests(build, reports))
+        with ThreadPoolExecutor(max_workers=1) as beside:  # one core for much of its time
+            wheel = beside.submit(run_quietly, WHEEL)
+            suite.stage("C++ tests", lambda: cpp_tests(build, reports))
+            suite.stage("wheel", lambda: shown(wheel))
         cores = min(len(os.sched_getaffinity(0)), MOST_PYTESTS)
         suite.stage(
             "Python tests", lambda: python_tests(reports, ["-m", "not alone", f"-n{cores}"])
@@ -95,11 +113,7 @@ def main() -> int:
         suite.stage("Python tests, alone", lambda: python_tests(reports, ["-m", "alone"]))
     finally:
         shutil.rmtree(reports)
-    # Each of these keeps one core busy for most of its time.
-    with ThreadPoolExecutor(max_workers=2) as together:
-        fuzzing, wheel = together.submit(run_quietly, FUZZ), together.submit(run_quietly, WHEEL)
-        suite.stage("adapter reader fuzzing", lambda: shown(fuzzing))
-        suite.stage("wheel", lambda: shown(wheel))
+    suite.stage("adapter reader fuzzing", fuzzing)
     return suite.finish()
 
 

@@ -45,6 +45,7 @@ _shrink, _expand = lib.lora_shrink, lib.lora_expand
 _shrink_now, _expand_now = torch_function("torch_lora_shrink"), torch_function("torch_lora_expand")
 _is_grad_enabled = torch.is_grad_enabled
 _Tensor = torch.Tensor
+_is_neg = _Tensor.is_neg
 
 
 # What the library calls the arguments.
@@ -162,26 +163,26 @@ def _memory_of(lora_ids: torch.Tensor) -> Memory:
 
 def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> bool:
     """Whether an eager call is done."""
-    grad = _is_grad_enabled()
-    if output.is_neg() or (grad and (inputs.requires_grad or output.requires_grad)):
+    # A negative-bit view or a tensor with a gradient: the dispatcher resolves it, or refuses it.
+    if output.is_neg() or any(map(_is_neg, weights)):
         return False
-    for t in weights:
-        if t.is_neg() or (grad and t.requires_grad):  # the dispatcher resolves it, or refuses it
-            return False
+    grad = _is_grad_enabled()
+    if grad and any(t.requires_grad for t in (inputs, output, *weights)):
+        return False
     mapping, sorted_tokens, counts, starts, ids, _, active = metadata
     if type(active) is int:
-        groups = (None, sorted_tokens, ids, counts, starts, None, None, None, None, *weights)
         last = (*last, active)
-    else:
-        groups = (None, sorted_tokens, ids, counts, starts, active, None, None, None, *weights)
+        active = None
     if op is _EXPAND:
-        tensors = (inputs, output, *groups)
+        tensors = (inputs, output, None, sorted_tokens, ids, counts, starts, active,
+                   None, None, None, *weights)  # fmt: skip
         done = _expand_now(id(tensors), *last, 0)
     else:
         kept = _memory_of(ids)
         memory, stream = kept.get()
         while True:
-            tensors = (inputs, output, memory, mapping, *groups)
+            tensors = (inputs, output, memory, mapping, None, sorted_tokens, ids, counts, starts,
+                       active, None, None, None, *weights)  # fmt: skip
             done = _shrink_now(id(tensors), stream, *last, len(weights))
             if done <= WRITTEN:
                 break

@@ -15,7 +15,9 @@
 #include "core/philox.h"
 
 // Arrays of vectors are not possible with vectors of unknown size.
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+// Levels: AVX2, AVX-512, NEON, and the baseline of the compiler, as everywhere in Mortar.
+#define HWY_DISABLED_TARGETS \
+  (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "fp8_rmsnorm/cpu/row_kernels.cpp"
 #include "hwy/foreach_target.h"

@@ -3,7 +3,8 @@
 #include "lora/train/cpu/drop.h"
 
 // A group is one vector of 16 elements or several: of a size that is known.
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+#define HWY_DISABLED_TARGETS \
+  (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "lora/train/cpu/drop.cpp"
 #include "hwy/foreach_target.h"
