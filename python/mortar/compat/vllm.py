@@ -46,6 +46,7 @@ _shrink_now, _expand_now = torch_function("torch_lora_shrink"), torch_function("
 _is_grad_enabled = torch.is_grad_enabled
 _Tensor = torch.Tensor
 _is_neg = _Tensor.is_neg
+_BF16 = torch.bfloat16
 
 
 # What the library calls the arguments.
@@ -163,8 +164,11 @@ def _memory_of(lora_ids: torch.Tensor) -> Memory:
 
 def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> bool:
     """Whether an eager call is done."""
-    # A negative-bit view or a tensor with a gradient: the dispatcher resolves it, or refuses it.
-    if output.is_neg() or any(map(_is_neg, weights)):
+    # A negative-bit view or a tensor with a gradient: the dispatcher resolves it, or refuses it. No
+    # bfloat16 is such a view, for lack of complex numbers of it, and weights are of one dtype.
+    if output.is_neg():
+        return False
+    if len(weights) and weights[0].dtype is not _BF16 and any(map(_is_neg, weights)):
         return False
     grad = _is_grad_enabled()
     if grad and any(t.requires_grad for t in (inputs, output, *weights)):
