@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import kernel_report
@@ -52,10 +51,12 @@ def python_tests(reports: Path, options: Sequence[str] = ()) -> Counts:
     return counts
 
 
-def shown(commands: Future) -> Counts:
-    """One check: commands that run beside others, with what they said."""
-    succeeded, text = commands.result()
-    console.print(text, markup=False)
+def wheel() -> Counts:
+    """Builds the wheel and imports it in a fresh environment with its declared needs only."""
+    succeeded, said = run_quietly(
+        [[ROOT / "run", "wheel"], [sys.executable, "tools/check_wheel.py"]]
+    )
+    console.print(said, markup=False)
     return Counts.of(succeeded)
 
 
@@ -77,8 +78,6 @@ def fuzzing() -> Counts:
 MOST_FUZZ_WAIT = 300 + int(os.environ.get("MORTAR_FUZZ_SECONDS", "60"))
 #: Processes of pytest: each loads PyTorch, and has threads of its own.
 MOST_PYTESTS = 8
-#: Builds the wheel and imports it in a fresh environment with its declared needs only.
-WHEEL = [[ROOT / "run", "wheel"], [sys.executable, "tools/check_wheel.py"]]
 
 
 def main() -> int:
@@ -102,10 +101,7 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     reports = Path(tempfile.mkdtemp(prefix="reports-", dir=build))
     try:
-        with ThreadPoolExecutor(max_workers=1) as beside:  # one core for much of its time
-            wheel = beside.submit(run_quietly, WHEEL)
-            suite.stage("C++ tests", lambda: cpp_tests(build, reports))
-            suite.stage("wheel", lambda: shown(wheel))
+        suite.stage("C++ tests", lambda: cpp_tests(build, reports))
         cores = min(len(os.sched_getaffinity(0)), MOST_PYTESTS)
         suite.stage(
             "Python tests", lambda: python_tests(reports, ["-m", "not alone", f"-n{cores}"])
@@ -113,6 +109,7 @@ def main() -> int:
         suite.stage("Python tests, alone", lambda: python_tests(reports, ["-m", "alone"]))
     finally:
         shutil.rmtree(reports)
+    suite.stage("wheel", wheel)
     suite.stage("adapter reader fuzzing", fuzzing)
     return suite.finish()
 
