@@ -12,6 +12,7 @@
 // split-K partials of shrink or from finished rows; y of the next block is in registers. The
 // permutation of columns is that of the prefill kernel.
 #include <algorithm>
+
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
