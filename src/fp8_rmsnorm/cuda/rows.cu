@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ device::Mbarrier barriers[HeldRows<T>::kBarriers];
   __shared__ float sums[2 * kThreads];
   __shared__ std::uint32_t maxima[2 * kThreads / 32];
-  __shared__ std::uint32_t scratch[32], weight_scratch[32];
+  __shared__ std::uint32_t weight_scratch[32];
 
   // Coordinates. All lanes of a warp go on until its first row is past the end.
   const HeldRowsPlan& plan = p.plan.held_plan;
@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   SharedWeights<kElements>::prefetch(p, pieces);
   device::pdl_wait();
   device::pdl_trigger();
-  __syncthreads();  // the ring is ready
+  if (p.makes_maxima() && thread == 0) p.maxima[blockIdx.x] = 0;
+  __syncthreads();  // the ring is ready, and the CTA's maximum
   SharedWeights<kElements>::store(p, shared_weights, pieces, row_threads * plan.slots,
                                   [&] { held.start(); });
   if (p.column_maxima != nullptr) {
@@ -201,8 +202,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   if (p.makes_maxima()) {
-    const std::uint32_t largest = device::max_block(device::magnitude_bits(amax), scratch);
-    if (thread == 0) p.maxima[blockIdx.x] = largest;
+    // On the CTA's own word, so that no warp waits for the others.
+    const std::uint32_t largest = device::max_lanes(device::magnitude_bits(amax), 32);
+    if (thread % 32 == 0) atomicMax(p.maxima + blockIdx.x, largest);
   }
 }
 
