@@ -2,13 +2,15 @@
 // y = base + h B^T and dx = ds A for float32 weights, by split-bf16: [M, R] by [R, C] for small R.
 //
 // Bytes: M C (twice with a base) + R C (per 128 rows, from L2) + M R. With M = 8192, C = 4096,
-// R = 16 that is 67 MB of bfloat16 outputs, 15.7 us at 4.28 TB/s; measured eight times that. Bound
-// by instructions: nothing is in flight while a tile is computed.
+// R = 16 that is 134 MB of float32 outputs, 31.4 us at 4.28 TB/s. Bound by instructions: nothing is
+// in flight while a tile is computed.
 //
-// A thread block makes 128 rows by 128 columns: eight warps of 32 rows by 64 columns, whose sums
-// are one chain over the ranks of all slices in order. Ranks pass in blocks of 64.
+// A thread block makes 128 rows by 128 columns, eight warps 32 rows by 16 columns at a time, whose
+// sums are one chain over the ranks of all slices in order. Ranks pass in blocks of 64; a single
+// block is fetched once.
 #include "core/check.h"
 #include "device/launch.cuh"
+#include "device/pdl.cuh"
 #include "lora/train/cuda/kernels.cuh"
 
 namespace mortar::lora::train::cuda {
@@ -18,15 +20,14 @@ constexpr int kPlanes = 3;  ///< of bfloat16 parts
 constexpr int kHiddenBytes = block_bytes(kTileRows);
 constexpr int kWeightBytes = block_bytes(kTileColumns);  // also two blocks of 64 rows
 constexpr int kSmem = kPlanes * (kHiddenBytes + kWeightBytes);
-constexpr int kWarpRows = 32, kWarpColumns = 32;
+constexpr int kWarpRows = 32, kWarpColumns = 16;  ///< of a warp at a time
 constexpr int kPasses = kTileColumns / (2 * kWarpColumns);
 
 /// Fetches the rank columns [first, first + 64) of one pair: h, and the weights for `columns`.
-/// Gives how many there are.
-__device__ inline int fetch_ranks(const ExpandParams& p, const RowTile& rows, int slice, int first,
-                                  std::int64_t column, char* smem) {
+__device__ inline void fetch_ranks(const ExpandParams& p, const RowTile& rows, int slice, int first,
+                                   std::int64_t column, char* smem) {
   const PairEntry pair = p.pairs.get(rows.adapter, slice);
-  const int ranks = min(pair.rank - first, kBlockColumns), pieces = (ranks + 15) / 16 * 2;
+  const int pieces = ceil_div(min(pair.rank - first, kBlockColumns), 16) * 2;
   for (int i = threadIdx.x; i < kTileRows * pieces; i += kThreads) {
     const int at = i / pieces, piece = i % pieces;
     const std::int64_t row = at < rows.count ? row_at(p.rows, rows.start + at) : -1;
@@ -60,7 +61,6 @@ __device__ inline int fetch_ranks(const ExpandParams& p, const RowTile& rows, in
                         pair.rank, 0xffu, weights + piece_at(at, piece), kWeightBytes);
     }
   }
-  return ranks;
 }
 
 /// Rows of one thread: base plus sums, for two neighbouring columns.
@@ -102,9 +102,45 @@ __device__ inline void store_two(const ExpandParams& p, std::int64_t row, std::i
   }
 }
 
+/// The sums of a warp's 32 rows and columns from `column` on, all of them there, as pairs of
+/// float32, with the base added.
+template <class Total>
+__device__ __forceinline__ void store_pairs(const ExpandParams& p, const RowTile& rows,
+                                            int warp_row, std::int64_t column, const Total& total) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  column += lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kWarpRows / 8; ++i) {
+    const int at = warp_row + 8 * i + lane / 4;
+    const std::int64_t row = at < rows.count ? row_at(p.rows, rows.start + at) : -1;
+    if (row < 0) continue;
+    float2 v[kWarpColumns / 8];
+    if (p.base.data != nullptr) {
+      const float* from = static_cast<const float*>(p.base.data) + row * p.base.row_stride + column;
+#pragma unroll
+      for (int n = 0; n < kWarpColumns / 8; ++n) {
+        v[n] = *reinterpret_cast<const float2*>(from + 8 * n);
+      }
+#pragma unroll
+      for (int n = 0; n < kWarpColumns / 8; ++n) {
+        v[n] = make_float2(v[n].x + total(i, n, 0), v[n].y + total(i, n, 1));
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kWarpColumns / 8; ++n) {
+        v[n] = make_float2(total(i, n, 0), total(i, n, 1));
+      }
+    }
+    float* to = static_cast<float*>(p.out.data) + row * p.out.row_stride + column;
+#pragma unroll
+    for (int n = 0; n < kWarpColumns / 8; ++n) *reinterpret_cast<float2*>(to + 8 * n) = v[n];
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, 2)
     expand_kernel(const __grid_constant__ ExpandParams p) {
   extern __shared__ __align__(128) char smem[];
+  device::pdl_begin(false);
   const int column_tiles = static_cast<int>((p.columns + kTileColumns - 1) / kTileColumns);
   const int tile = static_cast<int>(blockIdx.x) / column_tiles;
   const RowTile rows = row_tile(p.rows, tile, kTileRows, true);
@@ -113,11 +149,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       std::int64_t{static_cast<int>(blockIdx.x) % column_tiles} * kTileColumns;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_row = warp / 2 * kWarpRows;
-  std::uint32_t threshold = 0;
-  for (int s = p.first_slice; p.masked && rows.adapter >= 0 && s < p.first_slice + p.num_slices;
-       ++s) {
-    const PairEntry pair = p.pairs.get(rows.adapter, s);
-    if (pair.rank > 0) threshold = pair.threshold;
+  int blocks = 0;  // of ranks
+  for (int s = p.first_slice; rows.adapter >= 0 && s < p.first_slice + p.num_slices; ++s) {
+    blocks += ceil_div(p.pairs.get(rows.adapter, s).rank, kBlockColumns);
   }
 #pragma unroll 1
   for (int pass = 0; pass < kPasses; ++pass) {
@@ -126,14 +160,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int s = p.first_slice; rows.adapter >= 0 && s < p.first_slice + p.num_slices; ++s) {
       const int rank = p.pairs.get(rows.adapter, s).rank;
       for (int first = 0; first < rank; first += kBlockColumns) {
-        __syncthreads();
-        const int ranks = fetch_ranks(p, rows, s, first, column, smem);
-        device::cp_async_commit();
-        device::cp_async_wait<0>();
-        __syncthreads();
+        if (pass == 0 || blocks > 1) {
+          __syncthreads();
+          fetch_ranks(p, rows, s, first, column, smem);
+          device::cp_async_commit();
+          device::cp_async_wait<0>();
+          __syncthreads();
+        }
         const std::uint32_t hidden = device::smem_address(smem);
         const std::uint32_t weights = hidden + kPlanes * kHiddenBytes;
-        const int steps = (ranks + 15) / 16;
+        const int steps = ceil_div(min(rank - first, kBlockColumns), 16);
         for (int k = 0; k < steps; ++k) {
           std::uint32_t a[2][kPlanes][4];
 #pragma unroll
@@ -171,6 +207,18 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
       }
     }
+    if (p.out.dtype == DType::kFloat32 && p.pairs_of_columns && !p.masked &&
+        column + kTileColumns <= p.columns) {
+      store_pairs(p, rows, warp_row, column + warp_column,
+                  [&](int i, int n, int which) { return sums[i / 2][n].total(i % 2 * 2 + which); });
+      continue;
+    }
+    std::uint32_t threshold = 0;
+    for (int s = p.first_slice; p.masked && rows.adapter >= 0 && s < p.first_slice + p.num_slices;
+         ++s) {
+      const PairEntry pair = p.pairs.get(rows.adapter, s);
+      if (pair.rank > 0) threshold = pair.threshold;
+    }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -201,6 +249,7 @@ void expand(const ExpandParams& p, Stream stream) {
   l.threads = kThreads;
   l.smem = kSmem;
   l.stream = stream;
+  l.pdl = true;
   device::launch<expand_kernel>("lora_train", l, p);
 }
 

@@ -68,6 +68,8 @@ struct ShrinkParams {
 };
 void shrink(const ShrinkParams& p, Policy policy, Stream stream);
 void shrink_stream(const ShrinkParams& p, Policy policy, Stream stream);
+/// The same of shrink.cu's sums for dense float32 rows without dropout; false for any other.
+bool shrink_float(const ShrinkParams& p, Stream stream);
 /// Whether lora/cuda/product.cu takes the operands, whatever the plan is.
 bool takes_products(const ShrinkParams& p, Policy policy);
 void shrink_products(const ShrinkParams& p, Policy policy, Stream stream);
@@ -135,6 +137,8 @@ struct OuterParams {
   float* partials;
 };
 void outer(const OuterParams& p, Stream stream);
+/// The same for dense float32 rows without dropout; false for any other.
+bool outer_float(const OuterParams& p, Stream stream);
 
 /// One matrix of a pass of panel.cu: x, or dy of a slice.
 struct PanelOperand {

@@ -12,6 +12,7 @@
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "lora/train/cuda/kernels.cuh"
+#include "lora/train/cuda/outer_store.cuh"
 
 namespace mortar::lora::train::cuda {
 namespace {
@@ -108,23 +109,7 @@ __global__ void __launch_bounds__(kThreads, 2) outer_kernel(const __grid_constan
     }
   }
 
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const bool of_a = p.side == Side::kA;
-  const std::int64_t stride = of_a ? grad_stride(p.columns) : 1;
-  float* to = p.partials + slot * p.width * (of_a ? stride : p.columns);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const std::int64_t own = column + warp_column + lane / 4 + 8 * half;
-    if (own >= p.columns) continue;
-#pragma unroll
-    for (int n = 0; n < kRanks / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int j = first_rank + 8 * n + lane % 4 * 2 + i;
-        if (j < p.width) to[j * stride + own * (of_a ? 1 : p.width)] = sums[n].total(2 * half + i);
-      }
-    }
-  }
+  store_outer<kRanks>(p, slot, column + warp_column, first_rank, sums);
 }
 
 template <int kRanks>
@@ -141,6 +126,7 @@ void launch_outer(const OuterParams& p, Stream stream) {
 }  // namespace
 
 void outer(const OuterParams& p, Stream stream) {
+  if (outer_float(p, stream)) return;
   p.ranks == 16 ? launch_outer<16>(p, stream) : launch_outer<32>(p, stream);
 }
 

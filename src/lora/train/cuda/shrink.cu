@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // h = drop(x) A^T and ds = dy B, as split-K partials: [M, C] by [C, R] for small R.
 //
-// Operands of any strides and dtypes; shrink_stream.cu is faster where it can be used, and has the
-// same bits.
+// Operands of any strides and dtypes; shrink_stream.cu and shrink_float.cu are faster where they
+// can be used, and have the same bits.
 //
 // Bytes: M C + R C (per 128 rows, from L2) + 4 parts M R, in elements of x. With M = 8192,
 // C = 4096, R = 16 that is 67 MB, 15.7 us at 4.28 TB/s. Above 32 rank columns x is read again for
@@ -15,6 +15,7 @@
 #include "device/launch.cuh"
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/leaf_sums.cuh"
+#include "lora/train/cuda/shrink_tile.cuh"
 #include "lora/train/cuda/stream.cuh"
 #include "lora/train/cuda/tiles.cuh"
 
@@ -86,38 +87,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kSplit>)
       fetch_piece<kSplit>(p.wide, row, c + piece * kPiece, end, keep, stage + wide_at(i),
                           Tile::kWideBytes);
     }
-    // W of the slices whose columns of h lie in this tile.
     char* weights = stage + Tile::kPlanes * Tile::kWideBytes;
-    for (int s = p.first_slice; s < p.first_slice + p.num_slices; ++s) {
-      const int slice_begin = p.hidden.first[s] - p.first_hidden - first_rank;
-      if (slice_begin >= kRanks || slice_begin + (p.hidden.rank[s] + 7) / 8 * 8 <= 0) continue;
-      const PairEntry& pair = pairs.slice(s);
-      if (pair.rank == 0) continue;
-      const Matrix& m = p.side == Side::kA ? pair.a : pair.b;
-      Fetch f;
-      f.async = p.weights.async;
-      f.vectors = p.weights.vectors;
-      f.parts = p.weights.parts;
-      // Rows of ranks [r, c], or rows of columns [c, r].
-      if (p.weights.rows_are_ranks) {
-        f.m = p.side == Side::kA ? m : Matrix{m.data, m.col_stride, m.row_stride, m.dtype};
-        for (int i = threadIdx.x; i < kRanks * kRowPieces; i += kThreads) {
-          const int at = i / kRowPieces, own = i % kRowPieces, r = at - slice_begin;
-          if (r < 0 || r >= (p.hidden.rank[s] + 7) / 8 * 8) continue;
-          fetch_piece<kSplit>(f, r < pair.rank ? r : -1, c + own * kPiece, end, 0xffu,
-                              weights + piece_at(at, own), Tile::kWeightBytes);
-        }
-      } else {
-        f.m = p.side == Side::kB ? m : Matrix{m.data, m.col_stride, m.row_stride, m.dtype};
-        for (int i = threadIdx.x; i < kBlockColumns * (kRanks / kPiece); i += kThreads) {
-          const int at = i / (kRanks / kPiece), own = i % (kRanks / kPiece);
-          const int r = own * kPiece - slice_begin;
-          if (r < 0 || r >= (p.hidden.rank[s] + 7) / 8 * 8) continue;
-          fetch_piece<kSplit>(f, c + at < end ? c + at : -1, r, pair.rank, 0xffu,
-                              weights + piece_at(at, own), Tile::kWeightBytes);
-        }
-      }
-    }
+    fetch_weights<kSplit, kRanks, kBlockColumns>(
+        p, pairs, first_rank, c, end, Tile::kWeightBytes,
+        [&](int at, int own) { return weights + piece_at(at, own); });
     cp_async_commit();
   };
 
@@ -201,21 +174,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kSplit>)
     tree.add(leaf, sum);
   }
 
-  const int lane = threadIdx.x % 32;
-  float* to = p.partials + part * p.rows.num_rows * p.hidden.width;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int at = warp_row + lane / 4 + 8 * half;
-    if (at >= rows.count) continue;
-    float* out = to + (rows.start + at) * p.hidden.width + p.first_hidden;
-#pragma unroll
-    for (int n = 0; n < kRanks / 8; ++n) {
-      const int j = first_rank + 8 * n + lane % 4 * 2;
-      if (j >= p.width) continue;
-      *reinterpret_cast<float2*>(out + j) =
-          make_float2(sum[4 * n + 2 * half], sum[4 * n + 2 * half + 1]);
-    }
-  }
+  store_partials<kRanks>(p, rows, part, first_rank, warp_row, sum);
 }
 
 template <class T, bool kSplit, int kRanks>
@@ -243,6 +202,7 @@ void shrink(const ShrinkParams& p, Policy policy, Stream stream) {
     case Policy::kFloat16:
       return launch_ranks<__half, false>(p, stream);
     case Policy::kSplit:
+      if (shrink_float(p, stream)) return;
       return launch_ranks<__nv_bfloat16, true>(p, stream);
   }
 }
