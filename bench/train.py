@@ -27,6 +27,7 @@ OTHER_SHAPES = [
     (2048, 5120, 13824, 32), (8192, 3072, 8192, 8), (4096, 8192, 1024, 32),
     (4096, 1024, 28672, 16), (12345, 2560, 2560, 24), (1024, 7168, 2048, 64),
 ]  # fmt: skip
+FLOAT_SHAPES = [SHAPES[0], (512, 4096, 4096, 16), (2048, 5120, 13824, 32)]  # all of it float32
 HIGH_RANKS = (128, 256, 512)
 QKV = (4096, 1024, 1024)
 RAGGED = (4, 8, 8, 16, 16, 24, 32, 20)
@@ -60,7 +61,8 @@ def _gpu_cases() -> Iterator[Case]:
         for rank in HIGH_RANKS:
             yield case(_problem(8192, 4096, 4096, rank), name.replace("train", "train_wide"))
         yield case(_problem(4096, 4096, 4096, 16, weights="fp32"), name)
-        yield case(_problem(4096, 4096, 4096, 16, dtype="fp32"), name)
+        for shape in FLOAT_SHAPES:
+            yield case(_problem(*shape, dtype="fp32"), name)
         for shape in (SHAPES[0], SHAPES[2]):
             yield case(_problem(*shape, p=0.1), "train_dropout", "plain")
         together = "train_slices" if case is ForwardCase else "train_slices_backward"
