@@ -9,15 +9,14 @@
 
 #include "core/int_math.h"
 #include "lora/train/cuda/product_plan.h"
+#include "lora/train/cuda/shrink_time.h"
 #include "mortar/tensor.h"
 
 namespace mortar::lora::train::cuda {
 
 inline constexpr int kThreads = 256;      ///< of every product kernel: eight warps
-inline constexpr int kTileRows = 128;     ///< of shrink and expand: weights are read once per tile
 inline constexpr int kTileColumns = 128;  ///< of expand and outer
 inline constexpr int kWideColumns = 256;  ///< of expand for more than 128 ranks
-inline constexpr int kBlockColumns = 64;  ///< 16-bit elements of a row of 128 bytes, swizzled
 inline constexpr int kStepRows = 64;      ///< rows of outer's pipeline steps
 inline constexpr int kMostRanks = 64;     ///< rank columns of a thread block
 /// Stages of a pipeline: 4 of 18 to 24 KB, two thread blocks an SM, keep about 100 KB in flight.
@@ -169,23 +168,9 @@ constexpr int unfused_parts(std::int64_t rows, int width) {
 /// of the DRAM's rate, of which a lone block may reach less than all, and what each block costs to
 /// start and to end. Bytes from L2 count for 0.6 of those from DRAM.
 inline constexpr double kSmBytesPerUs = 32400, kL2Weight = 0.6, kBlockUs = 0.8;
-/// What each further thread block of a cluster adds.
-inline constexpr double kPartUs = 0.15;
 constexpr double time_of(std::int64_t blocks_of_sm, double block_bytes, double rate) {
   return static_cast<double>(blocks_of_sm) * (block_bytes / (kSmBytesPerUs * rate) + kBlockUs);
 }
-/// Clusters of so many thread blocks that fit a device at once. Those of 4 and more leave SMs idle:
-/// on an H200 30 of 4 and 15 of 8 fit at one block an SM.
-constexpr std::int64_t clusters_at_once(int parts, int per_sm, int sms) {
-  return std::int64_t{per_sm} * ((parts <= 2 ? sms : sms - sms / 11) / parts);
-}
-/// Clocks that a thread block of the streaming shrink takes for a step of 64 columns, whatever the
-/// memory does: most of it latency, as a few warps wait at a barrier. Dropout adds its draws,
-/// which more warps than multiply share in small tiles of 16 ranks.
-constexpr double step_clocks(int ranks, int rows, bool masked) {
-  return 300 + 6.0 * ranks + (masked ? (rows < 128 && ranks == 16 ? 350 : 700) : 0);
-}
-inline constexpr double kSmBytesPerClock = 16.4;
 /// Microseconds that split-K partials take, written and read, with the launch that adds them.
 constexpr double partials_us(std::int64_t rows, int width, int parts) {
   return 1.5 + 8.0 * parts * static_cast<double>(rows) * width / 5e6;
@@ -235,31 +220,24 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
       const int together = plan.fused ? parts : 1;
       const std::int64_t clusters = (ceil_div<std::int64_t>(rows, tile) + adapters / 2) *
                                     blocks_of_ranks * (parts / together);
-      // As few blocks an SM as take all clusters at once: the scheduler would otherwise leave SMs
-      // idle while others hold two blocks of a cluster.
-      const int most = stream_blocks(plan.ranks, tile);
-      int per_sm = 1;
-      while (per_sm < most && clusters > clusters_at_once(together, per_sm, machine.sms)) ++per_sm;
-      const std::int64_t waves = std::max<std::int64_t>(
-          ceil_div(clusters, clusters_at_once(together, per_sm, machine.sms)), 1);
-      const double bytes =
-          2.0 * static_cast<double>(kLeaves / parts * plan.leaf) * (tile + kL2Weight * plan.ranks);
-      const double rate = std::min(
-          1.0, per_sm * tile * 128.0 / step_clocks(plan.ranks, tile, masked) / kSmBytesPerClock);
-      const double us = time_of(waves * per_sm, bytes, rate) +
-                        (plan.fused ? kPartUs * parts : partials_us(rows, width, parts));
-      if (least > 0 && us >= least) continue;
-      least = us;
-      plan.rows = tile;
-      plan.parts = parts;
-      plan.per_sm = per_sm;
+      const ShrinkTime time{plan.ranks, tile, masked};
+      for (int per_sm = 1; per_sm <= stream_blocks(plan.ranks, tile); ++per_sm) {
+        const std::int64_t steps = kLeaves / parts * plan.leaf / kBlockColumns;
+        const double us = time.us(clusters, together, per_sm, steps, machine.sms) +
+                          (plan.fused ? 0 : partials_us(rows, width, parts));
+        if (least > 0 && us >= least) continue;
+        least = us;
+        plan.rows = tile;
+        plan.parts = parts;
+        plan.per_sm = per_sm;
+      }
     }
   }
   const bool products = dense && !masked && takes_products(rows, width, adapters, machine);
   if (!products) return plan;
   const ProductCut cut =
       cut_shrink(product_rows(rows, adapters), columns, width, kLeaves, machine.sms);
-  return cut.us < least ? product_shrink(columns, cut) : plan;
+  return cut.us - kProductAheadUs < least ? product_shrink(columns, cut) : plan;
 }
 
 /// Time of the streaming expand from 64 ranks on, over that of its bytes: its warps wait for their
