@@ -22,9 +22,9 @@ constexpr std::int64_t clusters_at_once(int parts, int per_sm, int sms) {
 /// which share an SM, come in waves; a wave takes its start and its steps of 64 columns, each as
 /// long as its rows take from a DRAM that all blocks of the wave share, or as its instructions and
 /// their latency, of which blocks that share an SM take longer. Dropout adds its draws, which more
-/// warps than multiply share in small tiles of 16 ranks. Fitted to 2,100 plans of 84 sizes (M of 512
-/// to 16,384, K of 1,024 to 18,944, ranks 8 to 128, some with dropout): what it chooses takes 1.015
-/// times as long as the best plan on average, and 1.1 times at most.
+/// warps than multiply share in small tiles of 16 ranks. Fitted to 2,100 plans of 84 sizes (M of
+/// 512 to 16,384, K of 1,024 to 18,944, ranks 8 to 128, some with dropout): what it chooses takes
+/// 1.015 times as long as the best plan on average, and 1.1 times at most.
 struct ShrinkTime {
   static constexpr double kStartUs = 2.74, kPartUs = 0.241, kDramBytesPerUs = 3.6e6;
   static constexpr double kShared = 0.2556;  ///< what each further block of an SM adds to a step
