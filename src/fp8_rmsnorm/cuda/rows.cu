@@ -28,15 +28,58 @@ constexpr int kThreads = HeldRowsPlan::kThreads;
 /// have; q as well.
 enum class RowsPass { kStatistics, kCompat, kQuantize };
 
+/// The largest magnitude that eight adjacent lanes have of each of their slots: lane l of the eight
+/// gets that of slot slot_at(l). Each step halves the slots of a lane, so that all take 7 shuffles,
+/// not 3 each.
+__device__ __forceinline__ float scatter_maxima(const float (&of_slots)[kHeld], int lane) {
+  float of_half[kHeld / 2];
+#pragma unroll
+  for (int i = 0; i < kHeld / 2; ++i) of_half[i] = fabsf(of_slots[i]);
+  const auto exchange = [&](int i, float upper, int bit) {
+    const bool keeps_upper = (lane & bit) != 0;
+    const float sent = keeps_upper ? of_half[i] : upper;
+    const float kept = keeps_upper ? upper : of_half[i];
+    of_half[i] = device::max_magnitude(fabsf(kept), __shfl_xor_sync(0xffffffffu, sent, bit));
+  };
+#pragma unroll
+  for (int i = 0; i < 4; ++i) exchange(i, of_slots[i + 4], 1);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) exchange(i, of_half[i + 2], 2);
+  exchange(0, of_half[1], 4);
+  return of_half[0];
+}
+
 /// The scales of a row's groups, made or given, and what its elements are multiplied with: in place
 /// of the largest |z w| of the thread's pieces. `scale`: of the group of the first piece, of which
-/// 2^group_shift lanes have pieces.
+/// 2^group_shift lanes have pieces; a row has `pieces`.
 template <class T>
 __device__ __forceinline__ void group_factors(const ForwardParams& p, const HeldRows<T>& held,
-                                              bool there, int lane, float* scale, std::int64_t step,
-                                              int group_shift, float rstd,
+                                              bool there, int lane, int pieces, float* scale,
+                                              std::int64_t step, int group_shift, float rstd,
                                               float (&of_pieces)[kHeld]) {
   const int lanes = 1 << group_shift;
+  // Whether slot v has columns of the lane's group.
+  const auto in_columns = [&](int v) {
+    return held.used(v) && held.first_piece(v) + (lane & -lanes) < pieces;
+  };
+  const auto factor_of = [&](float of_group) {
+    return finite_or_nan(rstd * approximate_inverse_of(of_group));
+  };
+  if (!p.out.given_scale && lanes >= kHeld) {  // a lane makes the scale of one slot
+    const int v = slot_at(lane % kHeld);
+    float most = scatter_maxima(of_pieces, lane);
+    for (int distance = kHeld; distance < lanes; distance *= 2) {
+      most = device::max_magnitude(most, __shfl_xor_sync(0xffffffffu, most, distance));
+    }
+    const float of_group = fast_scale(p.out, most * rstd);
+    if (there && in_columns(v) && lane % lanes < kHeld) scale[v * step] = of_group;
+    const float factor = factor_of(of_group);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      of_pieces[i] = __shfl_sync(0xffffffffu, factor, slot_at(i), kHeld);
+    }
+    return;
+  }
   if (p.out.given_scale) {
 #pragma unroll
     for (int v = 0; v < kHeld; ++v) {
@@ -54,13 +97,11 @@ __device__ __forceinline__ void group_factors(const ForwardParams& p, const Held
 #pragma unroll
     for (int v = 0; v < kHeld; ++v) {
       of_pieces[v] = fast_scale(p.out, fabsf(of_pieces[v]) * rstd);
-      if (there && held.in_columns(v) && lane % lanes == 0) scale[v * step] = of_pieces[v];
+      if (there && in_columns(v) && lane % lanes == 0) scale[v * step] = of_pieces[v];
     }
   }
 #pragma unroll
-  for (int v = 0; v < kHeld; ++v) {
-    of_pieces[v] = finite_or_nan(rstd * approximate_inverse_of(of_pieces[v]));
-  }
+  for (int v = 0; v < kHeld; ++v) of_pieces[v] = factor_of(of_pieces[v]);
 }
 
 template <class T, RowsPass kPass>
@@ -149,7 +190,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (per_group) {
         float* scale =
             scales.data + row * scales.row_stride + (lane >> group_shift) * scales.group_stride;
-        group_factors(p, held, there, lane, scale, group_step, group_shift, rstd, of_pieces);
+        group_factors(p, held, there, lane, pieces, scale, group_step, group_shift, rstd,
+                      of_pieces);
       } else if (!p.out.given_scale) {
         divisor = fast_scale(p.out, row_amax);
         if (there && lane == 0 && scales.given()) scales.data[row * scales.row_stride] = divisor;
