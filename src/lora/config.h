@@ -86,6 +86,7 @@ struct WideShape {
 inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2}, {2, 128, 3, 2}, {1, 128, 1, 2, true}};
 inline constexpr int kWidePartsShape = 2;  ///< the one of float32 weights
 static_assert(kWideShapes[kWidePartsShape].float_weights);
+inline constexpr int kWideRoundedShape = 0;  ///< the one that rounds the caller's h of float32
 
 struct ExpandPlan {
   ExpandKernel kernel = ExpandKernel::kDecode;

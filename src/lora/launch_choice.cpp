@@ -245,8 +245,12 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
 }
 
 bool runs_wide(const LoraShape& s, const Machine& m) {
-  return m.arch == 90 && s.op == Op::kApply && (s.one_type || (s.float_weights && s.aligned_y));
+  const bool takes_h =
+      s.op == Op::kApply || (s.op == Op::kExpand && s.aligned_h && (s.float_h || s.one_type));
+  return m.arch == 90 && takes_h && (s.one_type || (s.float_weights && s.aligned_y));
 }
+
+bool rounds_h(const LoraShape& s) { return s.op == Op::kExpand && s.one_type && s.float_h; }
 
 bool runs_wgmma(const LoraShape& s, const Machine& m) {
   return m.arch == 90 && s.aligned_x && (s.one_type || s.float_weights);
@@ -351,7 +355,9 @@ ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
   if (!s.one_type) return choose_parts_expand(s, m);
   const bool direct = suits_direct(s);
   if (!direct && suits_prefill(s, m)) return prefill_expand(s, m);
-  if (suits_wide(s, m)) return wide_expand(tokens_per_adapter(s) > 64 ? 1 : 0);
+  if (suits_wide(s, m)) {
+    return wide_expand(tokens_per_adapter(s) > 64 && !rounds_h(s) ? 1 : kWideRoundedShape);
+  }
   ExpandPlan c = direct ? choose_direct(s, m) : decode_expand(s, m);
   // Tiles of 64 tokens come in quarters: where tiles of 16 would be more than a grid has rows.
   if (max_tiles(s.num_tokens, s.num_adapters, 16) > 65535) c.tile_tokens = 64;

@@ -32,9 +32,11 @@ bool runs_dense(const LoraShape& s);
 bool runs_direct(const LoraShape& s);
 /// Runs of tiles that its two slots for B need, as a power of two.
 int least_log_run(const LoraShape& s);
-/// Whether the wide expand can run: it reads the op's own h, and of float32 weights it writes
+/// Whether the wide expand can run: it reads aligned rows of h, and of float32 weights it writes
 /// aligned y alone.
 bool runs_wide(const LoraShape& s, const Machine& m);
+/// Whether expand rounds an h of float32 as it reads it.
+bool rounds_h(const LoraShape& s);
 /// Rank rows that a CTA of the decode shrink may take: a ring of 128 rows, which leaves of 512
 /// elements have, is more than some devices hold.
 int decode_most_rows(const LoraShape& s, const Machine& m);

@@ -64,7 +64,8 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
 std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
   std::vector<ExpandPlan> plans;
   for (int i = 0; i < static_cast<int>(std::size(kWideShapes)) && runs_wide(s, m); ++i) {
-    if (kWideShapes[i].float_weights == s.float_weights) plans.push_back(wide_expand(i));
+    if (kWideShapes[i].float_weights != s.float_weights) continue;
+    if (!rounds_h(s) || i == kWideRoundedShape) plans.push_back(wide_expand(i));
   }
   if (!s.one_type) {
     plans.push_back(parts_expand(s, m));
@@ -182,7 +183,9 @@ std::string describe(const LaunchPlan& plan) {
   for (int i = 0; i < s.num_slices; ++i) {
     add("%s%lld", i == 0 ? "N " : "+", static_cast<long long>(s.widths[i]));
   }
-  add(", rank %d%s%s%s%s", s.max_rank, s.one_type ? "" : ", split-bf16",
+  add(", rank %d%s%s%s%s%s%s", s.max_rank, s.one_type ? "" : ", split-bf16",
+      s.float_h ? ", h of float32" : "",
+      s.op != Op::kExpand || s.aligned_h ? "" : ", h of any rows",
       s.aligned_x ? "" : ", unaligned x or A", s.aligned_y ? "" : ", unaligned y",
       s.b_by_8 ? ", rows of B by 8 bytes" : "");
   if (plan.one_kernel()) {

@@ -39,6 +39,9 @@ struct LoraShape {
   bool aligned_x = true;  ///< every row of x and A starts at a multiple of 16 bytes, and is whole
   bool aligned_y = true;  ///< the same for the slices of y
   bool b_by_8 = false;    ///< rows of stacked B start at multiples of 8 bytes, not of 16: rank 4
+  /// Of lora_expand: h is float32; and it is that or of y's type, in rows that start at multiples of
+  /// 16 bytes and have whole pieces.
+  bool float_h = false, aligned_h = false;
 
   std::int64_t sum_widths() const;
   std::int64_t max_width() const;
@@ -86,9 +89,9 @@ inline std::int64_t light_partials(const LoraShape& s) {
 inline bool partials_are_light(const LoraShape& s) {
   return partial_bytes(s) + finished_bytes(s) <= light_partials(s);
 }
-/// Bytes that they may take, the documented limit: twice h in float32, and 16 MB.
+/// Bytes that they may take, the documented limit: twice h in float32, and 32 MB.
 inline std::int64_t most_partials(const LoraShape& s) {
-  return 2 * s.num_tokens * s.num_slices * s.max_rank * 4 + (16 << 20);
+  return 2 * s.num_tokens * s.num_slices * s.max_rank * 4 + (32 << 20);
 }
 /// Those that the kernels without wgmma take: with split-bf16 more than the light ones do not pay.
 /// (1,334 tokens of rank 512, gate_up of 1,024 to 2 x 3,072, float32 adapters: 466 us against 444;

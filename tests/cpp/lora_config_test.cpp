@@ -125,7 +125,9 @@ LoraShape random_shape(std::mt19937& random) {
                       8 * log_uniform(2000), widths);
   s.op = static_cast<Op>(random() % 3);
   s.one_type = random() % 4 != 0;
-  s.float_weights = !s.one_type && s.op != Op::kExpand && random() % 4 != 0;
+  s.float_weights = !s.one_type && random() % 4 != 0;
+  s.float_h = s.op == Op::kExpand && random() % 2 == 0;
+  s.aligned_h = s.op == Op::kExpand && (s.float_h || s.one_type) && random() % 4 != 0;
   s.aligned_x = random() % 4 != 0;
   s.aligned_y = random() % 4 != 0;
   return s;
@@ -152,6 +154,8 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
     }
     if (wide) {
       EXPECT_EQ(kWideShapes[expand.shape].float_weights, s.float_weights);
+      EXPECT_TRUE(s.op == Op::kApply || s.aligned_h);
+      EXPECT_TRUE(!rounds_h(s) || expand.shape == kWideRoundedShape);
     }
     EXPECT_EQ(s.op != Op::kExpand && !s.one_type && !wgmma_shape,
               shrink.kernel == ShrinkKernel::kParts);

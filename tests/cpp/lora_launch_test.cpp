@@ -141,6 +141,10 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
     s.op = lora::Op::kExpand;
     s.aligned_x = true;
     s.b_by_8 = false;
+    s.float_weights = op.c.w == DType::kFloat32 && op.c.y == DType::kBFloat16;
+    s.float_h = h_dtype == DType::kFloat32;
+    s.aligned_h = (s.float_h || (s.one_type && h_dtype == op.c.y)) && op.max_rank() % 8 == 0;
+    for (const std::int64_t width : op.c.widths) s.aligned_y = s.aligned_y && width % 8 == 0;
     const LoraWeights host = op.host_weights();
     const auto expected =
         lora::reference_expand(lora::reference_shrink(op.x.host(), host, op.map, c.scale), host,
@@ -160,6 +164,7 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
       }
       EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
       EXPECT_TRUE(op.y.guards_intact()) << describe(plan);
+      if (plan.expand.kernel == lora::ExpandKernel::kWide) wide_ran_.insert(plan.expand.shape);
     }
   }
 
@@ -298,7 +303,19 @@ TEST_P(LoraLaunch, EveryPlanOfExpandGivesTheSameBits) {
     expect(case_of(70, 40, {136}, {64, 40}, DType::kFloat16), DType::kFloat16);
     expect(case_of(70, 40, {136}, {128, 72, 40}), DType::kFloat32);
     expect(case_of(19, 40, {72}, {136, 512}), DType::kBFloat16);
+    expect(case_of(150, 40, {264, 40}, {200, 129, 0}), DType::kFloat32);
+    expect(case_of(300, 40, {264, 13}, {72, 40, 136}), DType::kFloat32);
+    expect(case_of(150, 40, {136}, {201, 40}, DType::kFloat16), DType::kFloat32);
+    LoraCase alone = case_of(330, 40, {520}, {132, 512}, DType::kFloat16);
+    alone.map = Map::kOneAdapter;
+    expect(alone, DType::kFloat32);
+    LoraCase float_weights = case_of(150, 40, {264, 40}, {200, 129, 0});
+    float_weights.w = DType::kFloat32;
+    expect(float_weights, DType::kFloat32);
+    expect(float_weights, DType::kBFloat16);
   }
+  const bool has_wide = this_machine().arch == 90;
+  EXPECT_EQ(wide_ran_.size(), has_wide ? std::size(lora::kWideShapes) : 0u);
 }
 
 TEST_P(LoraLaunch, AnotherProblemsPlanIsRefused) {

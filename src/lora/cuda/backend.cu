@@ -74,10 +74,20 @@ LoraShape shape_of(const ShrinkProblem& p) {
   s.aligned_x = allows_vectors(p.x, p.weights);
   return s;
 }
+/// Whether every row of h starts at a multiple of 16 bytes and has whole pieces up to all ranks.
+bool has_whole_rows(const LoraShape& s, const RowsView& h) {
+  const auto unit = static_cast<std::int64_t>(16 / dtype_size(h.dtype));
+  return is_aligned(h.data) && h.row_stride % unit == 0 && h.slice_stride % unit == 0 &&
+         h.width >= h_width(s);
+}
+
 LoraShape shape_of(const ExpandProblem& p) {
   LoraShape s = shape_of(Op::kExpand, p.num_tokens, p.weights);
   s.one_type = s.one_type && p.y.dtype == p.weights.dtype;
+  s.float_weights = p.weights.dtype == DType::kFloat32 && p.y.dtype == DType::kBFloat16;
   s.aligned_y = allows_vectors(p.y, p.weights, p.offset);
+  s.float_h = p.h.dtype == DType::kFloat32;
+  s.aligned_h = (s.float_h || (s.one_type && p.h.dtype == p.y.dtype)) && has_whole_rows(s, p.h);
   return s;
 }
 LoraShape shape_of(const ApplyProblem& p) {
@@ -124,6 +134,7 @@ HView internal_h(const LoraShape& s, void* data, DType dtype, std::int64_t rows)
   h.slab_stride = h.row_stride * rows;
   h.by_position = true;
   h.vector = is_half(dtype);
+  h.rows_by_16 = true;
   return h;
 }
 
@@ -247,6 +258,7 @@ void expand(const ExpandProblem& problem, Stream stream) {
   p.h.width = std::min(p.h.width, static_cast<int>(h_width(plan.shape)));
   p.h.vector = p.h.dtype == p.y.dtype && is_half(p.h.dtype) && is_aligned(p.h.data) &&
                p.h.row_stride % 8 == 0 && p.h.slice_stride % 8 == 0;
+  p.h.rows_by_16 = plan.shape.aligned_h;
   p.weights = problem.weights;
   p.groups = problem.groups;
   p.offset = problem.offset;

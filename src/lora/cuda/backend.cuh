@@ -51,6 +51,7 @@ void expand_prefill(const ExpandParams& p, Stream stream);
 /// The same for high ranks, on the tensor cores of sm_90a; the second of float32 weights, to which
 /// the first leaves their shapes.
 void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream);
+void expand_wide_rounded(const ExpandParams& p, const ExpandPlan& c, Stream stream);
 void expand_wide_parts(const ExpandParams& p, const ExpandPlan& c, Stream stream);
 /// The same for every pair of dtypes, on tensor cores that multiply parts of values.
 void expand_parts(const ExpandParams& p, Stream stream);

@@ -42,6 +42,13 @@ struct Cursor {
   }
 };
 
+/// A thread's pieces of a caller's h of float32, on their way.
+template <class Ranks>
+struct HeldPieces {
+  static constexpr int kStep = kWorkers >> Ranks::kLogPieces, kRows = ceil_div(kTokens, kStep);
+  uint4 quad[kRows][2];
+};
+
 template <class Tr>
 struct Worker {
   using T = typename Tr::T;
@@ -127,8 +134,48 @@ struct Worker {
           device::cp_async_16(dst + i * Ranks::kPitch * 2, src + i * p.h.row_stride, bytes);
         }
       }
-    } else {
+    } else if (!holds_h()) {
       copy_h<T, Ranks, kWorkers>(p.h, tile, t.tokens, first_row, t.h_at, t.rank, h_stage(stage));
+    }
+  }
+
+  /// Whether h is such that a thread can have all of its pieces on their way while it computes.
+  __device__ __forceinline__ bool holds_h() const {
+    return !Tr::kOwnH && p.h.rows_by_16 && p.h.dtype == DType::kFloat32;
+  }
+  /// Asks for h of a step.
+  __device__ __forceinline__ void load_h(const StepSlot& t, HeldPieces<Ranks>& held) const {
+    if (!t.live) return;
+    const int column = Ranks::own_piece() * 8, left = t.rank - column;
+    const auto* from = static_cast<const float*>(p.h.data) + t.h_at + (left > 0 ? column : 0);
+#pragma unroll
+    for (int i = 0; i < HeldPieces<Ranks>::kRows; ++i) {
+      const int row = Ranks::own_row() + i * HeldPieces<Ranks>::kStep;
+      const int token = row < t.entry.z ? t.tokens[row] : -1;
+      const float* at = from + (token < 0 ? 0 : token) * p.h.row_stride;
+      device::load_if(token >= 0 && left > 0, held.quad[i][0], at);
+      device::load_if(token >= 0 && left > 4, held.quad[i][1], at + 4);
+    }
+  }
+  /// Puts it in place, rounded, zeros past the rank.
+  __device__ __forceinline__ void store_h(const StepSlot& t, int stage,
+                                          const HeldPieces<Ranks>& held) const {
+    if (!t.live || Ranks::own_piece() * 8 >= round_up(t.rank, 16)) return;
+    const int left = t.rank - Ranks::own_piece() * 8;
+#pragma unroll
+    for (int i = 0; i < HeldPieces<Ranks>::kRows; ++i) {
+      const int row = Ranks::own_row() + i * HeldPieces<Ranks>::kStep;
+      if (row >= t.entry.z) continue;
+      std::uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint4& quad = held.quad[i][j / 2];
+        const float low = __uint_as_float(j % 2 == 0 ? quad.x : quad.z);
+        const float high = __uint_as_float(j % 2 == 0 ? quad.y : quad.w);
+        words[j] = device::pack2<T>(2 * j < left ? low : 0.0f, 2 * j + 1 < left ? high : 0.0f);
+      }
+      *reinterpret_cast<uint4*>(h_stage(stage) + Ranks::place(row, Ranks::own_piece())) =
+          make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 
@@ -225,10 +272,15 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (p.add_inputs && !is_scout) worker.ask_for_rows(slots[0]);
     device::pdl_wait();
   }
+  const bool holds_h = !is_scout && worker.holds_h();
+  HeldPieces<typename Tr::Ranks> held = {};
 #pragma unroll 1
   for (int s = 0; s < Tr::kAhead; ++s, ahead.next()) {
     if (!is_scout) worker.issue_rows(slots[ahead.slot], ahead.stage);
     device::cp_async_commit();
+    if (!holds_h) continue;
+    worker.load_h(slots[ahead.slot], held);
+    worker.store_h(slots[ahead.slot], ahead.stage, held);
   }
 #pragma unroll 1
   for (int s = 0; s < num_steps; ++s, ahead.next(), now.next()) {
@@ -246,6 +298,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       worker.issue_b(slots[ahead.slot]);
       worker.issue_rows(slots[ahead.slot], ahead.stage);
       device::cp_async_commit();
+      if (holds_h) worker.load_h(slots[ahead.slot], held);
       if (late) worker.copy_b(t);
     }
     if (late) {
@@ -254,6 +307,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       __syncthreads();
     }
     if (!is_scout) worker.compute(t, now.stage);
+    if (holds_h) worker.store_h(slots[ahead.slot], ahead.stage, held);
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of expand_wide.cu and expand_wide_parts.cu. (The compiler makes other code of the
-// first where both are in one file.)
+// The kernel of expand_wide.cu, expand_wide_rounded.cu and expand_wide_parts.cu. (The compiler makes
+// other code of the first where it is in one file with another.)
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,8 @@ inline constexpr int kProducers = 128;
 inline constexpr int kGroupCols = 32;  ///< columns that are permuted together
 inline constexpr int kMmaCols = 64;    ///< of one wgmma
 
-template <class T_, int kShape, bool kVectorY_>
+/// kFloatH_: h is the caller's and float32 beside 16-bit weights: rounded to T as it comes.
+template <class T_, int kShape, bool kVectorY_, bool kFloatH_ = false>
 struct Traits {
   using T = T_;
   static constexpr WideShape kOf = kWideShapes[kShape];
@@ -37,14 +38,17 @@ struct Traits {
   static constexpr int kConsumers = 128 * kTiles, kThreads = kConsumers + kProducers;
   /// B and h are float32, split into planes of parts as they come.
   static constexpr bool kFloatWeights = kOf.float_weights;
+  static constexpr bool kFloatH = kFloatH_;
   using TW = std::conditional_t<kFloatWeights, float, T>;
+  using TH = std::conditional_t<kFloatH, float, TW>;
   static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes;
   static constexpr int kPlaneBytes = kTokenBytes + kCols * device::kSwizzleBytes;
   static constexpr int kStageBytes = (kFloatWeights ? kSplitParts : 1) * kPlaneBytes;
   static constexpr int kRing = kStages * kStageBytes;
   // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
   static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
-  static constexpr int kProducerRegisters = kFloatWeights ? 72 : 40;
+  static constexpr int kProducerRegisters = kFloatWeights || kFloatH ? 72 : 40;
+  static_assert(!kFloatH || kTiles == 1, "no registers for more rows of h");
   static constexpr int kConsumerRegisters =
       kRegisters + (kRegisters - kProducerRegisters) / kTiles / 8 * 8;
   static_assert(kCols % kMmaCols == 0 && kConsumers >= kCols, "a thread looks up a column");
@@ -107,6 +111,39 @@ __device__ __forceinline__ void produce_parts(Shared<Tr>& shared, unsigned char*
                           Tr::kPlaneBytes, rows_of(next),
                           (i + 1 == kParts ? step + 1 : step) * kStepRanks, rank);
     }
+    device::fence_async_proxy();
+    shared.full[at.stage].arrive();
+  }
+}
+
+/// Fills the ring with h of float32, 64 ranks at a time, and B of 16 bits, of which the first stages
+/// are asked for before the predecessor's end is awaited. A thread arrives at a stage twice, for
+/// either.
+template <class Tr>
+__device__ __forceinline__ void produce_rounded(Shared<Tr>& shared, unsigned char* ring, int rank,
+                                                bool vector) {
+  using T = typename Tr::T;
+  const int num_steps = ceil_div(rank, kStepRanks), ahead = min(num_steps, Tr::kStages);
+  const auto copy_b = [&](int stage, int step) {
+    copy_ranks<T, Tr::kCols>(shared.rows + Tr::kTokens,
+                             ring + stage * Tr::kStageBytes + Tr::kTokenBytes, step * kStepRanks,
+                             rank, vector);
+  };
+#pragma unroll 1
+  for (int step = 0; step < ahead; ++step) copy_b(step, step);
+  SplitRows<Tr::kTokens, kProducers, T> rows(static_cast<int>(threadIdx.x) - Tr::kConsumers, true);
+  device::pdl_wait();
+  rows.load(shared.rows, 0, rank);
+  device::RingCursor<Tr::kStages> at;
+#pragma unroll 1
+  for (int step = 0; step < num_steps; ++step, at.next()) {
+    if (step >= ahead) {
+      shared.empty[at.stage].wait((at.round - 1) & 1);
+      copy_b(at.stage, step);
+    }
+    shared.full[at.stage].arrive_after_copies();
+    rows.store_and_load(ring + at.stage * Tr::kStageBytes, 0, shared.rows, (step + 1) * kStepRanks,
+                        rank);
     device::fence_async_proxy();
     shared.full[at.stage].arrive();
   }
@@ -236,7 +273,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   if (thread < Tr::kTokens) {
     const int token = thread < tile.count ? shared.run.token(p.groups, p.tiles, thread) : -1;
     const int row = h_row(p.h, tile, first_position(p.groups, p.tiles), thread, token);
-    const auto* h = static_cast<const TW*>(p.h.data) + block.slice * p.h.slice_stride;
+    const auto* h = static_cast<const typename Tr::TH*>(p.h.data) + block.slice * p.h.slice_stride;
     shared.rows[thread] = row < 0 ? nullptr : h + row * p.h.row_stride;
     shared.y[thread] = token < 0 ? -1 : token * p.y.row_stride + block.y_col;
   }
@@ -246,7 +283,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   }
   if (thread == 0) {
     for (int i = 0; i < Tr::kStages; ++i) {
-      shared.full[i].init(kProducers);
+      shared.full[i].init(Tr::kFloatH ? 2 * kProducers : kProducers);
       shared.empty[i].init(Tr::kConsumers / 32);
     }
   }
@@ -257,6 +294,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     device::fewer_registers<Tr::kProducerRegisters>();
     if constexpr (Tr::kFloatWeights) {
       produce_parts<Tr>(shared, smem, w.rank, vector);
+    } else if constexpr (Tr::kFloatH) {
+      produce_rounded<Tr>(shared, smem, w.rank, vector);
     } else {
       produce<Tr>(shared, smem, w.rank, vector);
     }

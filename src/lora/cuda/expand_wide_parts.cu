@@ -22,9 +22,9 @@ namespace mortar::lora::cuda {
 
 void expand_wide_parts(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
   check(c.shape == kWidePartsShape && p.vector_y && p.y.dtype == DType::kBFloat16 &&
-            p.h.by_position && p.h.dtype == DType::kFloat32 && p.weights.dtype == DType::kFloat32,
-        "lora_expand: the wide kernel of parts takes lora_apply's own h, float32 weights and an "
-        "aligned bfloat16 y");
+            p.h.rows_by_16 && p.h.dtype == DType::kFloat32 && p.weights.dtype == DType::kFloat32,
+        "lora_expand: the wide kernel of parts takes aligned rows of h and weights in float32 and "
+        "an aligned bfloat16 y");
   wide_expand::launch_traits<wide_expand::Traits<__nv_bfloat16, kWidePartsShape, true>>(p, stream);
 }
 

@@ -23,6 +23,8 @@ struct HView {
   int width = 0;        ///< columns per slice
   bool raw = false;     ///< split-K partial sums, scales still to be applied
   bool vector = false;  ///< rows of 16-bit elements that start at multiples of 16 bytes
+  /// Rows of any dtype do, and have whole pieces of eight columns up to the largest rank.
+  bool rows_by_16 = false;
   bool by_position = false;
 };
 

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of float32 on their way from global memory to planes of parts (device/parts.cuh) in shared
-// memory, in the swizzle that wgmma reads.
+// Rows of float32 on their way from global memory to shared memory, in the swizzle that wgmma reads:
+// as planes of parts (device/parts.cuh), or rounded to a 16-bit type.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "device/convert.cuh"
 #include "device/parts.cuh"
 #include "device/swizzle.cuh"
 #include "device/vector.cuh"
@@ -17,8 +19,9 @@ inline constexpr int kSplitParts = device::kParts<float>;
 /// t % 16 of every (kThreads / 16)-th row. The elements wait in registers, those of the next rows
 /// on their way while the last ones are split: 16 bytes a thread and row in flight, that need no
 /// room in shared memory. Rows are null (none: what is written in its place means nothing) or start
-/// at any element; those of `vector` at multiples of 16 bytes.
-template <int kRows, int kThreads>
+/// at any element; those of `vector` at multiples of 16 bytes. To: what they are rounded to; float
+/// for parts.
+template <int kRows, int kThreads, class To = float>
 struct SplitRows {
   static constexpr int kStep = kThreads / 16, kCount = kRows / kStep;
   static_assert(kRows % kStep == 0 && kStep % 8 == 0, "threads copy alike, in one swizzle phase");
@@ -34,8 +37,8 @@ struct SplitRows {
   __device__ __forceinline__ void load(const void* const* rows, int first, int end) {
     move<false>(nullptr, 0, rows, first, end);
   }
-  /// Writes the parts of what has come to planes of `plane_bytes`, and asks for those of `next` in
-  /// its place.
+  /// Writes what has come, as parts to planes of `plane_bytes`, and asks for that of `next` in its
+  /// place.
   __device__ __forceinline__ void store_and_load(unsigned char* planes, int plane_bytes,
                                                  const void* const* next, int first, int end) {
     move<true>(planes, plane_bytes, next, first, end);
@@ -69,7 +72,11 @@ struct SplitRows {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         uint4& own = v[base + i];
-        if constexpr (kStores) {
+        if constexpr (kStores && !std::is_same_v<To, float>) {
+          const auto& f = reinterpret_cast<const float(&)[4]>(own);
+          *reinterpret_cast<uint2*>(to + (base + i) * kStep * device::kSwizzleBytes) =
+              make_uint2(device::pack2<To>(f[0], f[1]), device::pack2<To>(f[2], f[3]));
+        } else if constexpr (kStores) {
           std::uint32_t part[kSplitParts][2];
           device::split4<float>(reinterpret_cast<const std::uint32_t*>(&own), part);
 #pragma unroll
