@@ -29,7 +29,8 @@ ROWS = [
 #: Sizes between those, where kernels change, and batches of many adapters.
 SIZES = [
     (QKV, 64, 1, 32), (QKV, 200, 1, 128), (QKV, 300, 32, 16), (QKV, 512, 64, 32),
-    (QKV, 1024, 8, 64), (QKV, 2048, 8, 32), (QKV, 2048, 128, 16),
+    (QKV, 1024, 8, 64), (QKV, 2048, 8, 32), (QKV, 2048, 128, 16), (QKV, 2048, 4, 128),
+    (QKV, 4096, 1, 256),
     (GATE_UP, 512, 256, 16), (GATE_UP, 1024, 64, 32),
     (DOWN, 300, 32, 32), (DOWN, 1024, 8, 64), (DOWN, 2048, 8, 64), (DOWN, 4096, 8, 64),
 ]  # fmt: skip
