@@ -22,4 +22,12 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, in
 #endif
 }
 
+/// Makes this thread's accesses to shared memory (cp.async that has landed, too) known to wgmma and
+/// to the copy engine, which come after them once a barrier has followed.
+__device__ __forceinline__ void fence_async_proxy() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 }  // namespace mortar::device

@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "device/async_copy.cuh"
+#include "device/bulk_copy.cuh"
 
 namespace mortar::device {
 
@@ -63,11 +64,6 @@ template <int N>
 __device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-/// Makes this thread's writes to shared memory (cp.async that has landed, too) visible to wgmma; a
-/// barrier must follow.
-__device__ __forceinline__ void fence_async_proxy() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // clang-format off

@@ -27,6 +27,7 @@ struct ForwardShape {
   int x_bytes = 1;                     ///< of an element
   int x_group = 0, x_scale_bytes = 0;  ///< elements of x per scale, and bytes of one; or no scales
   bool norm = true;
+  bool adds = false;  ///< a residual of x's type, of 16 bits
   Fp8Scaling scaling = Fp8Scaling::kTensor;
   int group = 128;
   bool given_scale = false, stochastic = false;
@@ -73,6 +74,7 @@ struct HeldRowsPlan {
   int x_bytes = 0;      ///< of a row in shared memory, zeros behind its end among them
   int kept_bytes = 0;   ///< of these, in a place of their own
   int scale_bytes = 0;  ///< of its scales there; 0: each thread loads its own
+  int added_bytes = 0;  ///< of a row of the residual behind them, which has x's type
   int weight_bytes = 0;
   std::int64_t smem = 0;  ///< bytes: weights as float32, rows
 
@@ -210,7 +212,9 @@ inline HeldRowsPlan held_rows_plan(const ForwardShape& s, const GpuShape& gpu, i
                                    static_cast<std::int64_t>(s.x_scale_bytes),
                                16));
   }
-  const std::int64_t step = std::int64_t{plan.rows_per_step()} * (plan.x_bytes + plan.scale_bytes);
+  plan.added_bytes = s.adds ? plan.x_bytes : 0;
+  const std::int64_t step =
+      std::int64_t{plan.rows_per_step()} * (plan.x_bytes + plan.scale_bytes + plan.added_bytes);
   const std::int64_t room = gpu.max_smem - HeldRowsPlan::kStaticSmem - plan.weight_bytes;
   plan.stages = static_cast<int>(std::min<std::int64_t>(room / step, HeldRowsPlan::kMostStages));
   plan.possible = plan.stages > 0;
@@ -297,15 +301,17 @@ inline FusedPlan choose_fused(const ForwardShape& s, const GpuShape& gpu) {
 }
 
 /// Where the plan's workspace lies.
-inline void lay_out(ForwardPlan& plan, const ForwardShape& s) {
+inline void lay_out(ForwardPlan& plan, const ForwardShape& s, const GpuShape& gpu) {
   std::int64_t bytes = 0;
   const auto reserve = [&](std::int64_t size) {
     const std::int64_t at = bytes;
     bytes += round_up<std::int64_t>(size, 16);
     return at;
   };
-  plan.maxima_at = reserve(4 * std::max({plan.held_plan.grid, plan.row_plan.grid,
-                                         plan.tile_plan.grid, plan.fused_plan.grid}));
+  // Who asks for the workspace need not know of the residual, which changes the held rows' grid.
+  const int held_grid = static_cast<int>(std::min<std::int64_t>(s.rows, gpu.num_sms));
+  plan.maxima_at = reserve(
+      4 * std::max({held_grid, plan.row_plan.grid, plan.tile_plan.grid, plan.fused_plan.grid}));
   plan.column_maxima_at = reserve(plan.columns ? 4 * s.hidden : 0);
   plan.rstd_at = reserve(plan.tiles && s.norm ? 4 * s.rows : 0);
   plan.weights_at =
@@ -325,7 +331,7 @@ inline ForwardPlan choose(const ForwardShape& s, const GpuShape& gpu) {
   plan.row_plan = choose_rows(s, gpu);
   plan.tile_plan = choose_tiles(s, gpu);
   if (plan.tiles_make_q) plan.fused_plan = choose_fused(s, gpu);
-  lay_out(plan, s);
+  lay_out(plan, s, gpu);
   return plan;
 }
 
@@ -337,7 +343,8 @@ inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& p) {
   }
   if (p.rows && p.held_plan.possible) {
     out << "aligned rows " << p.held_plan.grid << " x " << HeldRowsPlan::kThreads << ", "
-        << p.held_plan.row_threads << " threads a row, " << p.held_plan.slots << " pieces each; ";
+        << p.held_plan.row_threads << " threads a row, " << p.held_plan.slots << " pieces each"
+        << (p.held_plan.added_bytes > 0 ? ", with the residual; " : "; ");
   }
   if (p.rows) {
     out << (p.held_plan.possible ? "else rows " : "rows ") << p.row_plan.grid << " x "

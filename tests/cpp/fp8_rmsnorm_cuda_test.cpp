@@ -44,6 +44,7 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
             .x_group = dtype_size(c.x) == 1 ? c.x_group : 0,
             .x_scale_bytes = dtype_size(c.x) == 1 ? static_cast<int>(dtype_size(c.x_scale)) : 0,
             .norm = c.norm,
+            .adds = c.residual && c.residual_dtype == c.x && dtype_size(c.x) == 2,
             .scaling = c.scaling,
             .group = static_cast<int>(c.group),
             .given_scale = c.given,
@@ -100,7 +101,7 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
       plan = chosen;
       plan.held_plan = held_rows_plan(s, gpu_, threads);
       if (!plan.held_plan.possible) continue;
-      lay_out(plan, s);
+      lay_out(plan, s, gpu_);
       use(plan, "threads of a row");
       plan.held_plan.grid = 1;  // a CTA goes over all rows, and another over all tiles
       plan.tile_plan.grid = 1;
@@ -118,7 +119,7 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
       ForwardPlan plan = choose(s, gpu_);
       plan.fused_plan = fused_plan(s, gpu_, rows);
       if (s.stochastic || !plan.tiles_make_q || !plan.fused_plan.possible) continue;
-      lay_out(plan, s);
+      lay_out(plan, s, gpu_);
       use(plan, "one kernel");
     }
   }
@@ -225,6 +226,28 @@ TEST_P(Fp8RmsNormCuda, LaunchChoicesOfOtherFormsChangeNoBit) {
     for (bool with_scale : {false, true}) {
       quantize.given = with_scale;
       expect_same_bits(quantize);
+    }
+  }
+}
+
+// Rows that are added to as they come, by one warp and by several, with one row of a CTA in shared
+// memory and with more.
+TEST_P(Fp8RmsNormCuda, LaunchChoicesOfTheResidualChangeNoBit) {
+  for (DType x : {kBF16, kF16}) {
+    for (Fp8Scaling scaling : kScalings) {
+      for (std::int64_t columns : {264, 4104}) {
+        NormCase c{.rows = columns < 4104 ? 301 : 75,
+                   .columns = columns,
+                   .x = x,
+                   .residual = true,
+                   .residual_dtype = x,
+                   .scaling = scaling,
+                   .group = 128};
+        expect_same_bits(c);
+        c.make_q_t = false;
+        c.given = scaling == Fp8Scaling::kTensor;
+        expect_same_bits(c);
+      }
     }
   }
 }

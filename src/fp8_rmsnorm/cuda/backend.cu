@@ -48,11 +48,11 @@ void run(ForwardParams p, Stream stream) {
   // What the kernels for aligned rows do: see there.
   const bool held = plan.held_plan.possible && p.x_aligned && p.q_aligned &&
                     reinterpret_cast<std::uintptr_t>(p.weight.data) % 16 == 0 &&
-                    !p.residual.given() && !p.normed.given() &&
+                    (!p.residual.given() || plan.held_plan.added_bytes > 0) && !p.normed.given() &&
                     (plan.tiles_make_q || !p.out.q.given() || (nearest && fast));
   p.scales_in_rows = plan.held_plan.scale_bytes > 0 && rows_aligned(p.input.x_scale, 16);
   const FusedPlan& fused_plan = plan.fused_plan;
-  if (held && fused_plan.possible && plan.rows && nearest &&
+  if (held && fused_plan.possible && plan.rows && nearest && !p.residual.given() &&
       (fast || (p.norm && !p.out.given_scale)) && p.q_t_aligned) {
     p.scales_in_rows = fused_plan.held.scale_bytes > 0 && rows_aligned(p.input.x_scale, 16);
     p.maxima_count = fused_plan.grid;
@@ -108,6 +108,7 @@ ForwardShape shape_of(const ForwardProblem& p) {
   ForwardShape s;
   set_input(s, p.input);
   set_format(s, p.out);
+  s.adds = s.x_bytes == 2 && p.residual.given() && p.residual.dtype == p.input.x.dtype;
   return s;
 }
 

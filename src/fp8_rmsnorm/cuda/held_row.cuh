@@ -44,7 +44,7 @@ class HeldRows {
                                       device::Mbarrier* barriers, int in_step, int lane, int pieces,
                                       std::int64_t row, std::int64_t step, std::int64_t end)
       : p_(p), plan_(plan), lane_(lane), pieces_(pieces), step_(step), next_(row), end_(end) {
-    stage_bytes_ = plan.x_bytes - kept_bytes() + plan.scale_bytes;
+    stage_bytes_ = plan.x_bytes - kept_bytes() + plan.scale_bytes + plan.added_bytes;
     stages_ = device::smem_address(ring) + in_step * plan.stages * stage_bytes_;
     barriers_ = barriers + in_step * plan.stages;
     here_ = stages_ + lane * 16 - kept_bytes();
@@ -133,6 +133,34 @@ class HeldRows {
     parity_ ^= 1;
   }
 
+  /// Adds the residual's `row` to the thread's pieces and rounds the sums, which take the place of
+  /// both: what is read from now on, and of the residual in memory. The ring may be refilled when all
+  /// threads of the row have met.
+  __device__ __forceinline__ void add_residual(std::int64_t row) {
+    static_assert(sizeof(T) == 2 && !kKeeps);
+    T* const to = static_cast<T*>(p_.residual.data) + row * p_.residual.row_stride + lane_ * 8;
+#pragma unroll
+    for (int v = 0; v < kHeld; ++v) {
+      if (!in_columns(v)) continue;
+      const std::uint32_t at = here_ + first_piece(v) * 16;
+      const uint4 x = read_shared<16>(at), added = read_shared<16>(at + plan_.x_bytes);
+      const std::uint32_t of_x[4] = {x.x, x.y, x.z, x.w};
+      const std::uint32_t of_added[4] = {added.x, added.y, added.z, added.w};
+      std::uint32_t sum[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 a = device::unpack2<T>(of_x[i]), b = device::unpack2<T>(of_added[i]);
+        sum[i] = device::pack2<T>(a.x + b.x, a.y + b.y);
+      }
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(sum[0]), "r"(sum[1]),
+                   "r"(sum[2]), "r"(sum[3])
+                   : "memory");
+      *reinterpret_cast<uint4*>(to + first_piece(v) * 8) =
+          make_uint4(sum[0], sum[1], sum[2], sum[3]);
+    }
+    device::fence_async_proxy();  // before the copy engine writes there again
+  }
+
   __device__ __forceinline__ bool used(int v) const { return v < plan_.slots; }
   __device__ __forceinline__ bool in_columns(int v) const {
     return used(v) && first_piece(v) + lane_ < pieces_;
@@ -163,19 +191,23 @@ class HeldRows {
       if (there && lane_ == 0) {
         device::Mbarrier* barrier = barriers_ + stage;
         const int bytes = pieces_ * 16;
-        int scale_bytes = 0;
+        int others = 0;  // bytes of its scales and of the residual
         if (kIsFloat8<T> && p_.scales_in_rows) {
           const int size = narrow() ? 2 : 4;
-          scale_bytes = (pieces_ >> shift_) * size;
+          others = (pieces_ >> shift_) * size;
           device::copy_bulk(to + plan.x_bytes - kept_bytes(),
                             static_cast<const char*>(p_.input.x_scale.data) +
                                 next_ * p_.input.x_scale.row_stride * size,
-                            scale_bytes, barrier);
+                            others, barrier);
+        }
+        if (plan.added_bytes > 0) {
+          device::copy_bulk(to + plan.x_bytes, residual_row(), bytes, barrier);
+          others += bytes;
         }
         const int kept = min(kept_bytes(), bytes);
         if (kKeeps && kept > 0) device::copy_bulk(fill_kept_, x, kept, barrier);
         if (!kKeeps || bytes > kept) device::copy_bulk(to, x + kept, bytes - kept, barrier);
-        barrier->arrive_and_expect(bytes + scale_bytes);
+        barrier->arrive_and_expect(bytes + others);
       }
     } else {
       x += lane_ * 16;
@@ -186,6 +218,10 @@ class HeldRows {
           const bool kept = kKeeps && v < kept_slots_;
           device::cp_async_16((kept ? fill_kept_ : to - kept_bytes()) + lane_ * 16 + ahead,
                               x + ahead);
+          if (plan.added_bytes > 0) {
+            device::cp_async_16(to + plan.x_bytes + lane_ * 16 + ahead,
+                                residual_row() + lane_ * 16 + ahead);
+          }
         }
       }
       device::cp_async_commit();
@@ -193,6 +229,12 @@ class HeldRows {
     ++ahead_;
     next_ += step_;
     if constexpr (kKeeps) fill_kept_ += static_cast<int>(step_) * plan.kept_bytes;
+  }
+
+  /// The residual's row that comes next.
+  __device__ __forceinline__ const char* residual_row() const {
+    return static_cast<const char*>(p_.residual.data) +
+           next_ * p_.residual.row_stride * static_cast<std::int64_t>(sizeof(T));
   }
 
   __device__ __forceinline__ void load_scales(std::int64_t row) {

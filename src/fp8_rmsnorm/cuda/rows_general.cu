@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pass over rows of any kind: what rows.cu does, for those that it does not take: not aligned, very
-// long, with a residual, with y in bfloat16, stochastic.
+// long, with a residual of another type, with y in bfloat16, stochastic.
 //
 // z[m,n] = x s (+ residual, rounded and written back)   rstd[m] = 1 / sqrt(mean_n z^2 + eps)
 // y[m,n] = z rstd (w + offset)     q = y / scale, with a scale per row, per group, or given
