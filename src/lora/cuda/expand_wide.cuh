@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of expand_wide.cu, expand_wide_rounded.cu and expand_wide_parts.cu. (The compiler makes
-// other code of the first where it is in one file with another.)
+// The kernel of expand_wide.cu, expand_wide_rounded.cu and expand_wide_parts.cu. (The compiler
+// makes other code of the first where it is in one file with another.)
 #pragma once
 
 #include <cstdint>
@@ -116,9 +116,9 @@ __device__ __forceinline__ void produce_parts(Shared<Tr>& shared, unsigned char*
   }
 }
 
-/// Fills the ring with h of float32, 64 ranks at a time, and B of 16 bits, of which the first stages
-/// are asked for before the predecessor's end is awaited. A thread arrives at a stage twice, for
-/// either.
+/// Fills the ring with h of float32, 64 ranks at a time, and B of 16 bits, of which the first
+/// stages are asked for before the predecessor's end is awaited. A thread arrives at a stage twice,
+/// for either.
 template <class Tr>
 __device__ __forceinline__ void produce_rounded(Shared<Tr>& shared, unsigned char* ring, int rank,
                                                 bool vector) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of float32 on their way from global memory to shared memory, in the swizzle that wgmma reads:
-// as planes of parts (device/parts.cuh), or rounded to a 16-bit type.
+// Rows of float32 on their way from global memory to shared memory, in the swizzle that wgmma
+// reads: as planes of parts (device/parts.cuh), or rounded to a 16-bit type.
 #pragma once
 
 #include <cstdint>
