@@ -134,8 +134,8 @@ class HeldRows {
   }
 
   /// Adds the residual's `row` to the thread's pieces and rounds the sums, which take the place of
-  /// both, of x in the ring and of the residual in memory. The ring may be refilled when all threads
-  /// of the row have met.
+  /// both, of x in the ring and of the residual in memory. The ring may be refilled when all
+  /// threads of the row have met.
   __device__ __forceinline__ void add_residual(std::int64_t row) {
     static_assert(sizeof(T) == 2 && !kKeeps);
     T* const to = static_cast<T*>(p_.residual.data) + row * p_.residual.row_stride + lane_ * 8;
