@@ -18,8 +18,8 @@ class RowReduction {
   __device__ RowReduction(int row_threads, float* sums, std::uint32_t* maxima)
       : threads_(row_threads), sums_(sums), maxima_(maxima) {}
 
-  /// The sum of the threads' sums, which each of them gets. Every thread of the row calls this;
-  /// then all of them have come here.
+  /// The sum of the threads' sums, which each of them gets. Every thread of the row calls this (and
+  /// of its warp); then all of them have come here, and shared memory is as they left it.
   __device__ __forceinline__ void reduce(float& sum) {
     if (threads_ > 32) {
       float* sums = sums_ + odd_ * kMost;
@@ -27,6 +27,8 @@ class RowReduction {
       sums[threadIdx.x] = sum;
       sync();
       sum = of_warps(sums);
+    } else {
+      __syncwarp();  // shuffles alone do not order memory
     }
     sum = threads_ >= 32 ? device::sum_lanes(sum, 32) : device::sum_lanes(sum, threads_);
   }
