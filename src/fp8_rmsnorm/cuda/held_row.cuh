@@ -24,8 +24,9 @@ static_assert(kHeld == 8, "slot_at turns over three bits");
 /// thread copies the pieces that it reads. Where a row's scales are not whole copies, a thread
 /// loads those of its pieces one row ahead.
 ///
-/// kKeeps: the first plan.kept_bytes of a row go to a place of its own, where they stay.
-template <class T, bool kKeeps = false>
+/// kKeeps: the first plan.kept_bytes of a row go to a place of its own, where they stay. kAdds:
+/// rows of the residual come beside those of x.
+template <class T, bool kKeeps = false, bool kAdds = false>
 class HeldRows {
  public:
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -137,7 +138,7 @@ class HeldRows {
   /// both, of x in the ring and of the residual in memory. The ring may be refilled when all
   /// threads of the row have met.
   __device__ __forceinline__ void add_residual(std::int64_t row) {
-    static_assert(sizeof(T) == 2 && !kKeeps);
+    static_assert(sizeof(T) == 2 && kAdds && !kKeeps);
     T* const to = static_cast<T*>(p_.residual.data) + row * p_.residual.row_stride + lane_ * 8;
 #pragma unroll
     for (int v = 0; v < kHeld; ++v) {
@@ -200,7 +201,7 @@ class HeldRows {
                                 next_ * p_.input.x_scale.row_stride * size,
                             others, barrier);
         }
-        if (plan.added_bytes > 0) {
+        if constexpr (kAdds) {
           device::copy_bulk(to + plan.x_bytes, residual_row(), bytes, barrier);
           others += bytes;
         }
@@ -218,7 +219,7 @@ class HeldRows {
           const bool kept = kKeeps && v < kept_slots_;
           device::cp_async_16((kept ? fill_kept_ : to - kept_bytes()) + lane_ * 16 + ahead,
                               x + ahead);
-          if (plan.added_bytes > 0) {
+          if constexpr (kAdds) {
             device::cp_async_16(to + plan.x_bytes + lane_ * 16 + ahead,
                                 residual_row() + lane_ * 16 + ahead);
           }

@@ -52,10 +52,10 @@ __device__ __forceinline__ float scatter_maxima(const float (&of_slots)[kHeld], 
 /// The scales of a row's groups, made or given, and what its elements are multiplied with: in place
 /// of the largest |z w| of the thread's pieces. `scale`: of the group of the first piece, of which
 /// 2^group_shift lanes have pieces; a row has `pieces`.
-template <class T>
-__device__ __forceinline__ void group_factors(const ForwardParams& p, const HeldRows<T>& held,
-                                              bool there, int lane, int pieces, float* scale,
-                                              std::int64_t step, int group_shift, float rstd,
+template <class Rows>
+__device__ __forceinline__ void group_factors(const ForwardParams& p, const Rows& held, bool there,
+                                              int lane, int pieces, float* scale, std::int64_t step,
+                                              int group_shift, float rstd,
                                               float (&of_pieces)[kHeld]) {
   const int lanes = 1 << group_shift;
   // Whether slot v has columns of the lane's group.
@@ -104,7 +104,7 @@ __device__ __forceinline__ void group_factors(const ForwardParams& p, const Held
   for (int v = 0; v < kHeld; ++v) of_pieces[v] = factor_of(of_pieces[v]);
 }
 
-template <class T, RowsPass kPass>
+template <class T, RowsPass kPass, bool kAdds>
 __global__ void __launch_bounds__(kThreads, 1)
     rows_kernel(const __grid_constant__ ForwardParams p) {
   constexpr int kElements = kPiece<T>, kQuads = kElements / 4;
@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::int64_t stride = std::int64_t{plan.rows_per_step()} * gridDim.x;
   std::int64_t row = std::int64_t{plan.rows_per_step()} * blockIdx.x + in_step;
   unsigned char* ring = reinterpret_cast<unsigned char*>(shared_weights) + plan.weight_bytes;
-  HeldRows<T> held(p, plan, nullptr, ring, barriers, in_step, lane, pieces, row, stride, rows);
+  HeldRows<T, false, kAdds> held(p, plan, nullptr, ring, barriers, in_step, lane, pieces, row,
+                                 stride, rows);
 
   // Load.
   held.init();
@@ -160,8 +161,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (; row - in_warp < rows; row += stride) {
     const bool there = row < rows;
     held.wait(there);
-    if constexpr (sizeof(T) == 2) {
-      if (there && plan.added_bytes > 0) held.add_residual(row);
+    if constexpr (kAdds) {
+      if (there) held.add_residual(row);
     }
 
     // Reduce: the sum of squares, and the largest |z w| of the row or of its pieces.
@@ -265,7 +266,11 @@ void launch_rows(const ForwardParams& p, Stream stream) {
   launch.stream = stream;
   launch.pdl = true;
   device::visit_dtype<InputDTypes>(p.input.x.dtype, p.op, [&](auto tag) {
-    device::launch<rows_kernel<typename decltype(tag)::type, kPass>>(p.op, launch, p);
+    using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 2) {
+      if (plan.added_bytes > 0) return device::launch<rows_kernel<T, kPass, true>>(p.op, launch, p);
+    }
+    device::launch<rows_kernel<T, kPass, false>>(p.op, launch, p);
   });
 }
 
