@@ -141,6 +141,9 @@ struct Worker {
 
   /// Whether h is such that a thread can have all of its pieces on their way while it computes.
   __device__ __forceinline__ bool holds_h() const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    if (Ranks::kLogPieces == 4) return false;  // without wgmma it would spill
+#endif
     return !Tr::kOwnH && p.h.rows_by_16 && p.h.dtype == DType::kFloat32;
   }
   /// Asks for h of a step.
