@@ -245,8 +245,7 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
 }
 
 bool runs_wide(const LoraShape& s, const Machine& m) {
-  const bool takes_h =
-      s.op == Op::kApply || (s.op == Op::kExpand && s.aligned_h && (s.float_h || s.one_type));
+  const bool takes_h = s.op == Op::kApply || s.aligned_h;
   return m.arch == 90 && takes_h && (s.one_type || (s.float_weights && s.aligned_y));
 }
 
@@ -356,7 +355,8 @@ ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
   const bool direct = suits_direct(s);
   if (!direct && suits_prefill(s, m)) return prefill_expand(s, m);
   if (suits_wide(s, m)) {
-    return wide_expand(tokens_per_adapter(s) > 64 && !rounds_h(s) ? 1 : kWideRoundedShape);
+    if (rounds_h(s)) return wide_expand(kWideRoundedShape);
+    return wide_expand(tokens_per_adapter(s) > 64 ? 1 : 0);
   }
   ExpandPlan c = direct ? choose_direct(s, m) : decode_expand(s, m);
   // Tiles of 64 tokens come in quarters: where tiles of 16 would be more than a grid has rows.

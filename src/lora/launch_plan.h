@@ -89,9 +89,9 @@ inline std::int64_t light_partials(const LoraShape& s) {
 inline bool partials_are_light(const LoraShape& s) {
   return partial_bytes(s) + finished_bytes(s) <= light_partials(s);
 }
-/// Bytes that they may take, the documented limit: twice h in float32, and 32 MB.
+/// Bytes that they may take, the documented limit: twice h in float32, and 16 MB.
 inline std::int64_t most_partials(const LoraShape& s) {
-  return 2 * s.num_tokens * s.num_slices * s.max_rank * 4 + (32 << 20);
+  return 2 * s.num_tokens * s.num_slices * s.max_rank * 4 + (16 << 20);
 }
 /// Those that the kernels without wgmma take: with split-bf16 more than the light ones do not pay.
 /// (1,334 tokens of rank 512, gate_up of 1,024 to 2 x 3,072, float32 adapters: 466 us against 444;

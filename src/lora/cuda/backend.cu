@@ -74,11 +74,10 @@ LoraShape shape_of(const ShrinkProblem& p) {
   s.aligned_x = allows_vectors(p.x, p.weights);
   return s;
 }
-/// Whether every row of h starts at a multiple of 16 bytes and has whole pieces up to all ranks.
-bool has_whole_rows(const LoraShape& s, const RowsView& h) {
+/// Whether every row of h starts at a multiple of 16 bytes.
+bool has_aligned_rows(const RowsView& h) {
   const auto unit = static_cast<std::int64_t>(16 / dtype_size(h.dtype));
-  return is_aligned(h.data) && h.row_stride % unit == 0 && h.slice_stride % unit == 0 &&
-         h.width >= h_width(s);
+  return is_aligned(h.data) && h.row_stride % unit == 0 && h.slice_stride % unit == 0;
 }
 
 LoraShape shape_of(const ExpandProblem& p) {
@@ -87,7 +86,8 @@ LoraShape shape_of(const ExpandProblem& p) {
   s.float_weights = p.weights.dtype == DType::kFloat32 && p.y.dtype == DType::kBFloat16;
   s.aligned_y = allows_vectors(p.y, p.weights, p.offset);
   s.float_h = p.h.dtype == DType::kFloat32;
-  s.aligned_h = (s.float_h || (s.one_type && p.h.dtype == p.y.dtype)) && has_whole_rows(s, p.h);
+  s.aligned_h = (s.float_h || (s.one_type && p.h.dtype == p.y.dtype)) && has_aligned_rows(p.h) &&
+                p.h.width >= h_width(s);
   return s;
 }
 LoraShape shape_of(const ApplyProblem& p) {
@@ -256,8 +256,7 @@ void expand(const ExpandProblem& problem, Stream stream) {
   p.y = problem.y;
   p.h = caller_h(problem.h);
   p.h.width = std::min(p.h.width, static_cast<int>(h_width(plan.shape)));
-  p.h.vector = p.h.dtype == p.y.dtype && is_half(p.h.dtype) && is_aligned(p.h.data) &&
-               p.h.row_stride % 8 == 0 && p.h.slice_stride % 8 == 0;
+  p.h.vector = p.h.dtype == p.y.dtype && is_half(p.h.dtype) && has_aligned_rows(problem.h);
   p.h.rows_by_16 = plan.shape.aligned_h;
   p.weights = problem.weights;
   p.groups = problem.groups;
