@@ -48,8 +48,8 @@ void expand_direct(const ExpandParams& p, Stream stream);
 void apply_decode(const ApplyParams& p, Stream stream);
 /// Expand for tiles of 64 tokens, h not in slabs and ranks up to kExpandPrefillMaxRank.
 void expand_prefill(const ExpandParams& p, Stream stream);
-/// The same for high ranks, on the tensor cores of sm_90a. The first leaves to the others a caller's
-/// h of float32, and float32 weights with their shapes.
+/// The same for high ranks, on the tensor cores of sm_90a. The first leaves to the others what they
+/// are for: a caller's h of float32, and float32 weights, with their shapes.
 void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream);
 void expand_wide_rounded(const ExpandParams& p, const ExpandPlan& c, Stream stream);
 void expand_wide_parts(const ExpandParams& p, const ExpandPlan& c, Stream stream);
