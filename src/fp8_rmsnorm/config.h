@@ -236,6 +236,15 @@ inline HeldRowsPlan choose_held_rows(const ForwardShape& s, const GpuShape& gpu)
     row_threads *= 2;
     plan = held_rows_plan(s, gpu, row_threads);
   }
+  // No more rows on their way than a thread has: the rest of an SM is for CTAs of the tiles, which
+  // come early and bring their first x (2048 x 4096, see README.md).
+  const std::int64_t at_once = std::int64_t{plan.grid} * plan.rows_per_step();
+  const auto of_thread = static_cast<int>(ceil_div<std::int64_t>(
+      std::max<std::int64_t>(s.rows, 1), std::max<std::int64_t>(at_once, 1)));
+  if (plan.possible && of_thread < plan.stages) {
+    plan.smem -= (plan.smem - plan.weight_bytes) / plan.stages * (plan.stages - of_thread);
+    plan.stages = of_thread;
+  }
   return plan;
 }
 

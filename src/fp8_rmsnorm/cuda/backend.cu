@@ -80,6 +80,9 @@ void run(ForwardParams p, Stream stream) {
                                       p.out.scaling != Fp8Scaling::kTensor);
   const bool whole = !plan.tile_plan.any && p.x_aligned && p.q_aligned && !p.tiles_make_maxima() &&
                      (nearest ? fast || (p.norm && !p.out.given_scale) : fast && draws);
+  p.walk = TileWalk(plan.tile_plan.tiles,
+                    static_cast<int>(ceil_div<std::int64_t>(hidden, TilesPlan::kColumns)),
+                    plan.tile_plan.grid);
   if (plan.columns) (whole ? column_maxima : any_column_maxima)(p, stream);
   if (plan.tiles) (whole ? tiles : any_tiles)(p, stream);
   if (plan.amax && p.out.amax != nullptr) reduce_amax(p, stream);

@@ -64,6 +64,8 @@ class HeldRows {
             p.scales_in_rows && ((lane >> shift_) * bytes + i * scale_step_) % 4 != 0;
         scale_bytes_[i] = !narrow() ? 0x3210u : upper ? 0x3244u : 0x1044u;
       }
+      // Kept, not made anew for each piece.
+      asm volatile("" : "+r"(scale_bytes_[0]), "+r"(scale_bytes_[1]), "+r"(scales_));
     }
   }
 

@@ -9,6 +9,22 @@
 
 namespace mortar::fp8_rmsnorm::cuda {
 
+/// How CTAs walk over tiles of aligned rows, from the last to the first: what takes divisions.
+struct TileWalk {
+  int down = 0, across = 1;     ///< tiles of a column of them, of a row
+  std::uint64_t magic = 0;      ///< 2^32 / across, rounded up: divides numbers below 2^32 / across
+  int step_down = 0, step_across = 0;  ///< tiles back from one of a CTA to its next
+
+  TileWalk() = default;
+  TileWalk(std::int64_t tiles, int tiles_across, int grid)
+      : down(static_cast<int>(tiles / tiles_across)),
+        across(tiles_across),
+        magic(((std::uint64_t{1} << 32) + static_cast<unsigned>(across) - 1) /
+              static_cast<unsigned>(across)),
+        step_down(grid / across),
+        step_across(grid % across) {}
+};
+
 /// A forward, or a quantisation alone: then y is x, `norm` is false and there are no weights.
 struct ForwardParams {
   const char* op = "fp8_rmsnorm_forward";
@@ -22,6 +38,7 @@ struct ForwardParams {
   std::uint32_t* maxima = nullptr;  ///< of |y|, one per CTA of the kernel that makes them
   int maxima_count = 0;
   std::uint32_t* column_maxima = nullptr;  ///< [N], of |y|
+  TileWalk walk;
   float* weights = nullptr;  ///< [N] + offset in float32, as the rows kernel reads them
   /// The tiles' predecessor is of this call and does not write x: they may read it at once.
   bool x_is_there = false;

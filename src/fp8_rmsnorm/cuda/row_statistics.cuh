@@ -21,7 +21,8 @@ __device__ __forceinline__ float measure_row(const Rows& held, const HeldWeights
     if (held.used(v)) {
       const uint4 raw = held.piece(v);
       const float scale = held.scale(v);
-      float squares[4] = {}, largest[2] = {};
+      float squares[4] = {};
+      std::uint32_t largest[2] = {};
 #pragma unroll
       for (int k = 0; k < kPiece<T> / 4; ++k) {
         float z[4];
@@ -29,13 +30,13 @@ __device__ __forceinline__ float measure_row(const Rows& held, const HeldWeights
         const float4 w = weights.get(v, k);
 #pragma unroll
         for (int j = 0; j < 4; ++j) squares[j] = __fmaf_rn(z[j], z[j], squares[j]);
-        largest[0] = device::max_magnitude(largest[0], z[0] * w.x);
-        largest[1] = device::max_magnitude(largest[1], z[1] * w.y);
-        largest[0] = device::max_magnitude(largest[0], z[2] * w.z);
-        largest[1] = device::max_magnitude(largest[1], z[3] * w.w);
+        largest[0] = max(max(largest[0], device::product_bits(z[0], w.x)),
+                         device::product_bits(z[2], w.z));
+        largest[1] = max(max(largest[1], device::product_bits(z[1], w.y)),
+                         device::product_bits(z[3], w.w));
       }
       sum[v] = (squares[0] + squares[1]) + (squares[2] + squares[3]);
-      of_pieces[v] = device::max_magnitude(largest[0], largest[1]);
+      of_pieces[v] = __uint_as_float(max(largest[0], largest[1]));
       if constexpr (kIsFloat8<T>) {
         sum[v] *= scale * scale;
         of_pieces[v] *= scale;

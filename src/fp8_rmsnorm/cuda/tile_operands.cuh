@@ -17,30 +17,27 @@ class TileCursor {
   std::int64_t row0;
   int column0;
 
-  __device__ __forceinline__ TileCursor(const ForwardParams& p)
-      : across_(ceil_div(static_cast<int>(p.input.hidden), kTileColumns)) {
-    const auto tiles = static_cast<unsigned>(p.plan.tile_plan.tiles);
-    const auto across = static_cast<unsigned>(across_);
-    left_ = static_cast<int>(tiles) - 1 - static_cast<int>(blockIdx.x);
-    const unsigned index = left_ < 0 ? 0 : static_cast<unsigned>(left_);
-    row0 = std::int64_t{index / across} * kTileRows;
-    column0 = static_cast<int>(index % across) * kTileColumns;
-    step_rows_ = static_cast<int>(gridDim.x / across) * kTileRows;
-    step_columns_ = static_cast<int>(gridDim.x % across) * kTileColumns;
+  __device__ __forceinline__ TileCursor(const ForwardParams& p) : walk_(&p.walk) {
+    const unsigned back = blockIdx.x, across = static_cast<unsigned>(walk_->across);
+    left_ = static_cast<int>(p.plan.tile_plan.tiles) - 1 - static_cast<int>(back);
+    const auto up = static_cast<unsigned>(back * walk_->magic >> 32);
+    row0 = std::int64_t{walk_->down - 1 - static_cast<int>(up)} * kTileRows;
+    column0 = static_cast<int>(across - 1 - (back - up * across)) * kTileColumns;
   }
   __device__ __forceinline__ bool valid() const { return left_ >= 0; }
   __device__ __forceinline__ void advance() {
     left_ -= static_cast<int>(gridDim.x);
-    row0 -= step_rows_;
-    column0 -= step_columns_;
+    row0 -= walk_->step_down * kTileRows;
+    column0 -= walk_->step_across * kTileColumns;
     if (column0 < 0) {
-      column0 += across_ * kTileColumns;
+      column0 += walk_->across * kTileColumns;
       row0 -= kTileRows;
     }
   }
 
  private:
-  int across_, left_, step_rows_, step_columns_;
+  const TileWalk* walk_;
+  int left_;
 };
 
 /// The words of the scales of kThreadRows rows from `row` on, of which `count` are there.

@@ -46,6 +46,47 @@ __device__ __forceinline__ void draw_tile(const Draws& draws, std::int64_t row, 
   }
 }
 
+/// The largest |y| of a thread's rows in each of the four columns of quad k of its pieces. Rounding
+/// keeps order, so the weight of a column is multiplied with once; but not where it is infinite,
+/// as 0 times it is a NaN.
+template <class T>
+__device__ __forceinline__ void largest_of_rows(const uint4 (&raw)[kThreadRows], int k,
+                                                const float (&factor)[kThreadRows],
+                                                const float4& weights, bool infinite,
+                                                float (&most)[4]) {
+  const float by[4] = {weights.x, weights.y, weights.z, weights.w};
+  if (infinite) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) most[j] = 0.0f;
+#pragma unroll
+    for (int m = 0; m < kThreadRows; ++m) {
+      float y[4];
+      unpack4<T>(raw[m], k, y);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        most[j] = device::max_magnitude(most[j], y[j] * factor[m] * by[j]);
+      }
+    }
+    return;
+  }
+  std::uint32_t bits[4] = {};
+#pragma unroll
+  for (int m = 0; m < kThreadRows; m += 2) {
+    float a[4], b[4];
+    unpack4<T>(raw[m], k, a);
+    unpack4<T>(raw[m + 1], k, b);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      bits[j] = max(max(bits[j], device::product_bits(a[j], factor[m])),
+                    device::product_bits(b[j], factor[m + 1]));
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    most[j] = __uint_as_float(device::product_bits(__uint_as_float(bits[j]), by[j]));
+  }
+}
+
 /// One CTA an SM less where stochastic rounding has no instructions for 8-bit floats: its steps
 /// take more registers.
 template <class T, TilePass kPass, bool kDrawn>
@@ -124,13 +165,21 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
         factor[m] = finite_or_nan(scale * rstd[m]);
       }
     }
+    bool infinite = false;
     if (thread < kTileColumns) {
-      tile.weights[thread] =
+      const float weight =
           p.norm ? float_of_word(p.weight.dtype, in.weight) + p.weight_offset : 1.0f;
+      tile.weights[thread] = weight;
+      infinite = fabsf(weight) > kLargestFloat;
     }
     if (next.valid()) in.load(p, next, c, r);
     device::cp_async_wait<kStages - 1>();
-    __syncthreads();  // weights are there; the last tile's columns have been read
+    // Weights are there; the last tile's columns have been read.
+    if constexpr (kTurned || kMaxima) {
+      infinite = __syncthreads_or(infinite);
+    } else {
+      __syncthreads();
+    }
 
     // Quad k of row m: of the pieces that the thread reads whenever a new one begins.
     uint4 raw[kThreadRows];
@@ -172,14 +221,8 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
         for (int k = 0; k < kThreadQuads; ++k) {
           read(k);
           const float4 w = weights_of(k);
-          float most[4] = {};
-#pragma unroll
-          for (int m = 0; m < kThreadRows; ++m) {
-            float y[4];
-            quad(m, k, w, y);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) most[j] = device::max_magnitude(most[j], y[j]);
-          }
+          float most[4];
+          largest_of_rows<T>(raw, k % kQuads, factor, w, infinite, most);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             most[j] = device::max_magnitude(most[j], __shfl_xor_sync(0xffffffffu, most[j], 8));
@@ -206,9 +249,12 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
       step();
       continue;
     }
+    int group_warp = 0;  // the first warp of this one's group of rows
     if constexpr (kTurned) {
-      // The scales of q_t's rows; their inverses times the weights take the maxima's place.
+      // The scales of q_t's rows; their inverses times the weights take the first warp's maxima's
+      // place.
       const int group_rows = per_group ? p.out.group : kTileRows, group_warps = group_rows / 16;
+      group_warp = warp & -group_warps;
       for (int j = thread; j < kTileColumns * (kTileRows / group_rows); j += kTileThreads) {
         const int of = j % kTileColumns, first_warp = j / kTileColumns * group_warps;
         const int n = column0 + Operands::column_of_weight(of);
@@ -231,8 +277,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
             if (row0 == 0) *scale_t = s;
           }
         }
-        const float scaled = finite_or_nan(tile.weights[of] * inverse_of(s));
-        for (int w = first_warp; w < first_warp + group_warps; ++w) tile.inverse[w][of] = scaled;
+        tile.inverse[first_warp][of] = finite_or_nan(tile.weights[of] * inverse_of(s));
       }
       __syncthreads();
     }
@@ -245,7 +290,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
         read(k);
         float4 w;
         if constexpr (kTurned) {
-          w = *reinterpret_cast<const float4*>(&tile.inverse[warp][4 * (8 * k + c)]);
+          w = *reinterpret_cast<const float4*>(&tile.inverse[group_warp][4 * (8 * k + c)]);
         } else {
           w = weights_of(k);
         }
