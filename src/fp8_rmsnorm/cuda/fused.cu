@@ -228,8 +228,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   FusedTile tile(plan, across, team);
   copy(tile, here);
   load_tile_scales(tile);
-  if (p.makes_maxima()) cooperative_groups::this_grid().sync();
-  float inverse = inverse_of(tensor_scale(p, scratch));
+  // A scale that was given does not wait for the maxima, which then are for amax alone.
+  const bool given = p.out.given_scale;
+  if (p.makes_maxima() && !given) cooperative_groups::this_grid().sync();
+  float inverse = inverse_of(given ? __ldcg(p.out.scale.data) : tensor_scale(p, scratch));
   if (kCompat) inverse = finite_or_nan(inverse * (1.0f + 0x1p-22f));
 
   while (tile.valid()) {
@@ -330,6 +332,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     here = there;
     there = used;
     tile = next;
+  }
+  if (p.makes_maxima() && given) {
+    cooperative_groups::this_grid().sync();
+    store_amax(p, scratch);
   }
 }
 

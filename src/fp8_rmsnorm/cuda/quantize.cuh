@@ -136,16 +136,27 @@ __device__ __forceinline__ float reduce_maxima(const std::uint32_t* maxima, int 
   return __uint_as_float(device::max_block(largest, scratch));
 }
 
+/// Writes amax where the scale does not need it, as it was given: by one CTA, whose threads all
+/// call this.
+__device__ __forceinline__ void store_amax(const ForwardParams& p, std::uint32_t* scratch) {
+  if (!p.makes_maxima() || !p.plan.rows || blockIdx.x != 0) return;
+  const float amax = reduce_maxima(p.maxima, p.maxima_count, scratch);
+  if (threadIdx.x == 0) *p.out.amax = amax;
+}
+
 /// The scale of the whole tensor, given or from the maxima of the rows; the first CTA writes what
 /// the caller wants of it. Every thread of a CTA calls this.
 __device__ __forceinline__ float tensor_scale(const ForwardParams& p, std::uint32_t* scratch) {
+  if (p.out.given_scale) {
+    store_amax(p, scratch);
+    return __ldcg(p.out.scale.data);
+  }
   const bool first = blockIdx.x == 0 && threadIdx.x == 0;
   float amax = 0.0f;
   if (p.makes_maxima() && p.plan.rows) {
     amax = reduce_maxima(p.maxima, p.maxima_count, scratch);
     if (first && p.out.amax != nullptr) *p.out.amax = amax;
   }
-  if (p.out.given_scale) return __ldcg(p.out.scale.data);
   const float scale = scale_for(p.out, amax);
   if (first) *p.out.scale.data = scale;
   return scale;

@@ -59,26 +59,35 @@ __device__ __forceinline__ void store_whole_columns(const unsigned char* transpo
   }
 }
 
-/// Stores columns of a tile, `rows` bytes of each, to rows of q_t that are aligned, of which the
-/// first is `to`.
+/// Stores columns of a tile, `rows` bytes of each, to rows of q_t that begin at multiples of
+/// `alignment` bytes, 16 or 8, of which the first is `to`.
 template <int kElements>
 __device__ __forceinline__ void store_aligned_columns(const unsigned char* transposed, char* to,
-                                                      std::int64_t stride, int rows, int columns) {
+                                                      std::int64_t stride, int rows, int columns,
+                                                      int alignment) {
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));  // what follows from it is made anew, not kept for all tiles
   constexpr int kStep = kTileThreads / 8;
   const int piece = thread % 8, first = device::transposed_offset<kElements>(thread / 8, piece);
+  const int bytes = rows - piece * 16;
 #pragma unroll
   for (int i = 0; i < kTileColumns / kStep; ++i) {
     const int column = i * kStep + thread / 8;
-    if (column >= columns || piece * 16 >= rows) continue;
+    if (column >= columns || bytes <= 0) continue;
     const uint4 v =
         *reinterpret_cast<const uint4*>(transposed + offset_behind<kElements>(first, i * kStep));
     char* p = to + column * stride + piece * 16;
-    if (piece * 16 + 16 <= rows) {
+    if (bytes >= 16 && alignment == 16) {
       __stcs(reinterpret_cast<uint4*>(p), v);
+    } else if (bytes >= 8) {
+      __stcs(reinterpret_cast<uint2*>(p), make_uint2(v.x, v.y));
+      if (bytes >= 16) {
+        __stcs(reinterpret_cast<uint2*>(p + 8), make_uint2(v.z, v.w));
+      } else {
+        store_unaligned(p + 8, make_uint4(v.z, v.w, 0, 0), bytes - 8);
+      }
     } else {
-      store_unaligned(p, v, rows - piece * 16);
+      store_unaligned(p, v, bytes);
     }
   }
 }

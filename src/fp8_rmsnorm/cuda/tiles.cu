@@ -24,8 +24,8 @@ namespace mortar::fp8_rmsnorm::cuda {
 namespace {
 
 /// One scale for all; the same by COAT's roundings, where scale and y are bfloat16; scales of q_t's
-/// own rows or groups; the maxima that the former take.
-enum class TilePass { kPlain, kCompat, kTurned, kColumnMaxima };
+/// own rows or groups.
+enum class TilePass { kPlain, kCompat, kTurned };
 
 /// The words of draws of a thread's part of a tile: those of row m and quad k.
 template <int kElements>
@@ -46,45 +46,61 @@ __device__ __forceinline__ void draw_tile(const Draws& draws, std::int64_t row, 
   }
 }
 
-/// The largest |y| of a thread's rows in each of the four columns of quad k of its pieces. Rounding
-/// keeps order, so the weight of a column is multiplied with once; but not where it is infinite,
-/// as 0 times it is a NaN.
+/// The largest |y| of a thread's rows, as bits, in each of the four columns of quad k of its pieces.
+/// Rounding keeps order, so the weight of a column is multiplied with once; but not where it is
+/// infinite, as 0 times it is a NaN.
 template <class T>
 __device__ __forceinline__ void largest_of_rows(const uint4 (&raw)[kThreadRows], int k,
                                                 const float (&factor)[kThreadRows],
                                                 const float4& weights, bool infinite,
-                                                float (&most)[4]) {
+                                                std::uint32_t (&most)[4]) {
   const float by[4] = {weights.x, weights.y, weights.z, weights.w};
-  if (infinite) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) most[j] = 0.0f;
-#pragma unroll
-    for (int m = 0; m < kThreadRows; ++m) {
-      float y[4];
-      unpack4<T>(raw[m], k, y);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        most[j] = device::max_magnitude(most[j], y[j] * factor[m] * by[j]);
-      }
-    }
-    return;
-  }
-  std::uint32_t bits[4] = {};
+  for (int j = 0; j < 4; ++j) most[j] = 0;
 #pragma unroll
   for (int m = 0; m < kThreadRows; m += 2) {
     float a[4], b[4];
     unpack4<T>(raw[m], k, a);
     unpack4<T>(raw[m + 1], k, b);
+    if (infinite) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        most[j] = max(max(most[j], device::product_bits(a[j] * factor[m], by[j])),
+                      device::product_bits(b[j] * factor[m + 1], by[j]));
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        most[j] = max(max(most[j], device::product_bits(a[j], factor[m])),
+                      device::product_bits(b[j], factor[m + 1]));
+      }
+    }
+  }
+  if (infinite) return;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) most[j] = device::product_bits(__uint_as_float(most[j]), by[j]);
+}
+
+/// Maxima over the four threads of a warp that have the same columns, of which each gets those of
+/// one quad, in the place of quad 0. Each step halves what a thread has. Returns the quad.
+__device__ __forceinline__ int scatter_quads(std::uint32_t (&most)[kThreadQuads][4], int r) {
+  const bool odd = r % 2 != 0, upper = r / 2 % 2 != 0;
+#pragma unroll
+  for (int q = 0; q < 2; ++q) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      bits[j] = max(max(bits[j], device::product_bits(a[j], factor[m])),
-                    device::product_bits(b[j], factor[m + 1]));
+      const std::uint32_t sent = odd ? most[q][j] : most[q + 2][j];
+      const std::uint32_t kept = odd ? most[q + 2][j] : most[q][j];
+      most[q][j] = max(kept, __shfl_xor_sync(0xffffffffu, sent, 8));
     }
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    most[j] = __uint_as_float(device::product_bits(__uint_as_float(bits[j]), by[j]));
+    const std::uint32_t sent = upper ? most[0][j] : most[1][j];
+    const std::uint32_t kept = upper ? most[1][j] : most[0][j];
+    most[0][j] = max(kept, __shfl_xor_sync(0xffffffffu, sent, 16));
   }
+  return 2 * (r % 2) + r / 2 % 2;
 }
 
 /// One CTA an SM less where stochastic rounding has no instructions for 8-bit floats: its steps
@@ -98,7 +114,7 @@ template <class T, TilePass kPass, bool kDrawn>
 __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
     tiles_kernel(const __grid_constant__ ForwardParams p) {
   constexpr int kElements = kPiece<T>, kQuads = kElements / 4, kPieces = 16 / kElements;
-  constexpr bool kTurned = kPass == TilePass::kTurned, kMaxima = kPass == TilePass::kColumnMaxima;
+  constexpr bool kTurned = kPass == TilePass::kTurned;
   constexpr int kStages = TilesPlan::stages(sizeof(T));
   using Operands = TileOperands<T>;
   __shared__ __align__(16) SharedTile tile;
@@ -128,7 +144,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
   if (at.valid()) in.load(p, at, c, r);
   const Draws draws(kDrawn ? p.out.rng : nullptr);
   float inverse = 1.0f;
-  if constexpr (!kTurned && !kMaxima) {
+  if constexpr (!kTurned) {
     inverse = inverse_of(tensor_scale(p, tile.scratch));
     if (kPass == TilePass::kCompat) inverse = finite_or_nan(inverse * (1.0f + 0x1p-22f));
   }
@@ -175,7 +191,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
     if (next.valid()) in.load(p, next, c, r);
     device::cp_async_wait<kStages - 1>();
     // Weights are there; the last tile's columns have been read.
-    if constexpr (kTurned || kMaxima) {
+    if constexpr (kTurned) {
       infinite = __syncthreads_or(infinite);
     } else {
       __syncthreads();
@@ -215,39 +231,19 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
     };
 
     // Reduce: maxima of the columns over a warp's 16 rows, then over a group's.
-    if constexpr (kTurned || kMaxima) {
-      if (kMaxima || (per_group && !p.out.given_scale)) {
+    if constexpr (kTurned) {
+      if (per_group && !p.out.given_scale) {
+        std::uint32_t most[kThreadQuads][4];
 #pragma unroll
         for (int k = 0; k < kThreadQuads; ++k) {
           read(k);
-          const float4 w = weights_of(k);
-          float most[4];
-          largest_of_rows<T>(raw, k % kQuads, factor, w, infinite, most);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            most[j] = device::max_magnitude(most[j], __shfl_xor_sync(0xffffffffu, most[j], 8));
-            most[j] = device::max_magnitude(most[j], __shfl_xor_sync(0xffffffffu, most[j], 16));
-          }
-          if (r % 4 == 0) {
-            *reinterpret_cast<float4*>(&tile.inverse[warp][4 * (8 * k + c)]) =
-                make_float4(most[0], most[1], most[2], most[3]);
-          }
+          largest_of_rows<T>(raw, k % kQuads, factor, weights_of(k), infinite, most[k]);
         }
+        const int quad = scatter_quads(most, r);
+        *reinterpret_cast<uint4*>(&tile.inverse[warp][4 * (8 * quad + c)]) =
+            make_uint4(most[0][0], most[0][1], most[0][2], most[0][3]);
         __syncthreads();
       }
-    }
-    if constexpr (kMaxima) {
-      if (thread < kTileColumns) {
-        std::uint32_t bits = 0;
-#pragma unroll
-        for (int w = 0; w < kTileWarps; ++w) {
-          bits = max(bits, device::magnitude_bits(tile.inverse[w][thread]));
-        }
-        const int n = column0 + Operands::column_of_weight(thread);
-        if (n < hidden) atomicMax(p.column_maxima + n, bits);
-      }
-      step();
-      continue;
     }
     int group_warp = 0;  // the first warp of this one's group of rows
     if constexpr (kTurned) {
@@ -340,12 +336,13 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
       const std::int64_t stride = p.out.q_t.row_stride;
       const int tile_rows = static_cast<int>(min(rows - row0, std::int64_t{kTileRows}));
       const int tile_columns = min(hidden - column0, kTileColumns);
-      if (!p.q_t_aligned) {
+      if (p.q_t_alignment < 8) {
         store_shifted_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
-      } else if (whole) {
+      } else if (whole && p.q_t_alignment == 16) {
         store_whole_columns<kElements>(tile.transposed, q_t, stride);
       } else {
-        store_aligned_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
+        store_aligned_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns,
+                                         p.q_t_alignment);
       }
     }
   }
@@ -379,10 +376,6 @@ void tiles(const ForwardParams& p, Stream stream) {
   } else {
     launch_tiles<TilePass::kPlain>(p, stream);
   }
-}
-
-void column_maxima(const ForwardParams& p, Stream stream) {
-  launch_tiles<TilePass::kColumnMaxima>(p, stream);
 }
 
 }  // namespace mortar::fp8_rmsnorm::cuda
