@@ -105,15 +105,6 @@ struct TilesPlan {
   bool any = false;  ///< by the kernels for any rows, aligned or not
 };
 
-/// Maxima of the columns of aligned rows: a CTA has a strip of columns, 512 bytes of x, in a chunk of
-/// the rows.
-struct ColumnsPlan {
-  static constexpr int kThreads = 256, kStripBytes = 512, kPerSm = 3;
-
-  int strips = 1, chunks = 1;
-  std::int64_t rows = 0;  ///< of a chunk
-};
-
 /// Rows and tiles in one kernel, whose CTAs wait for each other between the two: each has rows of
 /// its own, and keeps as much of them in shared memory as fits.
 struct FusedPlan {
@@ -142,7 +133,6 @@ struct ForwardPlan {
 
   HeldRowsPlan held_plan;  ///< of the rows, where they are aligned and it is possible
   RowsPlan row_plan;       ///< else
-  ColumnsPlan column_plan;
   TilesPlan tile_plan;
   FusedPlan fused_plan;  ///< of both, where it is possible
   std::int64_t maxima_at = 0, column_maxima_at = 0, rstd_at = 0, weights_at = 0;  ///< bytes
@@ -274,20 +264,6 @@ inline TilesPlan choose_tiles(const ForwardShape& s, const GpuShape& gpu) {
   return plan;
 }
 
-/// As many chunks as give every SM its CTAs, of no fewer rows than a CTA has warps.
-inline ColumnsPlan choose_columns(const ForwardShape& s, const GpuShape& gpu) {
-  ColumnsPlan plan;
-  plan.strips = static_cast<int>(
-      ceil_div<std::int64_t>(s.hidden * s.x_bytes, ColumnsPlan::kStripBytes));
-  const std::int64_t wanted =
-      ceil_div<std::int64_t>(std::int64_t{gpu.num_sms} * ColumnsPlan::kPerSm, plan.strips);
-  const std::int64_t most = std::max<std::int64_t>(s.rows / (ColumnsPlan::kThreads / 32), 1);
-  plan.rows = ceil_div<std::int64_t>(s.rows, std::min(wanted, most));
-  plan.chunks = static_cast<int>(
-      ceil_div<std::int64_t>(s.rows, std::max<std::int64_t>(plan.rows, 1)));
-  return plan;
-}
-
 /// The plan with so many rows of a CTA: a multiple of 16.
 inline FusedPlan fused_plan(const ForwardShape& s, const GpuShape& gpu, int rows) {
   FusedPlan plan;
@@ -362,7 +338,6 @@ inline ForwardPlan choose(const ForwardShape& s, const GpuShape& gpu) {
   plan.amax = tensor && s.given_scale && !(plan.rows && plan.tiles);
   plan.held_plan = choose_held_rows(s, gpu);
   plan.row_plan = choose_rows(s, gpu);
-  if (plan.columns) plan.column_plan = choose_columns(s, gpu);
   plan.tile_plan = choose_tiles(s, gpu);
   if (plan.tiles_make_q) plan.fused_plan = choose_fused(s, gpu);
   lay_out(plan, s, gpu);
@@ -387,10 +362,7 @@ inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& p) {
     if (!p.row_plan.shared_weights) out << ", weights in the workspace";
     out << "; ";
   }
-  if (p.columns) {
-    out << "column maxima " << p.column_plan.strips << " x " << p.column_plan.chunks << " x "
-        << ColumnsPlan::kThreads << ", " << p.column_plan.rows << " rows each; ";
-  }
+  if (p.columns) out << "column maxima; ";
   if (p.tiles) {
     out << "tiles " << p.tile_plan.grid << " x " << TilesPlan::kThreads << " of "
         << p.tile_plan.tiles << (p.tile_plan.any ? ", of any rows; " : "; ");

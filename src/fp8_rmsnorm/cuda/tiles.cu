@@ -24,8 +24,8 @@ namespace mortar::fp8_rmsnorm::cuda {
 namespace {
 
 /// One scale for all; the same by COAT's roundings, where scale and y are bfloat16; scales of q_t's
-/// own rows or groups.
-enum class TilePass { kPlain, kCompat, kTurned };
+/// own rows or groups; the maxima that the former take.
+enum class TilePass { kPlain, kCompat, kTurned, kColumnMaxima };
 
 /// The words of draws of a thread's part of a tile: those of row m and quad k.
 template <int kElements>
@@ -114,7 +114,7 @@ template <class T, TilePass kPass, bool kDrawn>
 __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
     tiles_kernel(const __grid_constant__ ForwardParams p) {
   constexpr int kElements = kPiece<T>, kQuads = kElements / 4, kPieces = 16 / kElements;
-  constexpr bool kTurned = kPass == TilePass::kTurned;
+  constexpr bool kTurned = kPass == TilePass::kTurned, kMaxima = kPass == TilePass::kColumnMaxima;
   constexpr int kStages = TilesPlan::stages(sizeof(T));
   using Operands = TileOperands<T>;
   __shared__ __align__(16) SharedTile tile;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
   if (at.valid()) in.load(p, at, c, r);
   const Draws draws(kDrawn ? p.out.rng : nullptr);
   float inverse = 1.0f;
-  if constexpr (!kTurned) {
+  if constexpr (!kTurned && !kMaxima) {
     inverse = inverse_of(tensor_scale(p, tile.scratch));
     if (kPass == TilePass::kCompat) inverse = finite_or_nan(inverse * (1.0f + 0x1p-22f));
   }
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
     if (next.valid()) in.load(p, next, c, r);
     device::cp_async_wait<kStages - 1>();
     // Weights are there; the last tile's columns have been read.
-    if constexpr (kTurned) {
+    if constexpr (kTurned || kMaxima) {
       infinite = __syncthreads_or(infinite);
     } else {
       __syncthreads();
@@ -231,8 +231,8 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
     };
 
     // Reduce: maxima of the columns over a warp's 16 rows, then over a group's.
-    if constexpr (kTurned) {
-      if (per_group && !p.out.given_scale) {
+    if constexpr (kTurned || kMaxima) {
+      if (kMaxima || (per_group && !p.out.given_scale)) {
         std::uint32_t most[kThreadQuads][4];
 #pragma unroll
         for (int k = 0; k < kThreadQuads; ++k) {
@@ -244,6 +244,19 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
             make_uint4(most[0][0], most[0][1], most[0][2], most[0][3]);
         __syncthreads();
       }
+    }
+    if constexpr (kMaxima) {
+      if (thread < kTileColumns) {
+        std::uint32_t bits = 0;
+#pragma unroll
+        for (int w = 0; w < kTileWarps; ++w) {
+          bits = max(bits, device::magnitude_bits(tile.inverse[w][thread]));
+        }
+        const int n = column0 + Operands::column_of_weight(thread);
+        if (n < hidden) atomicMax(p.column_maxima + n, bits);
+      }
+      step();
+      continue;
     }
     int group_warp = 0;  // the first warp of this one's group of rows
     if constexpr (kTurned) {
@@ -340,9 +353,10 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
         store_shifted_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
       } else if (whole && p.q_t_alignment == 16) {
         store_whole_columns<kElements>(tile.transposed, q_t, stride);
+      } else if (p.q_t_alignment == 16) {
+        store_aligned_columns<kElements, 16>(tile.transposed, q_t, stride, tile_rows, tile_columns);
       } else {
-        store_aligned_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns,
-                                         p.q_t_alignment);
+        store_aligned_columns<kElements, 8>(tile.transposed, q_t, stride, tile_rows, tile_columns);
       }
     }
   }
@@ -376,6 +390,10 @@ void tiles(const ForwardParams& p, Stream stream) {
   } else {
     launch_tiles<TilePass::kPlain>(p, stream);
   }
+}
+
+void column_maxima(const ForwardParams& p, Stream stream) {
+  launch_tiles<TilePass::kColumnMaxima>(p, stream);
 }
 
 }  // namespace mortar::fp8_rmsnorm::cuda
