@@ -124,8 +124,20 @@ struct FusedPlan {
   std::int64_t smem = 0;  ///< bytes: weights, what is kept of x, rstd, rows on their way or tiles
 };
 
+/// All in one CTA, for a scale of the tensor and few elements: a thread has one piece of x, from the
+/// statistics of its row to the codes.
+struct SmallPlan {
+  static constexpr int kMostThreads = 512;
+
+  bool possible = false;
+  int row_threads = 1;  ///< a power of two
+  int threads = 0;      ///< whole warps
+};
+
 /// The kernels of a call, in their order, and where their workspace lies.
 struct ForwardPlan {
+  SmallPlan small_plan;  ///< of everything, where it is possible; no other kernel runs then
+
   bool rows = false;     ///< statistics of rows; q, unless the tiles make it
   bool columns = false;  ///< maxima of the columns
   bool tiles = false;    ///< q_t, and q with a scale per tensor
@@ -309,6 +321,21 @@ inline FusedPlan choose_fused(const ForwardShape& s, const GpuShape& gpu) {
   return fused_plan(s, gpu, static_cast<int>(rows));
 }
 
+/// As much as one CTA does at once: a call's time is then that of its launches, and of the host.
+inline SmallPlan choose_small(const ForwardShape& s) {
+  SmallPlan plan;
+  if (s.scaling != Fp8Scaling::kTensor || s.given_scale || s.rows == 0) return plan;
+  const std::int64_t pieces = ceil_div<std::int64_t>(s.hidden, 16 / s.x_bytes);
+  const std::int64_t row_threads = power_of_two_above(pieces);
+  if (row_threads > SmallPlan::kMostThreads || s.rows > SmallPlan::kMostThreads / row_threads) {
+    return plan;
+  }
+  plan.possible = true;
+  plan.row_threads = static_cast<int>(row_threads);
+  plan.threads = static_cast<int>(round_up<std::int64_t>(s.rows * row_threads, 32));
+  return plan;
+}
+
 /// Where the plan's workspace lies.
 inline void lay_out(ForwardPlan& plan, const ForwardShape& s, const GpuShape& gpu) {
   std::int64_t bytes = 0;
@@ -328,7 +355,8 @@ inline void lay_out(ForwardPlan& plan, const ForwardShape& s, const GpuShape& gp
   plan.workspace_bytes = bytes;
 }
 
-inline ForwardPlan choose(const ForwardShape& s, const GpuShape& gpu) {
+/// The plan of passes over rows and tiles, for any number of elements.
+inline ForwardPlan choose_passes(const ForwardShape& s, const GpuShape& gpu) {
   ForwardPlan plan;
   const bool tensor = s.scaling == Fp8Scaling::kTensor;
   plan.tiles = s.q_t || (tensor && !s.given_scale);
@@ -344,7 +372,17 @@ inline ForwardPlan choose(const ForwardShape& s, const GpuShape& gpu) {
   return plan;
 }
 
+inline ForwardPlan choose(const ForwardShape& s, const GpuShape& gpu) {
+  ForwardPlan plan;
+  plan.small_plan = choose_small(s);
+  return plan.small_plan.possible ? plan : choose_passes(s, gpu);
+}
+
 inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& p) {
+  if (p.small_plan.possible) {
+    return out << "one CTA of " << p.small_plan.threads << ", " << p.small_plan.row_threads
+               << " threads a row";
+  }
   if (const FusedPlan& fused = p.fused_plan; fused.possible) {
     out << "fused " << fused.grid << " x " << FusedPlan::kThreads << ", " << fused.rows
         << " rows each, " << fused.held.row_threads << " threads a row, " << fused.held.kept_bytes

@@ -43,6 +43,7 @@ void run(ForwardParams p, Stream stream) {
   p.x_aligned = hidden % piece == 0 && rows_aligned(p.input.x, 16) &&
                 rows_aligned(p.residual, 16) && rows_aligned(p.normed, 16);
   p.q_aligned = hidden % piece == 0 && rows_aligned(p.out.q, piece);
+  if (plan.small_plan.possible) return small(p, stream);
   p.q_t_aligned = rows_aligned(p.out.q_t, 16);
   const bool nearest = p.out.rng == nullptr, fast = p.out.numerics == Fp8Numerics::kFast;
   // What the kernels for aligned rows do: see there.

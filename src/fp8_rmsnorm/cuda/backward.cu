@@ -358,7 +358,7 @@ void backward(const BackwardProblem& problem, const BackwardPlan* plan, Stream s
       }
     });
   });
-  if (problem.dw.given()) reduce_dw(params, stream);
+  if (problem.dw.given() && chosen.chunks != 1) reduce_dw(params, stream);
 }
 
 }  // namespace mortar::fp8_rmsnorm::cuda
