@@ -124,8 +124,8 @@ struct FusedPlan {
   std::int64_t smem = 0;  ///< bytes: weights, what is kept of x, rstd, rows on their way or tiles
 };
 
-/// All in one CTA, for a scale of the tensor and few elements: a thread has one piece of x, from the
-/// statistics of its row to the codes.
+/// All in one CTA, for a scale of the tensor and few elements: a thread has one piece of x, from
+/// the statistics of its row to the codes.
 struct SmallPlan {
   static constexpr int kMostThreads = 512;
 
@@ -321,19 +321,16 @@ inline FusedPlan choose_fused(const ForwardShape& s, const GpuShape& gpu) {
   return fused_plan(s, gpu, static_cast<int>(rows));
 }
 
-/// As much as one CTA does at once: a call's time is then that of its launches, and of the host.
+/// As much as one CTA does at once: a call then costs one launch and no workspace.
 inline SmallPlan choose_small(const ForwardShape& s) {
-  SmallPlan plan;
-  if (s.scaling != Fp8Scaling::kTensor || s.given_scale || s.rows == 0) return plan;
-  const std::int64_t pieces = ceil_div<std::int64_t>(s.hidden, 16 / s.x_bytes);
-  const std::int64_t row_threads = power_of_two_above(pieces);
-  if (row_threads > SmallPlan::kMostThreads || s.rows > SmallPlan::kMostThreads / row_threads) {
-    return plan;
-  }
-  plan.possible = true;
-  plan.row_threads = static_cast<int>(row_threads);
-  plan.threads = static_cast<int>(round_up<std::int64_t>(s.rows * row_threads, 32));
-  return plan;
+  const std::int64_t row_threads =
+      power_of_two_above(ceil_div<std::int64_t>(s.hidden, 16 / s.x_bytes));
+  const bool one_scale = s.scaling == Fp8Scaling::kTensor && !s.given_scale;
+  const bool few = s.rows > 0 && s.rows <= SmallPlan::kMostThreads / row_threads;
+  if (!one_scale || !few) return {};
+  return {.possible = true,
+          .row_threads = static_cast<int>(row_threads),
+          .threads = static_cast<int>(round_up<std::int64_t>(s.rows * row_threads, 32))};
 }
 
 /// Where the plan's workspace lies.

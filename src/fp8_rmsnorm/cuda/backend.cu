@@ -11,12 +11,7 @@ GpuShape gpu_shape(const device::DeviceInfo& info) {
   return {info.num_sms, info.max_smem, info.arch >= 90};
 }
 
-/// Of the current device that is known, and calls query that one.
-GpuShape gpu_of(Device device) {
-  const device::DeviceInfo& current = device::current_device();
-  return gpu_shape(current.index == device.index ? current
-                                                 : device::read_device_info(device.index));
-}
+GpuShape gpu_of(Device device) { return gpu_shape(device::device_info(device.index)); }
 
 void set_format(ForwardShape& s, const Quantize& out) {
   s.scaling = out.scaling;

@@ -3,9 +3,9 @@
 // tiles_general.cu do, to the same bits, in one CTA and without a workspace.
 //
 // z = x s (+ residual)   rstd = 1 / sqrt(mean z^2 + eps)   y = z rstd (w + offset)   q = y / scale
-// bytes  : M N (e_x + outputs), 20 KB at most: below 0.1 us
-// limit  : the launch, and the latencies of one CTA: loads, two reductions, stores. A call costs the
-//          host one launch and no allocation for two of the one and one of the other
+// bytes  : M N (e_x + outputs) + scales, 25 KB at most: some 10 ns of an H200's memory
+// limit  : the launch, and the latencies of one CTA: loads, two reductions, stores. The host makes
+//          one launch of it and takes no workspace, where rows and tiles are two launches and one
 // wrong  : for more than one piece of x a thread
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
