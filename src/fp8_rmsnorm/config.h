@@ -5,34 +5,13 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 #include <ostream>
 
 #include "core/int_math.h"
-#include "mortar/fp8_rmsnorm.h"
+#include "fp8_rmsnorm/forward_shape.h"
 
 namespace mortar::fp8_rmsnorm {
-
-/// What a choice depends on besides the sizes.
-struct GpuShape {
-  int num_sms = 132;
-  int max_smem = 227 << 10;  ///< bytes that a CTA may have
-  bool clusters = true;      ///< CTAs may form clusters
-};
-
-/// Sizes and kinds of a forward, or of a quantisation alone (`norm` false).
-struct ForwardShape {
-  std::int64_t rows = 0, hidden = 0;
-  int x_bytes = 1;                     ///< of an element
-  int x_group = 0, x_scale_bytes = 0;  ///< elements of x per scale, and bytes of one; or no scales
-  bool norm = true;
-  bool adds = false;  ///< a residual of x's type, of 16 bits
-  Fp8Scaling scaling = Fp8Scaling::kTensor;
-  int group = 128;
-  bool given_scale = false, stochastic = false;
-  bool q = true, q_t = false;
-};
 
 /// A thread holds at most so many pieces of 16 bytes of x, of one row or of several.
 inline constexpr int kHeldPieces = 8;
@@ -153,11 +132,6 @@ struct ForwardPlan {
   /// q comes from the tiles, with the bytes of q_t.
   bool tiles_make_q = false;
 };
-
-/// Power of two at or above n, for n of at least 1.
-inline std::int64_t power_of_two_above(std::int64_t n) {
-  return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(n)));
-}
 
 inline RowsPlan choose_rows(const ForwardShape& s, const GpuShape& gpu) {
   RowsPlan plan;
