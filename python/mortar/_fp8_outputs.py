@@ -152,13 +152,13 @@ def new_outputs(
 
 def given_outputs(
     function: str, out: Fp8Output, chosen: Settings, scale
-) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """q, scale, q_t, scale_t and amax of a record that the caller brings, and what is written."""
+) -> tuple[Tensor | None, ...]:
+    """q, scale, q_t, scale_t and amax of a record that the caller brings."""
     # A starred name would be a list, which takes as long as all other names together.
     dtype, (index, _, _, given_scale, _), _, transpose, normed, _, _, _ = chosen
     if type(out) is not Fp8Output:
         raise TypeError(f"{function}: out must be an Fp8Output, got {type(out).__name__}")
-    q, scales, q_t, scales_t, rstd, amax, _, y = out
+    q, scales, q_t, scales_t, _, amax, _, y = out
     if (
         (q is None) != (transpose == "only")
         or (q_t is None) == bool(transpose)
@@ -168,16 +168,22 @@ def given_outputs(
         _check_given(function, out, dtype, transpose, normed)
     if given_scale:
         scales, scales_t = _given_scales(function, scale, index, transpose)
-        return (q, scales, q_t, scales_t, amax), (q, q_t, amax, rstd, y)
-    if index == 0 and scales_t is not None:
+    elif index == 0 and scales_t is not None:
         if scales_t is not scales:
             raise ValueError(
                 f"{function}: out must have one tensor as scale and scale_t with "
                 "scaling='tensor', got two"
             )
         scales_t = None
-    made = q, scales, q_t, scales_t, amax
-    return made, (*made, rstd, y)
+    return q, scales, q_t, scales_t, amax
+
+
+def written_to(out: Fp8Output, given_scale: bool) -> tuple[Tensor | None, ...]:
+    """What of a record that the caller brings is written."""
+    q, scales, q_t, scales_t, rstd, amax, _, y = out
+    if given_scale:
+        return q, q_t, rstd, amax, y
+    return q, scales, q_t, scales_t if scales_t is not scales else None, rstd, amax, y
 
 
 def _check_given(function: str, out: Fp8Output, dtype, transpose, normed) -> None:

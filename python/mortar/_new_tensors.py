@@ -56,6 +56,11 @@ def part(values: Tensor, index: int) -> Tensor:
     return _reinterpret(values, (), (), index)
 
 
+def as_vector(one: Tensor) -> Tensor:
+    """The one element of `one`, a tensor without dimensions, as a vector."""
+    return one.view(1) if _reinterpret is None else _reinterpret(one, (1,), (1,), 0)
+
+
 def spread(one: Tensor, shape: torch.Size) -> Tensor:
     """A tensor of this shape whose elements are all the one of `one`."""
     if _reinterpret is None:

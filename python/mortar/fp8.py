@@ -36,6 +36,7 @@ from ._fp8_outputs import (
     new_outputs,
     record,
     settings,
+    written_to,
 )
 from ._library import is_eager
 from ._new_tensors import allocator_like, dense_strides
@@ -131,10 +132,12 @@ def normalise(
         made, rows, shape, strides = new_outputs("fp8_rmsnorm", "x", x, chosen, scale, empty)
         rstd = empty((rows,), (1,), _F32)
         y = empty(shape, strides, _BF16) if normed else None
-        written = () if residual is None else (residual,)
     else:
-        made, written = given_outputs("fp8_rmsnorm", out, chosen, scale)
+        made = given_outputs("fp8_rmsnorm", out, chosen, scale)
         rstd, y = out.rstd, out.normed
+    written = ()
+    if _is_grad_enabled():
+        written = () if out is None else written_to(out, form[3])
         if residual is not None:
             written = (*written, residual)
     q, scales, q_t, scales_t, amax = made
@@ -195,7 +198,7 @@ def differentiate(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`fp8_rmsnorm_backward` of tensors that may require gradients."""
     eager = is_eager(dy)
-    written = () if dx is None else (dx,)
+    written = (dx, dw) if _is_grad_enabled() else ()
     if dx is None:
         if not isinstance(dy, Tensor):
             require_tensors("fp8_rmsnorm_backward", (("dy", False),), (dy,))
@@ -206,8 +209,6 @@ def differentiate(
             require_tensors("fp8_rmsnorm_backward", (("weight", False),), (weight,))
         shape = tuple(weight.shape)
         dw = allocator_like(weight, eager)(shape, dense_strides(shape), weight.dtype)
-    else:
-        written = (*written, dw)
     tensors = (dy, x, x_scale, weight, rstd, residual_grad, dx, dw, None)
     backward_into(eager, tensors, written, (weight_offset, accumulate_dw))
     return dx, dw
@@ -240,10 +241,10 @@ def fp8_quantize(
     eager = is_eager(y)
     if out is None:
         made, *_ = new_outputs("fp8_quantize", "y", y, chosen, scale, allocator_like(y, eager))
-        written = ()
     else:
-        made, written = given_outputs("fp8_quantize", out, chosen, scale)
+        made = given_outputs("fp8_quantize", out, chosen, scale)
     rng, form = draw(y.device) if stochastic else None, chosen[1]
+    written = written_to(out, form[3]) if out is not None and _is_grad_enabled() else ()
     quantize_into(eager, (y, rng, *made, None), written, form)
     q, scales, q_t, scales_t, amax = made
     if q_t is not None and form[0] == 0:

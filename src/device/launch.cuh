@@ -45,11 +45,9 @@ inline DeviceInfo read_device_info(int index) {
   return info;
 }
 
-/// The calling thread's current device.
-inline const DeviceInfo& current_device() {
+/// Of a device by its index, without a call of CUDA but for the first time.
+inline const DeviceInfo& device_info(int index) {
   static std::array<std::atomic<const DeviceInfo*>, kMaxDevices> cache{};
-  int index = 0;
-  cuda_check(cudaGetDevice(&index), "device");
   check(index < kMaxDevices, "mortar: at most ", kMaxDevices, " CUDA devices, got index ", index);
   const DeviceInfo* info = cache[index].load(std::memory_order_acquire);
   if (info == nullptr) {
@@ -57,6 +55,13 @@ inline const DeviceInfo& current_device() {
     cache[index].store(info, std::memory_order_release);
   }
   return *info;
+}
+
+/// The calling thread's current device.
+inline const DeviceInfo& current_device() {
+  int index = 0;
+  cuda_check(cudaGetDevice(&index), "device");
+  return device_info(index);
 }
 
 struct Launch {

@@ -41,6 +41,8 @@ struct BackwardPlan {
 
   /// Columns of a strip.
   MORTAR_HOST_DEVICE int strip() const { return row_threads * kElements; }
+  /// That CTA has all of dw: it needs no other kernel, and no partial sums.
+  MORTAR_HOST_DEVICE bool one_cta() const { return chunks == 1 && strips == 1; }
   /// From a row of a row group to its next.
   MORTAR_HOST_DEVICE std::int64_t row_step() const { return chunks * row_groups; }
 };
@@ -63,8 +65,9 @@ inline BackwardPlan backward_plan(const BackwardShape& s, const GpuShape& gpu, i
   const int least = ceil_div(columns, kElements);  // threads
   plan.row_threads =
       least <= 32 ? static_cast<int>(power_of_two_above(least)) : round_up(least, 32);
-  if (chunks == 0) chunks = most_chunks(plan.strips);
   const int most_groups = plan.strips > 1 ? 1 : most_threads / plan.row_threads;
+  // Rows that one CTA takes at once are its own: a call then costs one launch and no workspace.
+  if (chunks == 0) chunks = s.rows <= most_groups ? 1 : most_chunks(plan.strips);
   plan.row_groups =
       static_cast<int>(std::clamp<std::int64_t>(ceil_div(s.rows, chunks), 1, most_groups));
   plan.chunks = std::min(chunks, ceil_div<std::int64_t>(s.rows, plan.row_groups));
@@ -78,7 +81,10 @@ inline BackwardPlan backward_plan(const BackwardShape& s, const GpuShape& gpu, i
       room / stage, 1, std::min<std::int64_t>(BackwardPlan::kMostStages, steps)));
   // The sums of the row groups meet where the rows were.
   plan.smem = std::max(plan.stages * stage, std::int64_t{4} * plan.row_groups * plan.strip());
-  plan.dots_at = round_up<std::int64_t>(4 * plan.chunks * round_up<std::int64_t>(s.hidden, 4), 16);
+  if (!plan.one_cta()) {
+    plan.dots_at =
+        round_up<std::int64_t>(4 * plan.chunks * round_up<std::int64_t>(s.hidden, 4), 16);
+  }
   plan.workspace_bytes =
       plan.dots_at +
       (plan.strips > 1 && !plan.cluster ? round_up<std::int64_t>(4 * plan.strips * s.rows, 16) : 0);

@@ -5,34 +5,13 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 #include <ostream>
 
 #include "core/int_math.h"
-#include "mortar/fp8_rmsnorm.h"
+#include "fp8_rmsnorm/forward_shape.h"
 
 namespace mortar::fp8_rmsnorm {
-
-/// What a choice depends on besides the sizes.
-struct GpuShape {
-  int num_sms = 132;
-  int max_smem = 227 << 10;  ///< bytes that a CTA may have
-  bool clusters = true;      ///< CTAs may form clusters
-};
-
-/// Sizes and kinds of a forward, or of a quantisation alone (`norm` false).
-struct ForwardShape {
-  std::int64_t rows = 0, hidden = 0;
-  int x_bytes = 1;                     ///< of an element
-  int x_group = 0, x_scale_bytes = 0;  ///< elements of x per scale, and bytes of one; or no scales
-  bool norm = true;
-  bool adds = false;  ///< a residual of x's type, of 16 bits
-  Fp8Scaling scaling = Fp8Scaling::kTensor;
-  int group = 128;
-  bool given_scale = false, stochastic = false;
-  bool q = true, q_t = false;
-};
 
 /// A thread holds at most so many pieces of 16 bytes of x, of one row or of several.
 inline constexpr int kHeldPieces = 8;
@@ -124,8 +103,20 @@ struct FusedPlan {
   std::int64_t smem = 0;  ///< bytes: weights, what is kept of x, rstd, rows on their way or tiles
 };
 
+/// All in one CTA, for a scale of the tensor and few elements: a thread has one piece of x, from
+/// the statistics of its row to the codes.
+struct SmallPlan {
+  static constexpr int kMostThreads = 512;
+
+  bool possible = false;
+  int row_threads = 1;  ///< a power of two
+  int threads = 0;      ///< whole warps
+};
+
 /// The kernels of a call, in their order, and where their workspace lies.
 struct ForwardPlan {
+  SmallPlan small_plan;  ///< of everything, where it is possible; no other kernel runs then
+
   bool rows = false;     ///< statistics of rows; q, unless the tiles make it
   bool columns = false;  ///< maxima of the columns
   bool tiles = false;    ///< q_t, and q with a scale per tensor
@@ -141,11 +132,6 @@ struct ForwardPlan {
   /// q comes from the tiles, with the bytes of q_t.
   bool tiles_make_q = false;
 };
-
-/// Power of two at or above n, for n of at least 1.
-inline std::int64_t power_of_two_above(std::int64_t n) {
-  return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(n)));
-}
 
 inline RowsPlan choose_rows(const ForwardShape& s, const GpuShape& gpu) {
   RowsPlan plan;
@@ -309,6 +295,18 @@ inline FusedPlan choose_fused(const ForwardShape& s, const GpuShape& gpu) {
   return fused_plan(s, gpu, static_cast<int>(rows));
 }
 
+/// As much as one CTA does at once: a call then costs one launch and no workspace.
+inline SmallPlan choose_small(const ForwardShape& s) {
+  const std::int64_t row_threads =
+      power_of_two_above(ceil_div<std::int64_t>(s.hidden, 16 / s.x_bytes));
+  const bool one_scale = s.scaling == Fp8Scaling::kTensor && !s.given_scale;
+  const bool few = s.rows > 0 && s.rows <= SmallPlan::kMostThreads / row_threads;
+  if (!one_scale || !few) return {};
+  return {.possible = true,
+          .row_threads = static_cast<int>(row_threads),
+          .threads = static_cast<int>(round_up<std::int64_t>(s.rows * row_threads, 32))};
+}
+
 /// Where the plan's workspace lies.
 inline void lay_out(ForwardPlan& plan, const ForwardShape& s, const GpuShape& gpu) {
   std::int64_t bytes = 0;
@@ -328,7 +326,8 @@ inline void lay_out(ForwardPlan& plan, const ForwardShape& s, const GpuShape& gp
   plan.workspace_bytes = bytes;
 }
 
-inline ForwardPlan choose(const ForwardShape& s, const GpuShape& gpu) {
+/// The plan of passes over rows and tiles, for any number of elements.
+inline ForwardPlan choose_passes(const ForwardShape& s, const GpuShape& gpu) {
   ForwardPlan plan;
   const bool tensor = s.scaling == Fp8Scaling::kTensor;
   plan.tiles = s.q_t || (tensor && !s.given_scale);
@@ -344,7 +343,17 @@ inline ForwardPlan choose(const ForwardShape& s, const GpuShape& gpu) {
   return plan;
 }
 
+inline ForwardPlan choose(const ForwardShape& s, const GpuShape& gpu) {
+  ForwardPlan plan;
+  plan.small_plan = choose_small(s);
+  return plan.small_plan.possible ? plan : choose_passes(s, gpu);
+}
+
 inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& p) {
+  if (p.small_plan.possible) {
+    return out << "one CTA of " << p.small_plan.threads << ", " << p.small_plan.row_threads
+               << " threads a row";
+  }
   if (const FusedPlan& fused = p.fused_plan; fused.possible) {
     out << "fused " << fused.grid << " x " << FusedPlan::kThreads << ", " << fused.rows
         << " rows each, " << fused.held.row_threads << " threads a row, " << fused.held.kept_bytes

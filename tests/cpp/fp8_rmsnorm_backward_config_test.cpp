@@ -69,6 +69,16 @@ TEST(Fp8RmsNormBackwardConfig, TheTreeOfDwIsAMatterOfSizes) {
   }
 }
 
+TEST(Fp8RmsNormBackwardConfig, RowsOfOneStepAreOneChunkWithoutAWorkspace) {
+  for (const auto& [rows, hidden] : {std::pair{1, 256}, {32, 256}, {2, 4096}, {1, 8192}}) {
+    const BackwardPlan plan = choose(BackwardShape{rows, hidden, 1, 2, false}, kGpus[0]);
+    EXPECT_EQ(plan.chunks, 1);
+    EXPECT_EQ(plan.row_groups, rows);
+    EXPECT_EQ(plan.workspace_bytes, 0);
+    EXPECT_GT(choose(BackwardShape{rows + 32, hidden, 1, 2, false}, kGpus[0]).chunks, 1);
+  }
+}
+
 TEST(Fp8RmsNormBackwardConfig, NoRowsHaveNoChunks) {
   EXPECT_EQ(choose(BackwardShape{0, 64, 1, 2, false}, kGpus[0]).chunks, 0);
 }

@@ -28,7 +28,7 @@ TEST(Fp8RmsNormConfig, RowsAreHeldAndFit) {
     s.stochastic = rng() % 2 != 0;
     s.q_t = rng() % 2 != 0;
     const GpuShape& gpu = kGpus[rng() % std::size(kGpus)];
-    const ForwardPlan plan = choose(s, gpu);
+    const ForwardPlan plan = choose_passes(s, gpu);
     const RowsPlan& rows = plan.row_plan;
     SCOPED_TRACE(printed(plan));
     const std::int64_t piece = 16 / s.x_bytes, pieces = ceil_div(s.hidden, piece);
@@ -73,6 +73,31 @@ TEST(Fp8RmsNormConfig, RowsAreHeldAndFit) {
     EXPECT_LE(plan.maxima_at + 4 * std::max(rows.grid, plan.tile_plan.grid), plan.workspace_bytes);
     EXPECT_TRUE(rows.shared_weights || plan.weights_at + 4 * s.hidden <= plan.workspace_bytes);
   }
+}
+
+TEST(Fp8RmsNormConfig, OneCtaTakesWhatItsThreadsHold) {
+  std::mt19937 rng(3);
+  int taken = 0;
+  for (int i = 0; i < 20'000; ++i) {
+    ForwardShape s;
+    s.rows = random_size(rng, 600);
+    s.hidden = std::max<std::int64_t>(1, random_size(rng, 9000));
+    s.x_bytes = 1 << rng() % 3;
+    s.scaling = static_cast<Fp8Scaling>(rng() % 3);
+    s.given_scale = rng() % 2 != 0;
+    const ForwardPlan plan = choose(s, kGpus[rng() % std::size(kGpus)]);
+    const SmallPlan& small = plan.small_plan;
+    if (!small.possible) continue;
+    ++taken;
+    SCOPED_TRACE(printed(plan));
+    EXPECT_TRUE(s.scaling == Fp8Scaling::kTensor && !s.given_scale && s.rows > 0);
+    EXPECT_GE(std::int64_t{small.row_threads} * 16 / s.x_bytes, s.hidden);
+    EXPECT_GE(small.threads, s.rows * small.row_threads);
+    EXPECT_LE(small.threads, SmallPlan::kMostThreads);
+    EXPECT_EQ(small.threads % 32, 0);
+    EXPECT_EQ(plan.workspace_bytes, 0);
+  }
+  EXPECT_GT(taken, 100);
 }
 
 TEST(Fp8RmsNormConfig, NoRowsStillWriteAScale) {

@@ -89,7 +89,8 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
   void for_each_plan(const NormCase& c,
                      const std::function<void(const ForwardPlan&, const char*)>& use) {
     const ForwardShape s = shape_of(c);
-    ForwardPlan chosen = choose(s, gpu_);
+    ForwardPlan chosen = choose_passes(s, gpu_);
+    use(chosen, "passes");
     for_each_fused_plan(s, use);
     chosen.fused_plan.possible = false;
     ForwardPlan plan = chosen;
@@ -116,7 +117,7 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
   void for_each_fused_plan(const ForwardShape& s,
                            const std::function<void(const ForwardPlan&, const char*)>& use) {
     for (int rows : {16, 32, 48, 64, 128, 192}) {
-      ForwardPlan plan = choose(s, gpu_);
+      ForwardPlan plan = choose_passes(s, gpu_);
       plan.fused_plan = fused_plan(s, gpu_, rows);
       if (s.stochastic || !plan.tiles_make_q || !plan.fused_plan.possible) continue;
       lay_out(plan, s, gpu_);
@@ -129,7 +130,7 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
     for (bool compat : {false, true}) {
       c.compat = compat;
       SCOPED_TRACE(concat(c));
-      ForwardPlan apart = choose(shape_of(c), gpu_);
+      ForwardPlan apart = choose_passes(shape_of(c), gpu_);
       apart.fused_plan.possible = false;
       const std::vector<Bytes> expected = run(c, apart);
       int plans = 0;
@@ -188,6 +189,44 @@ TEST_P(Fp8RmsNormCuda, OneKernelChangesNoBit) {
     expect_one_kernel_changes_no_bit(layout);
     given.given = true;
     if (columns == 1040) expect_one_kernel_changes_no_bit(given);
+  }
+}
+
+// What one CTA does at once, to the bits of any other plan: one row and several, by one thread and
+// by all; aligned and not; every switch.
+TEST_P(Fp8RmsNormCuda, SmallOneCtaChangesNoBit) {
+  for (const auto& [x, rows, columns] : {std::tuple{kE4M3, 1, 256},
+                                         {kE5M2, 5, 80},
+                                         {kE4M3, 37, 16},
+                                         {kBF16, 1, 1000},
+                                         {kBF16, 3, 264},
+                                         {kF16, 7, 77},
+                                         {kF32, 2, 132},
+                                         {kF32, 9, 3}}) {
+    NormCase c{.rows = rows, .columns = columns, .x = x, .x_scale = kF32, .weight = kBF16};
+    ASSERT_TRUE(choose(shape_of(c), gpu_).small_plan.possible);
+    for (bool compat : {false, true}) {
+      for (bool stochastic : {false, true}) {
+        c.compat = compat;
+        c.stochastic = stochastic;
+        expect_same_bits(c);
+        NormCase other = c;
+        other.make_normed = true;
+        other.make_q_t = other.make_amax = false;
+        other.weight_offset = 1.0f;
+        other.layout = {.lead = 3, .row_gap = 5};
+        expect_same_bits(other);
+        other.residual = true;
+        other.residual_dtype = rows % 2 != 0 ? kBF16 : kF32;
+        other.q = kE5M2;
+        expect_same_bits(other);
+        NormCase quantize = c;
+        quantize.norm = quantize.compat = false;
+        quantize.make_q = false;
+        quantize.pow2 = stochastic;
+        if (!compat && dtype_size(x) > 1) expect_same_bits(quantize);
+      }
+    }
   }
 }
 
@@ -275,7 +314,7 @@ TEST_P(Fp8RmsNormCuda, LaunchChoicesOfStochasticRoundingChangeNoBit) {
 
 // q_t's rows begin at every address modulo 16 and end at any; tiles are whole or not.
 TEST_P(Fp8RmsNormCuda, LaunchChoicesOfUnalignedColumnsChangeNoBit) {
-  for (std::int64_t rows : {1, 2, 3, 5, 129, 131, 257}) {
+  for (std::int64_t rows : {1, 2, 3, 5, 8, 129, 131, 136, 257}) {
     for (const auto& [x, columns] : {std::pair{kE4M3, 272}, {kBF16, 136}, {kF32, 132}}) {
       expect_same_bits({.rows = rows, .columns = columns, .x = x});
     }

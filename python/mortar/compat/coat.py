@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .._fp8_outputs import settings
-from .._new_tensors import part
+from .._new_tensors import as_vector, part
 from ..fp8 import differentiate, normalise
 from ..fp8 import fp8_quantize as _quantize
 from ._install import Replacements, found
@@ -74,7 +74,7 @@ def fp8_rmsnorm_forward(
                       "compat", eps, 0.0)  # fmt: skip
     qy, scale, qy_t, _, rstd, *_ = normalise(_dense(_rows(x)), _rows(s_x), w, None, chosen)
     # The scale is a bfloat16 value in float32: its upper half is that bfloat16.
-    s_y = part(scale.view(1).view(torch.bfloat16), _UPPER_HALF)
+    s_y = part(as_vector(scale).view(torch.bfloat16), _UPPER_HALF)
     if x.ndim == 3:
         qy = qy.view(x.shape)
         if not transpose_output_2d:

@@ -11,12 +11,7 @@ GpuShape gpu_shape(const device::DeviceInfo& info) {
   return {info.num_sms, info.max_smem, info.arch >= 90};
 }
 
-/// Of the current device that is known, and calls query that one.
-GpuShape gpu_of(Device device) {
-  const device::DeviceInfo& current = device::current_device();
-  return gpu_shape(current.index == device.index ? current
-                                                 : device::read_device_info(device.index));
-}
+GpuShape gpu_of(Device device) { return gpu_shape(device::device_info(device.index)); }
 
 void set_format(ForwardShape& s, const Quantize& out) {
   s.scaling = out.scaling;
@@ -43,6 +38,7 @@ void run(ForwardParams p, Stream stream) {
   p.x_aligned = hidden % piece == 0 && rows_aligned(p.input.x, 16) &&
                 rows_aligned(p.residual, 16) && rows_aligned(p.normed, 16);
   p.q_aligned = hidden % piece == 0 && rows_aligned(p.out.q, piece);
+  if (plan.small_plan.possible) return small(p, stream);
   p.q_t_alignment = rows_aligned(p.out.q_t, 16) ? 16 : rows_aligned(p.out.q_t, 8) ? 8 : 1;
   const bool nearest = p.out.rng == nullptr, fast = p.out.numerics == Fp8Numerics::kFast;
   // What the kernels for aligned rows do: see there.

@@ -59,6 +59,7 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
   constexpr bool kAligned = kAccess != Access::kAny;
   constexpr bool kWarps = kAccess == Access::kFast || kAccess == Access::kStrips;
   constexpr bool kStrips = kAccess == Access::kStrips || kAccess == Access::kAny;
+  constexpr bool kMayBeAll = !kWarps;  // others would spill
   extern __shared__ uint4 ring[];
   __shared__ __align__(16) float warp_sums[DotReduction::kScratch];
   __shared__ StripDots<kStrips ? 2 : 1> strip_dots;
@@ -285,8 +286,8 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
   if (!params.makes_dw || dots_only) return;
 
   __syncthreads();  // the ring is free
-  store_partials<kCount, kRuns>(params, reinterpret_cast<float4*>(ring), thread, group, hidden,
-                                strip_column, lanes_column, of_run, dw);
+  store_partials<kMayBeAll, kCount, kRuns>(params, reinterpret_cast<float4*>(ring), thread, group,
+                                           hidden, strip_column, lanes_column, of_run, dw);
 }
 
 // ------------------------------------------------------------------------------------------- host
@@ -347,7 +348,9 @@ void backward(const BackwardProblem& problem, const BackwardPlan* plan, Stream s
     device::visit_dtype<FloatDTypes>(problem.dy.dtype, kBackwardOp, [&](auto dy_tag) {
       using X = typename decltype(x_tag)::type;
       using D = typename decltype(dy_tag)::type;
-      if (!aligned || (strips && !warps)) {
+      if (aligned && chosen.one_cta()) {
+        launch_passes<X, D, Access::kAligned>(params, launch);
+      } else if (!aligned || (strips && !warps)) {
         launch_passes<X, D, Access::kAny>(params, launch);
       } else if (strips) {
         launch_passes<X, D, Access::kStrips>(params, launch);
@@ -358,7 +361,7 @@ void backward(const BackwardProblem& problem, const BackwardPlan* plan, Stream s
       }
     });
   });
-  if (problem.dw.given()) reduce_dw(params, stream);
+  if (problem.dw.given() && !chosen.one_cta()) reduce_dw(params, stream);
 }
 
 }  // namespace mortar::fp8_rmsnorm::cuda

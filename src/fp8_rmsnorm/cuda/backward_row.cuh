@@ -160,9 +160,27 @@ struct StripDots {
   }
 };
 
+/// dw (+)= the sums of the row groups of the only CTA, which lie in shared memory.
+__device__ __forceinline__ void store_dw(const BackwardParams& params, const float* sums,
+                                         int thread, int hidden) {
+  const Rows& dw = params.problem.dw;
+  const int strip = params.plan.strip();
+#pragma unroll 1
+  for (int n = thread; n < hidden; n += static_cast<int>(blockDim.x)) {
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int g = 0; g < params.plan.row_groups; ++g) sum += sums[g * strip + n];
+    if (params.problem.accumulate_dw) {
+      sum += device::load_as_float(dw.data, dw.dtype, n);
+    }
+    device::store_from_float(dw.data, dw.dtype, n, sum);
+  }
+}
+
 /// The chunk's part of dw: the sums of the row groups in their order, by way of `sums` in shared
-/// memory. Run r of a thread's columns begins of_run(r) after column `lanes_column`.
-template <int kCount, int kRuns>
+/// memory. Run r of a thread's columns begins of_run(r) after column `lanes_column`. kMayBeAll: it
+/// is dw itself where there is but one CTA.
+template <bool kMayBeAll, int kCount, int kRuns>
 __device__ __forceinline__ void store_partials(const BackwardParams& params, float4* sums,
                                                int thread, int group, int hidden, int strip_column,
                                                int lanes_column, const auto& of_run,
@@ -181,6 +199,9 @@ __device__ __forceinline__ void store_partials(const BackwardParams& params, flo
     }
   }
   __syncthreads();
+  if (kMayBeAll && plan.one_cta()) {
+    return store_dw(params, reinterpret_cast<const float*>(sums), thread, hidden);
+  }
   const int stride = round_up(hidden, 4);
   float4* partials =
       reinterpret_cast<float4*>(params.partials + std::int64_t{blockIdx.x} * stride + strip_column);

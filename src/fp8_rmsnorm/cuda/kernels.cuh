@@ -55,6 +55,8 @@ struct ForwardParams {
   MORTAR_HOST_DEVICE bool tiles_make_maxima() const { return makes_maxima() && !plan.rows; }
 };
 
+/// All that a few elements need.
+void small(const ForwardParams& p, Stream stream);
 void convert_weights(const ForwardParams& p, Stream stream);
 /// For aligned rows that a CTA holds, rounding to nearest; and for any.
 void rows(const ForwardParams& p, Stream stream);
