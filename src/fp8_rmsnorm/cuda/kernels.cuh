@@ -11,8 +11,8 @@ namespace mortar::fp8_rmsnorm::cuda {
 
 /// How CTAs walk over tiles of aligned rows, from the last to the first: what takes divisions.
 struct TileWalk {
-  int down = 0, across = 1;     ///< tiles of a column of them, of a row
-  std::uint64_t magic = 0;      ///< 2^32 / across, rounded up: divides numbers below 2^32 / across
+  int down = 0, across = 1;  ///< tiles of a column of them, of a row
+  std::uint64_t magic = 0;   ///< 2^32 / across, rounded up: divides numbers below 2^32 / across
   int step_down = 0, step_across = 0;  ///< tiles back from one of a CTA to its next
 
   TileWalk() = default;

@@ -30,10 +30,10 @@ __device__ __forceinline__ float measure_row(const Rows& held, const HeldWeights
         const float4 w = weights.get(v, k);
 #pragma unroll
         for (int j = 0; j < 4; ++j) squares[j] = __fmaf_rn(z[j], z[j], squares[j]);
-        largest[0] = max(max(largest[0], device::product_bits(z[0], w.x)),
-                         device::product_bits(z[2], w.z));
-        largest[1] = max(max(largest[1], device::product_bits(z[1], w.y)),
-                         device::product_bits(z[3], w.w));
+        largest[0] =
+            max(max(largest[0], device::product_bits(z[0], w.x)), device::product_bits(z[2], w.z));
+        largest[1] =
+            max(max(largest[1], device::product_bits(z[1], w.y)), device::product_bits(z[3], w.w));
       }
       sum[v] = (squares[0] + squares[1]) + (squares[2] + squares[3]);
       of_pieces[v] = __uint_as_float(max(largest[0], largest[1]));

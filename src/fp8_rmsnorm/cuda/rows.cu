@@ -104,10 +104,11 @@ __device__ __forceinline__ void group_factors(const ForwardParams& p, const Rows
   for (int v = 0; v < kHeld; ++v) of_pieces[v] = factor_of(of_pieces[v]);
 }
 
-/// Threads that the registers of a CTA would be enough for. Where a row is only measured, an SM then
-/// has registers left for a CTA of tiles, which comes early and waits there.
+/// Threads that a CTA's registers would be enough for. Where rows are only measured, an SM then has
+/// registers left for a CTA of tiles, which comes early and waits there.
 template <class T, RowsPass kPass>
-inline constexpr int kRegisterThreads = kIsFloat8<T> && kPass == RowsPass::kStatistics ? 640 : kThreads;
+inline constexpr int kRegisterThreads =
+    kIsFloat8<T>&& kPass == RowsPass::kStatistics ? 640 : kThreads;
 
 template <class T, RowsPass kPass, bool kAdds>
 __global__ void __launch_bounds__((kRegisterThreads<T, kPass>), 1)

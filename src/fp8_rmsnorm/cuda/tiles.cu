@@ -11,7 +11,7 @@
 //          are transposed in registers 4 x 4 and meet those of other rows in shared memory, without
 //          bank conflicts. Stores of both outputs are runs of 128 bytes. The next tile of x comes
 //          to shared memory meanwhile. Stochastic rounding adds as many instructions again
-// wrong  : rows of q_t that do not begin at multiples of 16 bytes (M % 16 != 0) are stored in
+// wrong  : rows of q_t that do not begin at multiples of 8 bytes (M % 8 != 0) are stored in
 //          words, shifted into place
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
