@@ -39,7 +39,7 @@ void run(ForwardParams p, Stream stream) {
                 rows_aligned(p.residual, 16) && rows_aligned(p.normed, 16);
   p.q_aligned = hidden % piece == 0 && rows_aligned(p.out.q, piece);
   if (plan.small_plan.possible) return small(p, stream);
-  p.q_t_alignment = rows_aligned(p.out.q_t, 16) ? 16 : rows_aligned(p.out.q_t, 8) ? 8 : 1;
+  p.q_t_aligned = rows_aligned(p.out.q_t, 16);
   const bool nearest = p.out.rng == nullptr, fast = p.out.numerics == Fp8Numerics::kFast;
   // What the kernels for aligned rows do: see there.
   const bool held = plan.held_plan.possible && p.x_aligned && p.q_aligned &&
@@ -49,7 +49,7 @@ void run(ForwardParams p, Stream stream) {
   p.scales_in_rows = plan.held_plan.scale_bytes > 0 && rows_aligned(p.input.x_scale, 16);
   const FusedPlan& fused_plan = plan.fused_plan;
   if (held && fused_plan.possible && plan.rows && nearest && !p.residual.given() &&
-      (fast || (p.norm && !p.out.given_scale)) && p.q_t_alignment == 16) {
+      (fast || (p.norm && !p.out.given_scale)) && p.q_t_aligned) {
     p.scales_in_rows = fused_plan.held.scale_bytes > 0 && rows_aligned(p.input.x_scale, 16);
     p.maxima_count = fused_plan.grid;
     return fused(p, stream);

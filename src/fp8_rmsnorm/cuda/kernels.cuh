@@ -44,8 +44,7 @@ struct ForwardParams {
   bool x_is_there = false;
   bool scales_in_rows = false;  ///< a row's scales are whole accesses of 16 bytes too
   bool x_aligned = false;  ///< 16-byte pieces of x, and what lies beside them, are whole accesses
-  bool q_aligned = false;
-  int q_t_alignment = 1;  ///< rows of q_t begin at multiples of 16 or 8 bytes, or anywhere
+  bool q_aligned = false, q_t_aligned = false;
 
   /// Whether the maxima are wanted at all.
   MORTAR_HOST_DEVICE bool makes_maxima() const {

@@ -59,39 +59,26 @@ __device__ __forceinline__ void store_whole_columns(const unsigned char* transpo
   }
 }
 
-/// Stores columns of a tile, `rows` bytes of each, to rows of q_t that begin at multiples of kBytes,
-/// 16 or 8, of which the first is `to`. Adjacent lanes store adjacent kBytes.
-template <int kElements, int kBytes>
+/// Stores columns of a tile, `rows` bytes of each, to rows of q_t that are aligned, of which the
+/// first is `to`.
+template <int kElements>
 __device__ __forceinline__ void store_aligned_columns(const unsigned char* transposed, char* to,
                                                       std::int64_t stride, int rows, int columns) {
-  static_assert(kBytes == 16 || kBytes == 8);
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));  // what follows from it is made anew, not kept for all tiles
-  constexpr int kLanes = kTileRows / kBytes, kStep = kTileThreads / kLanes;
-  const int at = thread % kLanes * kBytes, left = rows - at;
-  const int first = device::transposed_offset<kElements>(thread / kLanes, at / 16);
-#pragma unroll(kBytes == 16 ? kTileColumns / kStep : 2)
+  constexpr int kStep = kTileThreads / 8;
+  const int piece = thread % 8, first = device::transposed_offset<kElements>(thread / 8, piece);
+#pragma unroll
   for (int i = 0; i < kTileColumns / kStep; ++i) {
-    const int column = i * kStep + thread / kLanes;
-    if (column >= columns || left <= 0) continue;
-    const int offset = kStep % 32 == 0 ? offset_behind<kElements>(first, i * kStep)
-                                       : device::transposed_offset<kElements>(column, at / 16);
-    const unsigned char* from = transposed + offset + at % 16;
-    char* p = to + column * stride + at;
-    if constexpr (kBytes == 16) {
-      const uint4 v = *reinterpret_cast<const uint4*>(from);
-      if (left >= 16) {
-        __stcs(reinterpret_cast<uint4*>(p), v);
-      } else {
-        store_unaligned(p, v, left);
-      }
+    const int column = i * kStep + thread / 8;
+    if (column >= columns || piece * 16 >= rows) continue;
+    const uint4 v =
+        *reinterpret_cast<const uint4*>(transposed + offset_behind<kElements>(first, i * kStep));
+    char* p = to + column * stride + piece * 16;
+    if (piece * 16 + 16 <= rows) {
+      __stcs(reinterpret_cast<uint4*>(p), v);
     } else {
-      const uint2 v = *reinterpret_cast<const uint2*>(from);
-      if (left >= 8) {
-        __stcs(reinterpret_cast<uint2*>(p), v);
-      } else {
-        store_unaligned(p, make_uint4(v.x, v.y, 0, 0), left);
-      }
+      store_unaligned(p, v, rows - piece * 16);
     }
   }
 }

@@ -11,7 +11,7 @@
 //          are transposed in registers 4 x 4 and meet those of other rows in shared memory, without
 //          bank conflicts. Stores of both outputs are runs of 128 bytes. The next tile of x comes
 //          to shared memory meanwhile. Stochastic rounding adds as many instructions again
-// wrong  : rows of q_t that do not begin at multiples of 8 bytes (M % 8 != 0) are stored in
+// wrong  : rows of q_t that do not begin at multiples of 16 bytes (M % 16 != 0) are stored in
 //          words, shifted into place
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
@@ -349,14 +349,12 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
       const std::int64_t stride = p.out.q_t.row_stride;
       const int tile_rows = static_cast<int>(min(rows - row0, std::int64_t{kTileRows}));
       const int tile_columns = min(hidden - column0, kTileColumns);
-      if (p.q_t_alignment < 8) {
+      if (!p.q_t_aligned) {
         store_shifted_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
-      } else if (whole && p.q_t_alignment == 16) {
+      } else if (whole) {
         store_whole_columns<kElements>(tile.transposed, q_t, stride);
-      } else if (p.q_t_alignment == 16) {
-        store_aligned_columns<kElements, 16>(tile.transposed, q_t, stride, tile_rows, tile_columns);
       } else {
-        store_aligned_columns<kElements, 8>(tile.transposed, q_t, stride, tile_rows, tile_columns);
+        store_aligned_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
       }
     }
   }

@@ -237,10 +237,8 @@ __global__ void __launch_bounds__(kTileThreads, 2)
       char* q_t = static_cast<char*>(p.out.q_t.data) + column0 * stride + row0;
       const int tile_rows = static_cast<int>(min(rows - row0, std::int64_t{kTileRows}));
       const int tile_columns = min(hidden - column0, kTileColumns);
-      if (p.q_t_alignment == 16) {
-        store_aligned_columns<kElements, 16>(tile.transposed, q_t, stride, tile_rows, tile_columns);
-      } else if (p.q_t_alignment == 8) {
-        store_aligned_columns<kElements, 8>(tile.transposed, q_t, stride, tile_rows, tile_columns);
+      if (p.q_t_aligned) {
+        store_aligned_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
       } else {
         store_shifted_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
       }
