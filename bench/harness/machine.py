@@ -44,7 +44,10 @@ class Ceiling:
 
 #: Measured once per machine and then fixed, so that floors compare between runs: a device-to-device
 #: copy of large tensors (bytes read + written) and an 8192^3 bf16 product through cuBLAS.
-CEILINGS = {"NVIDIA H200": Ceiling(bandwidth=4.28e12, flops=790e12)}
+CEILINGS = {
+    "NVIDIA H200": Ceiling(bandwidth=4.28e12, flops=790e12),
+    "NVIDIA H100 80GB HBM3": Ceiling(bandwidth=3.03e12, flops=790e12),
+}
 
 
 def _output(*command: str) -> str:
