@@ -8,6 +8,7 @@
 #if MORTAR_HAS_CUDA
 #include "lora/train/checks.h"
 #include "lora/train/cuda/backend.cuh"
+#include "lora/train/cuda/float_plan.h"
 
 namespace mortar::testing {
 namespace {
@@ -91,6 +92,42 @@ TEST_P(LoraTrainShapes, NoPlanChangesABit) {
         TrainStep other(c, GetParam());
         run_planned(&other, {nullptr, &expand});
         expect_same_forward(chosen, other, describe(expand));
+      }
+    }
+  }
+}
+
+// Float32 throughout: the kernels of dense rows beside those of any strides.
+TEST_P(LoraTrainShapes, NoPlanOfFloatsChangesABit) {
+  struct Case {
+    RowsBy by;
+    std::vector<int> ranks;
+  };
+  for (const auto& [by, ranks] : {Case{RowsBy::kOne, {5}}, Case{RowsBy::kOne, {16}},
+                                  Case{RowsBy::kOne, {40}}, Case{RowsBy::kPlan, {20, 3, 12}}}) {
+    TrainCase c;
+    c.rows = 333;
+    c.hidden = 1104;
+    c.widths = {264};
+    c.by = by;
+    c.adapters = static_cast<int>(ranks.size());
+    c.ranks = ranks;
+    if (ranks[0] == 16) c.base = BaseIs::kApart;
+    const int width = (ranks[0] + 7) / 8 * 8;
+    ShrinkPlan any = choose_shrink(c.rows, c.hidden, width, 0, false, false, false, kA100);
+    TrainStep first(c, GetParam());
+    run_planned(&first, {&any, nullptr});
+    ShrinkPlan plan = choose_float_shrink(c.rows, c.hidden, width, 0, false, kA100);
+    for (const bool fused : {false, true}) {
+      plan.fused = fused;
+      for (plan.rows = 32; plan.rows <= 128; plan.rows *= 2) {
+        for (plan.parts = kLeaves >> float_levels(plan.ranks); plan.parts <= kLeaves;
+             plan.parts *= 2) {
+          plan.chunk = plan.parts == kLeaves ? kLongFloatChunk : kFloatChunk;
+          TrainStep other(c, GetParam());
+          run_planned(&other, {&plan, nullptr});
+          expect_same_forward(first, other, describe(plan));
+        }
       }
     }
   }

@@ -17,6 +17,8 @@
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "lora/train/cuda/backend.cuh"
+#include "lora/train/cuda/float_plan.h"
+#include "lora/train/cuda/float_ring.cuh"
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/part_columns.cuh"
 #include "lora/train/cuda/work.cuh"
@@ -194,8 +196,12 @@ class Call {
     s.partials = work_.partials;
     const bool dense = policy != Policy::kSplit && s.wide.async && s.weights.async &&
                        (!masked || (mask.columns | mask.first) % kMaskGroup == 0);
-    s.plan = choose_shrink(p_.num_rows, columns, s.width, groups(), masked, dense, in_parts,
-                           machine(takes_products(s, policy)));
+    const bool stores_h = p_.weight == DType::kFloat32 && to.values != nullptr &&
+                          to.sum_columns == nullptr && to.pair_columns == nullptr;
+    s.plan = policy == Policy::kSplit && fits_float_ring(s.wide, columns, masked)
+                 ? choose_float_shrink(p_.num_rows, columns, s.width, groups(), stores_h, machine_)
+                 : choose_shrink(p_.num_rows, columns, s.width, groups(), masked, dense, in_parts,
+                                 machine(takes_products(s, policy)));
     if (forced_.shrink != nullptr) s.plan = *forced_.shrink;
     s.max_tiles = most_tiles(p_, s.plan.rows);
     s.ahead = looks_ahead(s.pairs, s.rows) && !masked;
@@ -266,6 +272,7 @@ class Call {
                            policy, machine(takes_products(e, policy)));
     if (forced_.expand != nullptr) e.plan = *forced_.expand;
     e.max_tiles = most_tiles(p_, e.plan.tile_rows);
+    e.ahead = looks_ahead(e.pairs, e.rows);
     switch (e.plan.kernel) {
       case ExpandPlan::Kernel::kStream:
         return expand_stream(e, policy, stream_);

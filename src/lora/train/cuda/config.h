@@ -19,6 +19,7 @@ inline constexpr int kTileColumns = 128;  ///< of expand and outer
 inline constexpr int kWideColumns = 256;  ///< of expand for more than 128 ranks
 inline constexpr int kStepRows = 64;      ///< rows of outer's pipeline steps
 inline constexpr int kMostRanks = 64;     ///< rank columns of a thread block
+inline constexpr int kFloatChunk = 128;   ///< columns of the weights that shrink_float.cu has
 /// Stages of a pipeline: 4 of 18 to 24 KB, two thread blocks an SM, keep about 100 KB in flight.
 inline constexpr int kStages = 4;
 /// Thread blocks that a product kernel should have: two for each of the 132 SMs of an H200, and a
@@ -117,10 +118,12 @@ struct ShrinkPlan {
   bool stream = false;   ///< shrink_stream.cu, else shrink.cu
   bool fused = false;    ///< a cluster adds its sums, else partials are left for reduce.cu
   bool product = false;  ///< lora/cuda/product.cu
+  bool floats = false;   ///< shrink_float.cu, if its shared memory fits
   int rows = kTileRows;
-  int ranks = 16;  ///< rank columns of a thread block
-  int parts = 1;   ///< thread blocks that share the columns of a tile: 1, 2, 4 or 8
-  int per_sm = 0;  ///< thread blocks that may share an SM; 0: as many as fit
+  int ranks = 16;           ///< rank columns of a thread block
+  int parts = 1;            ///< thread blocks that share the columns of a tile: 1, 2, 4 or 8
+  int per_sm = 0;           ///< thread blocks that may share an SM; 0: as many as fit
+  int chunk = kFloatChunk;  ///< of shrink_float.cu
   std::int64_t leaf = kBlockColumns;
 };
 
@@ -338,6 +341,7 @@ inline std::string describe(const ExpandPlan& plan) {
   if (plan.kernel == ExpandPlan::Kernel::kProduct) {
     return "product, tiles of " + std::to_string(plan.tile_rows) + " rows by " +
            std::to_string(plan.tile_columns) + " columns, " + std::to_string(plan.panels) +
+                     : plan.floats ? "float32"
            " panels";
   }
   constexpr const char* kNames[] = {"stream", "wide", "split-bf16"};

@@ -243,6 +243,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }  // namespace
 
 void expand(const ExpandParams& p, Stream stream) {
+  if (expand_float(p, stream)) return;
   device::Launch l;
   l.grid =
       dim3(static_cast<unsigned>(ceil_div<std::int64_t>(p.columns, kTileColumns) * p.max_tiles));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Warps that copy their own pieces of a dense float32 matrix to shared memory, several steps ahead,
 // and split them into bfloat16 parts in registers: no warp waits for another's copies. The small
-// operand of all warps lies beside them as planes of parts, a chunk of kChunk elements at a time.
+// operand of all warps lies beside them as planes of parts, a chunk of elements at a time.
 #pragma once
 
 #include <cstdint>
@@ -16,17 +16,22 @@ namespace mortar::lora::train::cuda {
 
 inline constexpr int kFloatPlanes = 3;  ///< of bfloat16 parts
 inline constexpr int kFloatStep = 32;   ///< elements of the sums in a step, two MMA steps
-inline constexpr int kChunk = 256;      ///< of these, whose small operand is there
-inline constexpr int kChunkSteps = kChunk / kFloatStep;
 inline constexpr int kSlotBytes = kFloatStep * 16 * 4;  ///< of a warp and step: 16 rows or columns
 
-/// Shared memory of a thread block with so many ranks: as many stages as let two share an SM.
+/// Shared memory of a thread block with so many ranks: as many stages as let two of eight warps
+/// share an SM, with kFloatChunk elements of the small operand. Its next chunk arrives as it is, in
+/// float32, while this one is multiplied by; so a chunk has as many steps as a warp has copies in
+/// flight.
 template <int kRanks>
 struct FloatRing {
-  static constexpr int kPlaneBytes = kChunk * kRanks * 2;
-  static constexpr int kStages = kRanks == 16 ? 5 : 3;
+  static constexpr int kStages = kRanks == 16 ? 5 : 4;
   static constexpr int kWarpBytes = kStages * kSlotBytes;
-  static constexpr int kSmem = kFloatPlanes * kPlaneBytes + kThreads / 32 * kWarpBytes;
+  static constexpr int plane_bytes(int chunk) { return chunk * kRanks * 2; }
+  static constexpr int raw_at(int chunk) { return kFloatPlanes * plane_bytes(chunk); }
+  static constexpr int ring_at(int chunk) { return raw_at(chunk) + chunk * kRanks * 4; }
+  static constexpr int smem(int chunk, int warps) { return ring_at(chunk) + warps * kWarpBytes; }
+  static_assert(kStages <= kFloatChunk / kFloatStep + 1,
+                "the copies of a chunk have landed when it begins");
 };
 
 /// Thread blocks of an SM. Before sm_90 it has memory for one.
@@ -66,6 +71,21 @@ __device__ __forceinline__ void split_fragment(const float2 (&pairs)[4],
     device::split2(pairs[i].x, pairs[i].y, part);
 #pragma unroll
     for (int plane = 0; plane < kFloatPlanes; ++plane) a[plane][i] = part[plane];
+  }
+}
+
+/// Puts eight neighbours of the small operand into the planes of parts.
+__device__ __forceinline__ void split_eight(const float4& low, const float4& high, char* to,
+                                            int plane_bytes) {
+  std::uint32_t word[4][kFloatPlanes];
+  device::split2(low.x, low.y, word[0]);
+  device::split2(low.z, low.w, word[1]);
+  device::split2(high.x, high.y, word[2]);
+  device::split2(high.z, high.w, word[3]);
+#pragma unroll
+  for (int plane = 0; plane < kFloatPlanes; ++plane) {
+    *reinterpret_cast<uint4*>(to + plane * plane_bytes) =
+        make_uint4(word[0][plane], word[1][plane], word[2][plane], word[3][plane]);
   }
 }
 

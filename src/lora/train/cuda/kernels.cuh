@@ -68,7 +68,8 @@ struct ShrinkParams {
 };
 void shrink(const ShrinkParams& p, Policy policy, Stream stream);
 void shrink_stream(const ShrinkParams& p, Policy policy, Stream stream);
-/// The same of shrink.cu's sums for dense float32 rows without dropout; false for any other.
+/// The same for dense float32 rows without dropout, where the plan says so, or h itself if it is
+/// fused; false for any other, and where shared memory is short.
 bool shrink_float(const ShrinkParams& p, Stream stream);
 /// Whether lora/cuda/product.cu takes the operands, whatever the plan is.
 bool takes_products(const ShrinkParams& p, Policy policy);
@@ -114,8 +115,12 @@ struct ExpandParams {
   MaskParams mask;
   bool masked;
   std::int64_t max_tiles;
+  bool ahead;  ///< looks_ahead(); expand_float.cu alone
 };
 void expand(const ExpandParams& p, Stream stream);
+/// The same for dense float32 h, weights, base and output of one adapter and one slice; false for
+/// any other.
+bool expand_float(const ExpandParams& p, Stream stream);
 void expand_stream(const ExpandParams& p, Policy policy, Stream stream);
 void expand_wide(const ExpandParams& p, Policy policy, Stream stream);
 bool takes_products(const ExpandParams& p, Policy policy);
@@ -135,6 +140,7 @@ struct OuterParams {
   std::int64_t max_tiles;
   Side side;
   float* partials;
+  bool early;  ///< PanelParams'; outer_float.cu alone
 };
 void outer(const OuterParams& p, Stream stream);
 /// The same for dense float32 rows without dropout; false for any other.

@@ -7,7 +7,7 @@
 // split a pair of elements.
 //
 // The tiles and the order of outer.cu, and so its bits. A warp has 16 columns, of which it copies
-// 32 rows at a time itself, through a ring of its own; ds or h pass as planes of parts, 256 rows at
+// 32 rows at a time itself, through a ring of its own; ds or h pass as planes of parts, 128 rows at
 // a time, for the whole thread block.
 #include "core/check.h"
 #include "device/launch.cuh"
@@ -19,6 +19,7 @@
 namespace mortar::lora::train::cuda {
 namespace {
 
+constexpr int kChunk = kFloatChunk, kChunkSteps = kChunk / kFloatStep;
 constexpr int kCopies = 4;  ///< of a lane in a step: rows 8 apart
 
 template <int kRanks>
@@ -26,12 +27,12 @@ __global__ void __launch_bounds__(kThreads, kFloatBlocks)
     outer_float_kernel(const __grid_constant__ OuterParams p) {
   using Ring = FloatRing<kRanks>;
   extern __shared__ __align__(128) char smem[];
-  device::pdl_begin(false);
+  device::pdl_begin(p.early);
 
   // Coordinates
   const int slot_of_chunk = blockIdx.y;
   const RowTile rows = row_tile(p.rows, slot_of_chunk, p.chunk_rows, false);
-  if (rows.count == 0) return;
+  if (rows.count == 0) return device::pdl_leave();
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t column = std::int64_t{blockIdx.x} * kTileColumns + warp * 16;
   const int first_rank = static_cast<int>(blockIdx.z) * kRanks;
@@ -44,78 +45,127 @@ __global__ void __launch_bounds__(kThreads, kFloatBlocks)
       static_cast<int>(max(min(p.columns - own_column, std::int64_t{4}), std::int64_t{0})));
   const auto* wide = static_cast<const float*>(p.wide.m.data);
   const std::uint32_t planes = device::smem_address(smem);
-  const std::uint32_t ring = planes + kFloatPlanes * Ring::kPlaneBytes + warp * Ring::kWarpBytes;
+  const std::uint32_t raw = planes + Ring::raw_at(kChunk);
+  const std::uint32_t ring = planes + Ring::ring_at(kChunk) + warp * Ring::kWarpBytes;
   const std::uint32_t own_word =
       (lane / 8 + lane / 4 % 2 * 16) * 64 + ((lane % 4 ^ lane / 16 << 1) << 4);
-  int copied = 0, copy_slot = 0;
-  const auto copy_next = [&] {
+  // Rows that lie side by side need no look at the plan.
+  const std::int64_t stride = p.wide.m.row_stride;
+  const float* next = wide + (rows.start + lane / 4) * stride + own_column;
+  const auto copy = [&](int step, std::uint32_t to) {
+    to += ring + own_word;
+    const int left = rows.count - step * kFloatStep - lane / 4;
+    if (p.rows.sorted == nullptr) {
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int at = copied * kFloatStep + lane / 4 + 8 * i;
-      const std::int64_t row = at < rows.count ? row_at(p.rows, rows.start + at) : -1;
-      const bool there = row >= 0 && bytes > 0;
-      device::cp_async_16(ring + copy_slot * kSlotBytes + own_word + i * 256,
-                          there ? wide + row * p.wide.m.row_stride + own_column : wide,
-                          there ? bytes : 0);
+      for (int i = 0; i < kCopies; ++i) {
+        const bool there = left > 8 * i && bytes > 0;
+        device::cp_async_16(to + i * 256, there ? next + 8 * i * stride : wide, there ? bytes : 0);
+      }
+      next += kFloatStep * stride;
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kCopies; ++i) {
+        const std::int64_t position = rows.start + step * kFloatStep + lane / 4 + 8 * i;
+        const std::int64_t row = left > 8 * i ? row_at(p.rows, position) : -1;
+        const bool there = row >= 0 && bytes > 0;
+        device::cp_async_16(to + i * 256, there ? wide + row * stride + own_column : wide,
+                            there ? bytes : 0);
+      }
     }
     device::cp_async_commit();
-    ++copied;
-    copy_slot = copy_slot + 1 == Ring::kStages ? 0 : copy_slot + 1;
   };
-#pragma unroll 1
-  for (int i = 0; i < Ring::kStages; ++i) copy_next();
-  const auto fetch_chunk = [&](int first) {
-    constexpr int kPieces = kRanks / kPiece;
-    for (int i = threadIdx.x; i < kChunk * kPieces; i += kThreads) {
-      const int at = i / kPieces, own = i % kPieces;
-      const std::int64_t row =
-          first + at < rows.count ? row_at(p.rows, rows.start + first + at) : std::int64_t{-1};
-      fetch_piece<true>(p.s, row, p.first_hidden + first_rank + own * kPiece,
-                        p.first_hidden + p.width, 0xffu, smem + rank_piece_at<kRanks>(at, own),
-                        Ring::kPlaneBytes);
+  // ds or h of a chunk: float32 lands as it is while the chunk before it is multiplied.
+  const bool copies = p.s.vectors && p.s.parts == kFloatPlanes;
+  const auto ask_chunk = [&](int step) {
+    constexpr int kWords = kRanks / 4;
+    const int first = step * kFloatStep;
+    const auto* narrow = static_cast<const float*>(p.s.m.data);
+    for (int i = threadIdx.x; copies && step < steps && i < kChunk * kWords; i += kThreads) {
+      const int at = first + i / kWords, j = first_rank + i % kWords * 4;
+      const std::int64_t row = at < rows.count ? row_at(p.rows, rows.start + at) : -1;
+      const bool there = row >= 0 && j < p.width;
+      device::cp_async_16(raw + i * 16,
+                          there ? narrow + row * p.s.m.row_stride + p.first_hidden + j : narrow,
+                          there ? 16 : 0);
     }
+    device::cp_async_commit();
+  };
+  ask_chunk(0);
+#pragma unroll 1
+  for (int i = 0; i < Ring::kStages; ++i) copy(i, i * kSlotBytes);
+  const auto next_chunk = [&](int step) {
+    constexpr int kPieces = kRanks / kPiece;
+    const auto place = [&](int i) {
+      return smem + rank_piece_at<kRanks>(i / kPieces, i % kPieces);
+    };
+    device::cp_async_wait<Ring::kStages - 1>();  // what was asked for before the steps in flight
+    __syncthreads();
+    if (copies) {
+      for (int i = threadIdx.x; i < kChunk * kPieces; i += kThreads) {
+        const auto* from = reinterpret_cast<const float4*>(smem + Ring::raw_at(kChunk)) + 2 * i;
+        split_eight(from[0], from[1], place(i), Ring::plane_bytes(kChunk));
+      }
+    } else {
+      for (int i = threadIdx.x; i < kChunk * kPieces; i += kThreads) {
+        const int at = step * kFloatStep + i / kPieces;
+        const std::int64_t row = at < rows.count ? row_at(p.rows, rows.start + at) : -1;
+        fetch_piece<true>(p.s, row, p.first_hidden + first_rank + i % kPieces * kPiece,
+                          p.first_hidden + p.width, 0xffu, place(i), Ring::plane_bytes(kChunk));
+      }
+    }
+    __syncthreads();
+    ask_chunk(step + kChunkSteps);
   };
 
-  // Compute
+  // Compute. What an MMA step multiplies is read and split while the one before it runs.
   Sums<__nv_bfloat16, true> sums[kRanks / 8];
   const std::uint32_t own_pair =
       ring + lane % 4 * 64 + ((lane / 16 ^ lane / 2 % 2 << 1) << 4) + lane / 4 % 4 * 4;
-  int slot = 0;
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    if (step % kChunkSteps == 0) {
-      __syncthreads();
-      fetch_chunk(step * kFloatStep);
-      __syncthreads();
+  std::uint32_t slot = Ring::kWarpBytes - kSlotBytes;
+  float2 pair[4];
+  std::uint32_t a[2][kFloatPlanes][4];
+  const auto read = [&](int k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      // Pairs of rows 2 t and 2 t + 1 of column g, or of column g + 8, then of rows 8 on.
+      const std::uint32_t at = (own_pair + slot + (8 * k + i / 2 * 4) * 64) ^ i % 2 * 32;
+      pair[i] = make_float2(read_float(at), read_float(at + 16 * 64));
     }
+  };
+  const auto next_slot = [&] {
+    slot = slot + kSlotBytes == Ring::kWarpBytes ? 0 : slot + kSlotBytes;
     device::cp_async_wait<Ring::kStages - 1>();
     __syncwarp();
+    read(0);
+  };
+  next_slot();
+  split_fragment(pair, a[0]);
+  read(1);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    if (step % kChunkSteps == 0) next_chunk(step);
 #pragma unroll
     for (int k = 0; k < kFloatStep / 16; ++k) {
-      float2 pair[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // Pairs of rows 2 t and 2 t + 1 of column g, or of column g + 8, then of rows 8 on.
-        const std::uint32_t at =
-            (own_pair + slot * kSlotBytes + (8 * k + i / 2 * 4) * 64) ^ i % 2 * 32;
-        pair[i] = make_float2(read_float(at), read_float(at + 16 * 64));
-      }
-      if (16 * k + 16 == kFloatStep) {
+      if (k == 0) {
+        split_fragment(pair, a[1]);
         __syncwarp();  // all lanes have read the slot
-        copy_next();
+        copy(step + Ring::kStages, slot);
+        next_slot();
+      } else {
+        split_fragment(pair, a[0]);
+        read(1);
       }
-      std::uint32_t a[kFloatPlanes][4];
-      split_fragment(pair, a);
       const int at = step % kChunkSteps * kFloatStep + 16 * k;  // row of the chunk
 #pragma unroll
       for (int n = 0; n < kRanks; n += 16) {
-        add_step(sums[n / 8], sums[n / 8 + 1], a, p.s.parts, [&](std::uint32_t(&b)[4], int plane) {
-          load_rank_rows<kRanks>(b, planes + plane * Ring::kPlaneBytes, at, n);
-        });
+        add_step(sums[n / 8], sums[n / 8 + 1], a[k], p.s.parts,
+                 [&](std::uint32_t(&b)[4], int plane) {
+                   load_rank_rows<kRanks>(b, planes + plane * Ring::plane_bytes(kChunk), at, n);
+                 });
       }
     }
-    slot = slot + 1 == Ring::kStages ? 0 : slot + 1;
   }
+  if (p.early) device::pdl_wait();
   store_outer<kRanks>(p, slot_of_chunk, column, first_rank, sums);
 }
 
@@ -125,7 +175,7 @@ bool launch_outer(const OuterParams& p, Stream stream) {
   l.grid = dim3(static_cast<unsigned>(ceil_div<std::int64_t>(p.columns, kTileColumns)),
                 static_cast<unsigned>(p.max_tiles), ceil_div(p.width, kRanks));
   l.threads = kThreads;
-  l.smem = FloatRing<kRanks>::kSmem;
+  l.smem = FloatRing<kRanks>::smem(kChunk, kThreads / 32);
   l.stream = stream;
   l.pdl = true;
   if (!device::fits<outer_float_kernel<kRanks>>("lora_train", l.smem)) return false;

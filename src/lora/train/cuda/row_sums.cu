@@ -88,7 +88,7 @@ void RowSums::sum_dy(const HiddenForms& h, void* ds, bool early) {
     if (takes_panels(p_, s)) {
       end.panels[s] = add_operand(&all, s, 1, slice.dy, slice.width, slice.first_column, db_[s]);
     } else if (p_.wants_db) {
-      run_outer(Side::kB, s, 1, slice.dy, h.values, slice.width, slice.first_column, db_[s]);
+      run_outer(Side::kB, s, 1, slice.dy, h.values, slice.width, slice.first_column, db_[s], early);
     }
   }
   if (all.num_operands == 0) return;
@@ -109,7 +109,7 @@ void RowSums::sum_dy(const HiddenForms& h, void* ds, bool early) {
 void RowSums::sum_x(const HiddenForms& ds, bool early) {
   if (!p_.wants_da || p_.hidden_width == 0) return;
   if (!takes_panels(p_, p_.x)) {
-    run_outer(Side::kA, 0, p_.num_slices, p_.x, ds.values, p_.hidden, 0, da_);
+    run_outer(Side::kA, 0, p_.num_slices, p_.x, ds.values, p_.hidden, 0, da_, early);
     return;
   }
   PanelParams x = panel_params(Side::kA, plan_.x, ds);
@@ -185,7 +185,7 @@ int RowSums::add_operand(PanelParams* to, int slice, int num_slices, const Matri
 
 void RowSums::run_outer(Side side, int slice, int num_slices, const Matrix& wide,
                         const void* narrow, std::int64_t columns, std::int64_t mask_first,
-                        float* sums) {
+                        float* sums, bool early) {
   OuterParams o{};
   o.width = width(slice, num_slices);
   if (o.width == 0) return;
@@ -203,6 +203,7 @@ void RowSums::run_outer(Side side, int slice, int num_slices, const Matrix& wide
   o.max_tiles = most_tiles(p_, plan.chunk_rows);
   o.side = side;
   o.partials = sums;
+  o.early = early;
   outer(o, stream_);
   add_sums(side, slice, num_slices, columns, RowCut{plan.chunk_rows}, 1, sums);
 }

@@ -52,7 +52,7 @@ class RowSums {
   int add_operand(PanelParams* to, int slice, int num_slices, const Matrix& wide,
                   std::int64_t columns, std::int64_t mask_first, float* sums);
   void run_outer(Side side, int slice, int num_slices, const Matrix& wide, const void* narrow,
-                 std::int64_t columns, std::int64_t mask_first, float* sums);
+                 std::int64_t columns, std::int64_t mask_first, float* sums, bool early);
   void add_sums(Side side, int slice, int num_slices, std::int64_t columns, const RowCut& chunk,
                 int copies, const float* sums);
   int width(int slice, int num_slices) const {

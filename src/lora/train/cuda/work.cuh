@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "device/launch.cuh"
+#include "lora/train/cuda/float_plan.h"
 #include "lora/train/cuda/part_columns.cuh"
 #include "lora/train/cuda/row_sums.cuh"
 #include "lora/train/cuda/weight_parts.cuh"
@@ -26,7 +27,8 @@ inline std::int64_t most_partials_of(const Problem& p, DType wide, std::int64_t 
   const bool in_parts = in_part_columns(wide, p.weight);
   const int copies = in_parts ? kSumCopies : 1;
   const std::int64_t groups = grouped(p) ? p.num_adapters : 0;
-  int most = unfused_parts(p.num_rows, copies * width);
+  int most = wide == DType::kFloat32 ? float_unfused_parts(p.num_rows, copies * width)
+                                     : unfused_parts(p.num_rows, copies * width);
   if (in_parts) {
     // Whether rows are dense and aligned is not known before the call.
     Machine none = machine;

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launch plan of dense float32 operands without dropout: shrink_float.cu and expand_float.cu.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/int_math.h"
+#include "lora/train/cuda/config.h"
+
+namespace mortar::lora::train::cuda {
+
+/// Columns of the weights that a thread block of shrink_float.cu has where it has an SM for itself.
+inline constexpr int kLongFloatChunk = 512;
+
+/// Levels of the tree of leaves that a thread of shrink_float.cu holds.
+constexpr int float_levels(int ranks) { return ranks == 16 ? 2 : 1; }
+constexpr int float_unfused_parts(std::int64_t rows, int width) {
+  const int levels = float_levels(std::min(stream_ranks(width), kMostUnfusedRanks));
+  return std::max(unfused_parts(rows, width), kLeaves >> levels);
+}
+
+/// h or ds of dense float32 rows. `stores_h`: as float32 and in no other form. Then, of so few rows
+/// that their thread blocks have an SM each, clusters add the sums and store it.
+inline ShrinkPlan choose_float_shrink(std::int64_t rows, std::int64_t columns, int width,
+                                      std::int64_t adapters, bool stores_h,
+                                      const Machine& machine) {
+  ShrinkPlan plan;
+  plan.floats = true;
+  plan.leaf = leaf_columns(columns);
+  plan.ranks = std::min(stream_ranks(width), kMostUnfusedRanks);
+  plan.parts = float_unfused_parts(rows, width);
+  const std::int64_t blocks_of_ranks = ceil_div(std::max(width, 1), plan.ranks);
+  if (ceil_div<std::int64_t>(rows, kTileRows) * blocks_of_ranks * plan.parts <= machine.sms) {
+    plan.rows = kTileRows / 2;
+    plan.per_sm = 2;
+  }
+  if (!machine.clusters || !stores_h) return plan;
+  for (const int tile : {128, 64}) {
+    const std::int64_t clusters = (ceil_div<std::int64_t>(rows, tile) + adapters) * blocks_of_ranks;
+    if (clusters > clusters_at_once(kLeaves, 1, machine.sms)) break;
+    plan.fused = true;
+    plan.rows = tile;
+    plan.parts = kLeaves;
+    plan.per_sm = 1;
+    plan.chunk = kLongFloatChunk;
+  }
+  return plan;
+}
+
+/// Thread blocks of an SM that expand_float.cu has.
+constexpr int float_expand_blocks(int ranks) { return ranks == 16 ? 4 : 3; }
+
+}  // namespace mortar::lora::train::cuda
