@@ -180,9 +180,9 @@ constexpr double partials_us(std::int64_t rows, int width, int parts) {
 }
 
 /// Whether products are considered: fewer rows than a thread block's would leave most of it idle.
-constexpr bool takes_products(std::int64_t rows, int width, std::int64_t adapters,
+constexpr bool takes_products(std::int64_t rows, int width, int least, std::int64_t adapters,
                               const Machine& machine) {
-  return machine.products && width >= kLeastProductRanks &&
+  return machine.products && width >= least &&
          rows >= std::max<std::int64_t>(adapters, 1) * lora::cuda::kProductRows;
 }
 /// Rows that products multiply: each of several adapters leaves half of a cluster's tile empty.
@@ -236,7 +236,9 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
       }
     }
   }
-  const bool products = dense && !masked && takes_products(rows, width, adapters, machine);
+  const int least_ranks = part_columns ? kLeastPartProductRanks : kLeastProductRanks;
+  const bool products =
+      dense && !masked && takes_products(rows, width, least_ranks, adapters, machine);
   if (!products) return plan;
   const ProductCut cut =
       cut_shrink(product_rows(rows, adapters), columns, width, kLeaves, machine.sms);
@@ -246,6 +248,12 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
 /// Time of the streaming expand from 64 ranks on, over that of its bytes: its warps wait for their
 /// MMAs. 8192 x 4096, 128 ranks: 33 us where bytes take 25, and the product 26.
 inline constexpr double kWideStreamTime = 1.35;
+/// What the model of products takes too long for beside it: on one H100 y of 1024 x 2048 and 64
+/// ranks takes 2.6 us less by the product.
+inline constexpr double kExpandProductAheadUs = 2.1;
+
+/// Time of a thread block with two warps for a column, over that of one with the same bytes.
+inline constexpr double kTwoRowWarpsTime = 1.06;
 
 /// Columns of a warp of the streaming expand.
 constexpr int expand_warp_columns(int ranks) { return ranks <= 64 ? 64 : 32; }
@@ -281,7 +289,7 @@ inline ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int wid
   plan.panels = static_cast<int>(
       ceil_div<std::int64_t>(columns, plan.kernel == Kernel::kWide ? kWideColumns : kTileColumns));
   ProductCut cut;
-  if (takes_products(rows, width, adapters, machine)) {
+  if (takes_products(rows, width, kLeastProductRanks, adapters, machine)) {
     cut = cut_expand(product_rows(rows, adapters), columns, width, arrays, machine.sms);
   }
   if (plan.kernel != Kernel::kStream) return cut.us > 0 ? product_expand(columns, cut) : plan;
@@ -318,6 +326,7 @@ inline ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int wid
       const std::int64_t blocks = panels * (ceil_div<std::int64_t>(rows, tile_rows) + adapters / 2);
       const std::int64_t blocks_of_sm = ceil_div<std::int64_t>(blocks, machine.sms);
       const double us = (plan.ranks >= 64 ? kWideStreamTime : 1.0) *
+                        (row_warps > 1 ? kTwoRowWarpsTime : 1.0) *
                         time_of(blocks_of_sm, block_bytes(static_cast<double>(tile_rows), panel),
                                 blocks_of_sm > 1 ? 1.0 : 0.7);
       if (least > 0 && us >= least) continue;
@@ -325,13 +334,14 @@ inline ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int wid
       plan = stream_expand(columns, width, row_warps, static_cast<int>(tile_rows));
     }
   }
-  return cut.us > 0 && cut.us < least ? product_expand(columns, cut) : plan;
+  return cut.us > 0 && cut.us - kExpandProductAheadUs < least ? product_expand(columns, cut) : plan;
 }
 
 /// Plans as one line, for messages and benchmarks.
 inline std::string describe(const ShrinkPlan& plan) {
   return std::string(plan.product  ? "product"
                      : plan.stream ? "stream"
+                     : plan.floats ? "float32"
                                    : "any strides") +
          ", " + std::to_string(plan.rows) + " rows, " + std::to_string(plan.ranks) + " ranks, " +
          std::to_string(plan.parts) + (plan.fused ? " blocks in a cluster" : " split-K partials") +
@@ -341,7 +351,6 @@ inline std::string describe(const ExpandPlan& plan) {
   if (plan.kernel == ExpandPlan::Kernel::kProduct) {
     return "product, tiles of " + std::to_string(plan.tile_rows) + " rows by " +
            std::to_string(plan.tile_columns) + " columns, " + std::to_string(plan.panels) +
-                     : plan.floats ? "float32"
            " panels";
   }
   constexpr const char* kNames[] = {"stream", "wide", "split-bf16"};

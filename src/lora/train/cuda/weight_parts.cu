@@ -43,13 +43,15 @@ __device__ __forceinline__ void split_pair(const PairEntry& pair, const PairEntr
        i += std::int64_t{gridDim.x} * kThreads) {
     const std::int64_t line = i / vectors, first = i % vectors * kVector;
     const bool there = !of_a || line < pair.rank;
+    const float* from = static_cast<const float*>(m.data) + line * m.row_stride;
+    // In L2, before the kernels before this one have ended; again, pdl_begin does nothing.
+    if (there && first < end) device::prefetch_l2(from + first * m.col_stride);
+    device::pdl_begin(false);
     float v[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const bool own = there && first + j < end;
-      v[j] = own ? __ldcg(static_cast<const float*>(m.data) + line * m.row_stride +
-                          (first + j) * m.col_stride)
-                 : 0.0f;
+      v[j] = own ? __ldcg(from + (first + j) * m.col_stride) : 0.0f;
     }
     const PartWords two[kVector / 2] = {{v[0], v[1]}, {v[2], v[3]}, {v[4], v[5]}, {v[6], v[7]}};
     // Copies of a rank of A are lines of their own, those of an octet of B neighbours in a line.
@@ -77,7 +79,6 @@ __device__ __forceinline__ void split_pair(const PairEntry& pair, const PairEntr
 
 __global__ void __launch_bounds__(kThreads)
     split_weights_kernel(const __grid_constant__ WeightPartsParams p) {
-  device::pdl_begin(false);
   const int copies = p.copies[blockIdx.y], slices = p.from.num_slices;
   const bool of_a = p.sides[blockIdx.y] == Side::kA;
   const PairTable& table = copies == kSumCopies ? p.sum : p.pair;
@@ -86,6 +87,7 @@ __global__ void __launch_bounds__(kThreads)
     split_pair(p.from.get(adapter, slice), table.get(adapter, slice), of_a, copies,
                of_a ? p.hidden : p.widths[slice]);
   }
+  device::pdl_begin(false);
 }
 
 }  // namespace

@@ -37,7 +37,8 @@ inline std::int64_t most_partials_of(const Problem& p, DType wide, std::int64_t 
         most,
         choose_shrink(p.num_rows, columns, copies * width, groups, masked, true, true, none).parts);
   }
-  if (machine.products && copies * width >= kLeastProductRanks) {
+  if (machine.products &&
+      copies * width >= (in_parts ? kLeastPartProductRanks : kLeastProductRanks)) {
     const std::int64_t rows = product_rows(p.num_rows, groups);
     most = std::max(most, cut_shrink(rows, columns, copies * width, kLeaves, machine.sms).parts);
   }
