@@ -35,12 +35,13 @@ bool shares_h(const LoraShape& s, const Machine& m, const ShrinkPlan& shrink,
 
 /// A cluster takes 0.3 us longer to start than its CTAs alone, and as a whole: where a CTA would
 /// wait for three trips to L2 or four, the clusters run at once, few of their CTAs are without
-/// columns, and they do not read the partials too often either. (us on an H100, clusters of four and CTAs alone: 51 tokens
-/// of 3 adapters, rank 64, 1,024 to 4,096, 4.3 and 5.6; 41 of 4, ranks up to 64, 2,048 to 2,048 + 2
-/// x 512, 5.0 and 6.4; but 113 of one, rank 32, 3,584 to 3,584 + 2 x 512, 7.9 and 7.2; 74 of 16,
-/// rank 128, 3,584 to 2 x 18,944, 90 and 72. And a kernel that adds them: 31 of one, rank 64,
-/// 14,336 to 4,096, 5.9 and 6.7; but 52 of one, rank 64, 16,384 to 16,384, 9.7 and 9.1. Clusters of
-/// eight: 5.0 where four take 5.0, but 24 where they take 20, 142 of 3, rank 64, 8,192 to 10,240.)
+/// columns, and they do not read the partials too often either. (us on an H100, clusters of four
+/// and CTAs alone: 51 tokens of 3 adapters, rank 64, 1,024 to 4,096, 4.3 and 5.6; 41 of 4, ranks up
+/// to 64, 2,048 to 2,048 + 2 x 512, 5.0 and 6.4; but 113 of one, rank 32, 3,584 to 3,584 + 2 x 512,
+/// 7.9 and 7.2; 74 of 16, rank 128, 3,584 to 2 x 18,944, 90 and 72. And a kernel that adds them: 31
+/// of one, rank 64, 14,336 to 4,096, 5.9 and 6.7; but 52 of one, rank 64, 16,384 to 16,384, 9.7 and
+/// 9.1. Clusters of eight: 5.0 where four take 5.0, but 24 where they take 20, 142 of 3, rank 64,
+/// 8,192 to 10,240.)
 int h_cluster(const LoraShape& s, const Machine& m, const ExpandPlan& c) {
   constexpr std::int64_t kMostReads = 6 << 20;
   constexpr int kAlone = 2;
