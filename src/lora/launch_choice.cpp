@@ -174,9 +174,9 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
   c.per_sm = 2 * (prefill_smem(s) + kPrefillStaticSmem) <= m.sm_smem ? 2 : 1;
   const std::int64_t steps =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kPrefillCols);
-  // Long runs reuse B, which pays above rank 64; short ones spread evenly. (Runs of 2 and 8 tiles on
-  // an H100: 2,847 tokens of one adapter, rank 128, 2,048 to 2 x 8,192, 1.07 times as long; 11,972
-  // of 78, ranks up to 64, 0.98 times.)
+  // Long runs reuse B, which pays above rank 64; short ones spread evenly. (Runs of 2 and 8 tiles
+  // on an H100: 2,847 tokens of one adapter, rank 128, 2,048 to 2 x 8,192, 1.07 times as long;
+  // 11,972 of 78, ranks up to 64, 0.98 times.)
   c.log_run = least_log_run(s);
   const int most = h_width(s) > 64 || !s.aligned_y ? 3 : 1;
   const std::int64_t least_runs = c.log_run == 1 ? 10 : 24;
