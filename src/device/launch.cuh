@@ -67,9 +67,9 @@ inline const DeviceInfo& current_device() {
 struct Launch {
   dim3 grid;
   unsigned threads = 0;
-  std::size_t smem = 0;    ///< dynamic shared memory, bytes
-  int per_sm = 0;          ///< CTAs that share an SM's shared memory evenly; 0: as many as fit
-  unsigned cluster_y = 1;  ///< CTAs along y that form a cluster (sm_90 and newer)
+  std::size_t smem = 0;  ///< dynamic shared memory, bytes
+  int per_sm = 0;        ///< CTAs that share an SM's shared memory evenly; 0: as many as fit
+  unsigned cluster_x = 1, cluster_y = 1;  ///< CTAs that form a cluster (sm_90 and newer)
   Stream stream;
   bool pdl = false;          ///< may start before the predecessor ends (sm_90 and newer)
   bool cooperative = false;  ///< all CTAs resident at once
@@ -154,9 +154,9 @@ void launch(const char* op, const Launch& l, const Params& params) {
     attributes[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
     attributes[config.numAttrs++].value.cooperative = 1;
   }
-  if (l.cluster_y > 1) {
+  if (l.cluster_x * l.cluster_y > 1) {
     attributes[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    attributes[config.numAttrs].value.clusterDim.x = 1;
+    attributes[config.numAttrs].value.clusterDim.x = l.cluster_x;
     attributes[config.numAttrs].value.clusterDim.y = l.cluster_y;
     attributes[config.numAttrs++].value.clusterDim.z = 1;
   }

@@ -52,6 +52,7 @@ inline constexpr WgmmaShape kWgmmaShapes[] = {
     {192, 2, 3, 1, Share::kAll},       {48, 1, 3, 2, Share::kHalf, true},
     {48, 2, 5, 1, Share::kHalf, true}, {96, 2, 2, 1, Share::kHalf, true},
     {48, 1, 3, 2, Share::kLeaf, true}, {96, 2, 3, 1, Share::kLeaf, true},
+    {48, 1, 7, 2, Share::kHalf},       {96, 1, 4, 2, Share::kHalf},
 };
 
 /// Shapes of shrink_mma.cu: warps along tokens (16 each) and along rank rows, fragments of 8 rank
@@ -96,6 +97,7 @@ struct ExpandPlan {
   int block_cols = 128;  ///< columns whose B lies in a stage of the ring, decode kernel
   int stages = 5;        ///< of that ring
   int per_sm = 0;        ///< CTAs per SM; decode kernel: 0, as many as fit, or kDenseExpandPerSm
+  int cluster = 1;       ///< CTAs that make h together from split-K partials, decode kernel
   int log_run = 0;       ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel
 
   friend bool operator==(const ExpandPlan&, const ExpandPlan&) = default;

@@ -23,9 +23,6 @@ constexpr std::int64_t kHeavyRanks = 12000;
 constexpr std::int64_t kLightTokens = 26, kLightPartsTokens = 17, kLightRanks = 1100;
 
 constexpr std::int64_t kLightBatch = 16 * 1024;  ///< more were not measured
-/// Bytes of partials of a tile from which on a kernel of its own adds them: every CTA of expand
-/// would. (qkv, one adapter, 16 tokens: rank 64 5.6 us against 6.3; but rank 32 5.0 against 4.1.)
-constexpr std::int64_t kFinishBytes = 48 << 10;
 
 /// Elements of B from which on a CTA of the decode kernel has long to stream.
 constexpr std::int64_t kLongStream = 16 * 1024;
@@ -35,9 +32,6 @@ constexpr std::int64_t kLongStream = 16 * 1024;
 /// to 2 x 13,824, 71 and 54; 1,308 of 110, rank 4, 1,024 to 2 x 3,072, 21 and 18; 1,024 of 64,
 /// gate_up, rank 32, 95 and 83; but 39 of 4, rank 64, 16,384 to 2 x 53,248, 31 and 33.)
 constexpr std::int64_t kManyTiles = 112;
-
-/// CTAs of the decode expand that fit an SM.
-constexpr std::int64_t kExpandPerSm = 3;
 
 }  // namespace
 
@@ -75,72 +69,15 @@ std::int64_t column_blocks(const LoraShape& s, int cols) {
 
 namespace {
 
-/// The shape with the least estimated time: waves of CTAs times the rows of x and of A that one CTA
-/// reads. One CTA fits an SM, so 150 CTAs take two waves on 132 SMs, as long as 264 do. (8192
-/// tokens, K=4096, R=48: 2 tiles take 23.4 us for one adapter and 36.0 for 16, 3 tiles 24.5
-/// and 27.5.)
-struct ShapeCtas {
-  int shape = 0;
-  std::int64_t ctas = 0;
-};
-
-ShapeCtas best_half_shape(const LoraShape& s, const Machine& m) {
-  constexpr std::int64_t kStart = 64;  // a CTA's start and end, in rows
-  const std::int64_t groups = std::min(s.num_tokens, s.num_adapters);
-  const std::int64_t full = max_tiles(s.num_tokens, s.num_adapters, 64) - groups;
-  ShapeCtas best;
-  std::int64_t least = 0;
-  for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
-    const WgmmaShape& shape = kWgmmaShapes[i];
-    if (shape.share != Share::kHalf || shape.float_weights) continue;
-    // An adapter's tiles are taken in runs, and the host does not know how full the last run of
-    // each adapter is. Adapters with arbitrary numbers of tokens fill it by half on average, which
-    // adds half a run per adapter; if all runs are full, nothing is added. Up to 96 rank rows the
-    // first is assumed. Above that the second is: to assume the first wrongly costs more there.
-    const std::int64_t runs =
-        ceil_div<std::int64_t>(full, shape.tiles) + (s.rank_rows() <= 96 ? groups / 2 : 0);
-    const std::int64_t ctas = 2 * runs * ceil_div(s.rank_rows(), shape.rows);
-    const std::int64_t rows = 64 * shape.tiles + std::min(s.rank_rows(), shape.rows) + kStart;
-    const std::int64_t time = ceil_div<std::int64_t>(std::max<std::int64_t>(ctas, 1), m.sms) * rows;
-    if (least == 0 || time < least) {
-      least = time;
-      best = {i, ctas};
-    }
-  }
-  return best;
-}
-
-/// The narrowest shape of a share that holds all rank rows, or the widest.
-int narrowest_shape(const LoraShape& s, Share share) {
-  int best = -1;
-  for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
-    if (kWgmmaShapes[i].share != share || kWgmmaShapes[i].float_weights) continue;
-    best = i;
-    if (kWgmmaShapes[i].rows >= s.rank_rows()) break;
-  }
-  return best;
-}
-
 ShrinkPlan prefill_shrink(const LoraShape& s, const Machine& m) {
   ShrinkPlan c;
   c.tile_tokens = 64;
-  const std::int64_t columns = ceil_div(s.rank_rows(), 192);
-  const std::int64_t ctas = ceil_div<std::int64_t>(s.num_tokens, 128) * columns;
-  const std::int64_t most_ctas = max_tiles(s.num_tokens, s.num_adapters, 128) * columns;
-  const bool wgmma = runs_wgmma(s, m);
-  const ShapeCtas half = best_half_shape(s, m);
-  // Splitting fills the chip; without need it only writes and reads partials. Many of them pay
-  // where the halves of K would leave two SMs in three idle. (471 tokens of rank 64, down of 28,672
-  // to 8,192: 28 us against 56; but 2,106 tokens of rank 128, 5,120 to 5,120, 47 against 38.)
-  const bool idle = partials_are_light(s) ? 4 * most_ctas < m.sms : wgmma && 3 * half.ctas <= m.sms;
-  if (num_leaves(s.hidden) > 1 && partials_fit(s) && idle) c.partials = Partials::kFinish;
-  if (wgmma) {
-    c.kernel = ShrinkKernel::kWgmma;
-    c.shape = c.split()       ? narrowest_shape(s, Share::kLeaf)
-              : ctas <= m.sms ? half.shape
-                              : narrowest_shape(s, Share::kAll);
-    c.rows = kWgmmaShapes[c.shape].rows;
-    return c;
+  if (runs_wgmma(s, m)) return wgmma_shrink(s, m);
+  // Splitting fills the chip; without need it only writes and reads partials.
+  const std::int64_t ctas =
+      max_tiles(s.num_tokens, s.num_adapters, 128) * ceil_div(s.rank_rows(), 192);
+  if (num_leaves(s.hidden) > 1 && partials_are_light(s) && partials_fit(s) && 4 * ctas < m.sms) {
+    c.partials = Partials::kFinish;
   }
   constexpr int kNarrow = 1, kWide = 2;
   c.kernel = ShrinkKernel::kMma;
@@ -152,7 +89,6 @@ ShrinkPlan prefill_shrink(const LoraShape& s, const Machine& m) {
 
 ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
   ShrinkPlan c;
-  const std::int64_t leaves = num_leaves(s.hidden);
   // Above rank 128 a kernel adds partials. Without them there is one kernel less, and CTAs walk
   // over all of K: as fast where an SM has two of them. (us, without and with: 9 tokens of 191
   // adapters, rank 512, 5,120 to 3 x 1,280, 62 and 71; 32 of 75, rank 256, 5,120 to 5,120, 41 and
@@ -161,21 +97,22 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
                              ceil_div<std::int64_t>(s.rank_rows(), kMmaShapes[0].rows());
   const bool whole = s.max_rank > kExpandPrefillMaxRank && walks >= 2 * m.sms;
   if (partials_are_light(s) && partials_fit(s) && !whole) {
-    const bool finish =
-        s.max_rank > kExpandPrefillMaxRank ||
-        std::min<std::int64_t>(16, tokens_per_adapter(s)) * leaves * h_width(s) * 4 >= kFinishBytes;
-    c.partials = finish ? Partials::kFinish : Partials::kExpand;
+    c.partials = tile_partials(s, m);
   }
-  if (!s.aligned_x || !c.split()) {
+  if (!c.split()) return walking_shrink(s, m);
+  if (!s.aligned_x) {
     c.rows = kMmaShapes[0].rows();
     return c;
   }
   c.kernel = ShrinkKernel::kDecode;
-  // Of very many rows a CTA takes few, all of them in flight at once. (us, 32 and 256 rows: 9
-  // tokens of 191 adapters, rank 512, 5,120 to 3 x 1,280, 71 and 85; 8 of 11, rank 256, 1,024 to
-  // 2,048 + 2 x 1,024, 13.6 and 20.4.)
+  // Of very many rows, or of long K, a CTA takes few, all of them in flight at once. (us, 32 rows
+  // and all: 9 tokens of 191 adapters, rank 512, 5,120 to 3 x 1,280, 71 and 85; 8 of 11, rank 256,
+  // 1,024 to 2,048 + 2 x 1,024, 13.6 and 20.4; on an H100, 29 of 78, rank 32, 8,192 to 2,048 + 2 x
+  // 256, 15 and 20; 15 of 31, rank 128, 28,672 to 8,192, 64 and 77; but 256 of 64, rank 64, qkv, 66
+  // and 61; 22 of 42, rank 16, 8,192 to 2,048 + 2 x 256, 8.5 and 7.2.)
   constexpr int kManyRows = 192, kFewRows = 32;
-  const int most = s.rank_rows() > kManyRows ? kFewRows : decode_most_rows(s, m);
+  const bool longer = s.op == Op::kApply && leaf_size(s.hidden) == kDecodeK && s.rank_rows() > 48;
+  const int most = longer || s.rank_rows() > kManyRows ? kFewRows : decode_most_rows(s, m);
   // Where there are few tiles and leaves, rank rows are shared out as well: two CTAs per SM.
   const auto share = [&](std::int64_t ctas_per_tile) {
     const std::int64_t ctas = max_tiles(s.num_tokens, s.num_adapters, 16) * ctas_per_tile;
@@ -237,10 +174,13 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
   c.per_sm = 2 * (prefill_smem(s) + kPrefillStaticSmem) <= m.sm_smem ? 2 : 1;
   const std::int64_t steps =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kPrefillCols);
-  // Long runs reuse B, the more so the higher its rank; short ones spread evenly.
+  // Long runs reuse B, which pays above rank 64; short ones spread evenly. (Runs of 2 and 8 tiles
+  // on an H100: 2,847 tokens of one adapter, rank 128, 2,048 to 2 x 8,192, 1.07 times as long;
+  // 11,972 of 78, ranks up to 64, 0.98 times.)
   c.log_run = least_log_run(s);
+  const int most = h_width(s) > 64 || !s.aligned_y ? 3 : 1;
   const std::int64_t least_runs = c.log_run == 1 ? 10 : 24;
-  while (c.log_run < 3 && steps > (least_runs * m.sms * c.per_sm << c.log_run)) ++c.log_run;
+  while (c.log_run < most && steps > (least_runs * m.sms * c.per_sm << c.log_run)) ++c.log_run;
   return c;
 }
 
@@ -367,30 +307,6 @@ ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
 ShrinkPlan choose_shrink(const LoraShape& s, const Machine& m) {
   if (!s.one_type) return choose_parts_shrink(s, m);
   return best_tile_tokens(s) == 16 ? decode_shrink(s, m) : prefill_shrink(s, m);
-}
-
-/// Gives the CTAs of a small batch an SM each. CTAs of later calls, which start early, then prepare
-/// themselves on other SMs: beside them a CTA has to wait for its turn in everything. Expand takes
-/// whole SMs where those of two calls fit the chip; shrink where both kernels of a call do, as what
-/// does not fit starts late. (32 tokens of one adapter, us: qkv 3.4 against 3.8, gate_up 4.6
-/// against 4.9, down 3.5 against 4.1; where shrink does not fit, four tokens of four adapters,
-/// qkv, 4.5 against 3.5; where expand does not, 32 tokens of one adapter, gate_up, 7.6
-/// against 4.9.)
-void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand) {
-  const bool decodes =
-      expand.kernel == ExpandKernel::kDecode || expand.kernel == ExpandKernel::kDirect;
-  if (shrink.partials != Partials::kExpand || !decodes) return;
-  constexpr std::int64_t kShrinkPerSm = 4;  // as many as fit
-  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
-  const std::int64_t shrink_ctas =
-      tiles * ceil_div<std::int64_t>(s.hidden, kDecodeK) * ceil_div(s.rank_rows(), shrink.rows);
-  const std::int64_t expand_ctas = tiles * ceil_div<std::int64_t>(s.sum_widths(), expand.cols);
-  if (2 * expand_ctas <= m.sms && expand_ctas + shrink_ctas / kShrinkPerSm <= m.sms) {
-    expand.per_sm = 1;
-  }
-  const std::int64_t expand_sms =
-      expand.per_sm == 1 ? expand_ctas : ceil_div(expand_ctas, kExpandPerSm);
-  if (shrink_ctas + expand_sms <= m.sms) shrink.per_sm = 1;
 }
 
 }  // namespace mortar::lora

@@ -8,6 +8,8 @@ namespace mortar::lora {
 
 inline constexpr int kPrefillStaticSmem = 9 * 1024;  ///< of the prefill expand: steps and segments
 inline constexpr int kMmaStaticSmem = 8 * 1024;      ///< of shrink_mma.cu: rank rows
+inline constexpr std::int64_t kExpandPerSm = 3;      ///< CTAs of the decode expand that fit an SM
+inline constexpr int kExpandCluster = 4;             ///< CTAs of it that make h together
 
 /// Tiles of 16 start sooner and waste less of a tile on few tokens of an adapter; tiles of 64 read
 /// weights less often.
@@ -51,6 +53,13 @@ int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m);
 ExpandPlan prefill_expand(const LoraShape& s, const Machine& m);
 /// Whether shapes of shrink_wgmma.cu can: x of 16 bits, weights of its type or of float32.
 bool runs_wgmma(const LoraShape& s, const Machine& m);
+/// Runs of so many tiles of 64 tokens. The host does not know how tokens are shared out: it takes
+/// all adapters to be there and the last run of each to be half full.
+double likely_runs(const LoraShape& s, int tiles);
+/// The shape of it that takes one 16-bit type the fewest clocks.
+ShrinkPlan wgmma_shrink(const LoraShape& s, const Machine& m);
+/// That, or tiles of 16 tokens of which a CTA sums all of K.
+ShrinkPlan walking_shrink(const LoraShape& s, const Machine& m);
 ExpandPlan wide_expand(int shape);
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m);
 /// With so many columns a CTA.
@@ -77,6 +86,13 @@ bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c);
 /// Of any.
 ShrinkPlan choose_shrink(const LoraShape& s, const Machine& m);
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m);
+/// Whether CTAs of expand may make h together, a cluster for all of its CTAs.
+bool shares_h(const LoraShape& s, const Machine& m, const ShrinkPlan& shrink,
+              const ExpandPlan& expand);
+/// CTAs of such a cluster, where clusters are faster; otherwise 1.
+int h_cluster(const LoraShape& s, const Machine& m, const ExpandPlan& c);
+/// Who adds the partials of tiles of 16 tokens.
+Partials tile_partials(const LoraShape& s, const Machine& m);
 void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand);
 
 }  // namespace mortar::lora

@@ -127,6 +127,9 @@ std::vector<LaunchPlan> candidates(const LoraShape& s, const Machine& m) {
       plan.shrink.partials = Partials::kExpand;
       plan.workspace_bytes = workspace_of(plan);
       plans.push_back(plan);
+      if (!shares_h(s, m, plan.shrink, plan.expand) || expand.per_sm != 0) continue;
+      plan.expand.cluster = kExpandCluster;
+      plans.push_back(plan);
     }
   }
   return plans;
@@ -151,6 +154,9 @@ LaunchPlan choose(const LoraShape& s, const Machine& m) {
   if (s.op == Op::kApply) {
     if (plan.expand.tile_tokens != 16 && plan.shrink.split()) {
       plan.shrink.partials = Partials::kFinish;
+    }
+    if (shares_h(s, m, plan.shrink, plan.expand)) {
+      plan.expand.cluster = h_cluster(s, m, plan.expand);
     }
     give_room(s, m, plan.shrink, plan.expand);
   } else if (plan.shrink.split()) {
@@ -221,6 +227,7 @@ std::string describe(const LaunchPlan& plan) {
         c.tile_tokens, c.cols);
     if (c.kernel == ExpandKernel::kDecode) {
       add(" in stages of %d, %d stages", c.block_cols, c.stages);
+      if (c.cluster > 1) add(", h by clusters of %d CTAs", c.cluster);
     }
     if (c.kernel == ExpandKernel::kWide) {
       add(", %d tiles, %d stages", kWideShapes[c.shape].tiles, kWideShapes[c.shape].stages);

@@ -186,6 +186,10 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
     if (shrink.partials == Partials::kExpand) {
       EXPECT_EQ(expand.tile_tokens, 16);
     }
+    if (expand.cluster > 1) {
+      EXPECT_TRUE(shares_h(s, kMachines[i % 4], shrink, expand));
+      EXPECT_EQ(expand.cluster, kExpandCluster);
+    }
     if (shrink.split()) {
       EXPECT_TRUE(wgmma_shape ? wgmma_partials_fit(s) : partials_fit(s));
     }

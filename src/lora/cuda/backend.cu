@@ -172,9 +172,11 @@ void set_plan(ExpandParams& p, const LaunchPlan& plan, int cols) {
   p.stages = c.stages;
   p.per_sm = c.per_sm;
   p.log_run = c.log_run;
+  p.cluster = c.cluster;
   for (int i = 0; i < plan.shape.num_slices; ++i) {
-    p.block_start[i + 1] =
-        p.block_start[i] + static_cast<int>(ceil_div<std::int64_t>(plan.shape.widths[i], cols));
+    // A cluster has blocks of one slice, and some without columns.
+    const auto blocks = static_cast<int>(ceil_div<std::int64_t>(plan.shape.widths[i], cols));
+    p.block_start[i + 1] = p.block_start[i] + round_up(blocks, c.cluster);
   }
 }
 

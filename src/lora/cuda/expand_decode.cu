@@ -13,6 +13,7 @@
 // permutation of columns is that of the prefill kernel.
 #include <algorithm>
 
+#include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
@@ -28,11 +29,12 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kTokens = 16;  ///< of a tile
 
-template <class T_, bool kVectorY_, int kLogPieces_, bool kDense_ = false>
+template <class T_, bool kVectorY_, int kLogPieces_, bool kDense_ = false, bool kShared_ = false>
 struct Traits {
   using T = T_;
   using Ranks = RankTile<kLogPieces_>;
   static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
+  static constexpr bool kShared = kShared_;    ///< the CTAs of a cluster make h together
   /// Groups of 32 columns of a warp, 128 apart: blocks of low ranks are wider.
   static constexpr int kGroups = kLogPieces_ == 1 ? 2 : 1;
   /// CTAs of an SM, whose registers they share. Four run long rows of CTAs faster, and single ones
@@ -120,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
     y_at[half] = static_cast<T*>(p.y.data) + t * p.y.row_stride + block.y_col + lane_col;
   }
   __syncthreads();
-  HSum<T, Ranks, kThreads> sum(p, tile, tokens, block.slice, w);
+  HSum<T, Ranks, kThreads, Tr::kShared> sum(p, tile, tokens, block.slice, w);
   const std::uint32_t h_at = a_fragment_row<Ranks>(h_tile, 0);
   const std::uint32_t b_at = b_fragment_row<Ranks>(ring, warp * 32);
   const int num_steps = ceil_div(w.rank, 16);
@@ -132,12 +134,18 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
       device::prefetch_l2(static_cast<T*>(p.y.data) + t * p.y.row_stride + block.y_col + col);
     }
   }
+  if constexpr (Tr::kShared) device::cluster_arrive_relaxed();
   device::pdl_wait();
   if (p.h.raw) sum.partials.load();
   YPart<Tr> even = {}, odd = {};
   if (p.add_inputs) even.load(y_at, there, block.cols - lane_col);
+  if constexpr (Tr::kShared) device::cluster_wait();  // all CTAs run, so their memory is there
   if (p.h.raw) {
     sum.store(h_tile);
+    if constexpr (Tr::kShared) {
+      device::cluster_arrive();
+      device::cluster_wait();
+    }
   } else {
     copy_h<T, Ranks, kThreads>(p.h, tile, tokens, sum.first_row, block.slice * p.h.slice_stride,
                                w.rank, h_tile);
@@ -189,17 +197,21 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
 
 // ---- host ---------------------------------------------------------------------------------------
 
-template <class T, bool kVectorY, int kLogPieces, bool kDense = false>
+template <class T, bool kVectorY, int kLogPieces, bool kDense = false, bool kShared = false>
 void launch_ranks(ExpandParams p, Stream stream) {
+  if constexpr (kVectorY && kLogPieces >= 3 && !kShared) {
+    if (p.cluster > 1) return launch_ranks<T, kVectorY, kLogPieces, kDense, true>(p, stream);
+  }
   if constexpr (kVectorY && kLogPieces <= 2 && !kDense) {
     if (p.per_sm == kDenseExpandPerSm) {
       return launch_ranks<T, kVectorY, kLogPieces, true>(p, stream);
     }
   }
-  using Tr = Traits<T, kVectorY, kLogPieces, kDense>;
+  using Tr = Traits<T, kVectorY, kLogPieces, kDense, kShared>;
   check(p.block_cols % 32 == 0 && p.block_cols <= Tr::kGroups * kThreads && p.stages >= 2 &&
-            p.stages <= Tr::kStages,
-        "lora_expand: no decode kernel for ", p.stages, " stages of ", p.block_cols, " columns");
+            p.stages <= Tr::kStages && (kShared ? p.h.raw : p.cluster == 1),
+        "lora_expand: no decode kernel for ", p.stages, " stages of ", p.block_cols,
+        " columns in clusters of ", p.cluster);
   device::Launch l;
   const TileRowGrid rows = tile_row_grid(p.tiles.num, p.tiles.tile_tokens);
   l.grid = dim3(static_cast<unsigned>(p.block_start[p.weights.num_slices]), rows.y, rows.z);
@@ -210,6 +222,7 @@ void launch_ranks(ExpandParams p, Stream stream) {
   };
   l.smem = smem(Tr::kLargest ? p.stages : Tr::kStages);
   l.per_sm = p.per_sm;
+  l.cluster_x = static_cast<unsigned>(p.cluster);
   l.stream = stream;
   l.pdl = true;
   device::launch<expand_decode_kernel<Tr>>("lora_expand", l, p);

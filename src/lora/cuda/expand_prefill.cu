@@ -84,6 +84,10 @@ struct Worker {
   __device__ __forceinline__ void issue_b(const StepSlot& t) const {
     if (t.live && t.fresh) copy_b(t);
   }
+  /// The same of a next step whose slot the last step has used.
+  __device__ __forceinline__ void issue_late_b(const StepSlot& t) const {
+    if (t.live && t.late) copy_b(t);
+  }
   __device__ __forceinline__ void copy_b(const StepSlot& t) const {
     const BCopy<T, Ranks, kWorkers, Tr::kBy8> copy(static_cast<const T*>(t.b), t.b_stride, t.rank);
     copy.block(b_tile(t.b_slot), 0, t.cols);
@@ -290,7 +294,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_copies<Tr::kAhead - 1, typename Tr::Ranks>();
     __syncthreads();
     const StepSlot& t = slots[now.slot];
-    const bool late = t.live && t.late;
     if (is_scout) {
       scout.look_up(s + Tr::kScout);
       device::cp_async_commit();
@@ -298,16 +301,15 @@ __global__ void __launch_bounds__(kThreads, 2)
       __syncwarp();
       scout.assign(s + Tr::kAhead + 1);
     } else {
+      if constexpr (Tr::kBSlots < Tr::kStages) {
+        // In a group of its own: the next step does not wait for y of the one beyond.
+        worker.issue_late_b(slots[now.slot + 1 == Tr::kSlots ? 0 : now.slot + 1]);
+        device::cp_async_commit();
+      }
       worker.issue_b(slots[ahead.slot]);
       worker.issue_rows(slots[ahead.slot], ahead.stage);
       device::cp_async_commit();
       if (holds_h) worker.load_h(slots[ahead.slot], held);
-      if (late) worker.copy_b(t);
-    }
-    if (late) {
-      device::cp_async_commit();
-      wait_for_copies<0, typename Tr::Ranks>();
-      __syncthreads();
     }
     if (!is_scout) worker.compute(t, now.stage);
     if (holds_h) worker.store_h(slots[ahead.slot], ahead.stage, held);

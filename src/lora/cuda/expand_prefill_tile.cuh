@@ -31,9 +31,10 @@ struct Traits {
   static constexpr bool kBy8 = kBy8_;    ///< rows of B start at multiples of 8 bytes
   /// Stages of y and h: as many as let two CTAs fit an SM (rank 128: one).
   static constexpr int kStages = kLogPieces_ == 1 ? 4 : 3;
-  /// Blocks of B. Fewer than stages: where B changes too often it is not copied ahead of time.
+  /// Blocks of B. Fewer than stages: where B changes in every step, a block is copied only one step
+  /// ahead, once its slot is free.
   static constexpr int kBSlots = kLogPieces_ == 1 ? 4 : 2;
-  static constexpr int kLeastLogRun = kBSlots < kStages ? 1 : 0;  ///< B must last for two steps
+  static constexpr int kLeastLogRun = kBSlots < kStages ? 1 : 0;  ///< B lasts for two steps
   static constexpr int kStageBytes = kYBytes + kTokens * Ranks::kPitch * 2;
   static constexpr int kBBytes = kCols * Ranks::kPitch * 2;
   static constexpr int kSmem = kStages * kStageBytes + kBSlots * kBBytes;

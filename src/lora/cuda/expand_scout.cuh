@@ -31,7 +31,7 @@ struct StepSlot {
   int b_slot;   ///< slot of shared memory that holds this step's B
   bool live;    ///< the step has tokens and a rank above 0
   bool fresh;   ///< B differs from the last step's: it is copied ahead, with the step's other data
-  bool late;    ///< B differs, but its slot is still in use then: copied right before the step
+  bool late;    ///< B differs, but its slot is still in use then: copied a step before this one
 };
 
 /// Fills the slots of a CTA's steps. A run is 2^log_run consecutive tiles with one block of

@@ -66,6 +66,7 @@ struct ExpandParams {
   int block_cols = 0;  ///< columns of B per stage of the ring, decode kernel
   int stages = 0;      ///< blocks of B in the ring, decode kernel
   int per_sm = 0;      ///< CTAs that share an SM's memory; 0: as many as fit; decode kernel
+  int cluster = 1;     ///< CTAs that make h together from split-K partials, decode kernel
   int log_run = 0;     ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel
   int block_start[kLoraMaxSlices + 1] = {};  ///< first column block of each slice
   bool vector_y = false;  ///< every row and block of y is 16-byte aligned and whole
