@@ -46,9 +46,9 @@ __device__ __forceinline__ void draw_tile(const Draws& draws, std::int64_t row, 
   }
 }
 
-/// The largest |y| of a thread's rows, as bits, in each of the four columns of quad k of its pieces.
-/// Rounding keeps order, so the weight of a column is multiplied with once; but not where it is
-/// infinite, as 0 times it is a NaN.
+/// The largest |y| of a thread's rows, as bits, in each of the four columns of quad k of its
+/// pieces. Rounding keeps order, so the weight of a column is multiplied with once; but not where
+/// it is infinite, as 0 times it is a NaN.
 template <class T>
 __device__ __forceinline__ void largest_of_rows(const uint4 (&raw)[kThreadRows], int k,
                                                 const float (&factor)[kThreadRows],
