@@ -71,9 +71,10 @@ struct TilesPlan {
   static constexpr int stage_bytes(int x_bytes) { return kRows * kColumns * x_bytes; }
   /// CTAs of 256 threads whose registers an SM holds, by the bytes of an element of x; `turned`:
   /// with scales of q_t's own rows or groups.
-  static constexpr int per_sm(int x_bytes, bool stochastic, bool turned) {
-    if (x_bytes != 1) return 2;
-    return !stochastic ? 4 : turned ? 2 : 3;
+  static constexpr int per_sm(int x_bytes, bool stochastic, bool turned, bool fp8_instructions) {
+    const int most = x_bytes != 1 ? 2 : !stochastic ? 4 : turned ? 2 : 3;
+    // Conversions by integers take more registers where there are many.
+    return most - (!fp8_instructions && (stochastic || (turned && x_bytes == 1)) ? 1 : 0);
   }
   /// Whether the kernels for aligned rows round stochastically too. A block of draws is shared by
   /// 16 elements: float32 would make four blocks where one serves 8-bit x.
@@ -241,8 +242,7 @@ inline TilesPlan choose_tiles(const ForwardShape& s, const GpuShape& gpu) {
   const int smem =
       TilesPlan::kSharedTile + TilesPlan::stages(s.x_bytes) * TilesPlan::stage_bytes(s.x_bytes);
   const int registers =
-      TilesPlan::per_sm(s.x_bytes, s.stochastic, s.scaling != Fp8Scaling::kTensor) -
-      (s.stochastic && !gpu.clusters ? 1 : 0);  // see tiles.cu
+      TilesPlan::per_sm(s.x_bytes, s.stochastic, s.scaling != Fp8Scaling::kTensor, gpu.clusters);
   const int per_sm = std::min(registers, std::max(1, gpu.max_smem / smem));
   // Without any rows, one CTA writes the scale of zeros.
   plan.grid =

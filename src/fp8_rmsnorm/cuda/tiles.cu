@@ -103,11 +103,9 @@ __device__ __forceinline__ int scatter_quads(std::uint32_t (&most)[kThreadQuads]
   return 2 * (r % 2) + r / 2 % 2;
 }
 
-/// One CTA an SM less where stochastic rounding has no instructions for 8-bit floats: its steps
-/// take more registers.
 template <class T, TilePass kPass, bool kDrawn>
-inline constexpr int kPerSm = TilesPlan::per_sm(sizeof(T), kDrawn, kPass == TilePass::kTurned) -
-                              (kDrawn && !MORTAR_FP8_INSTRUCTIONS ? 1 : 0);
+inline constexpr int kPerSm = TilesPlan::per_sm(sizeof(T), kDrawn, kPass == TilePass::kTurned,
+                                                MORTAR_FP8_INSTRUCTIONS);
 
 /// kDrawn: rounded stochastically, for the dtypes of which TilesPlan::draws() says so.
 template <class T, TilePass kPass, bool kDrawn>
