@@ -94,7 +94,7 @@ __device__ __forceinline__ void reduce_rows(const ForwardParams& p, float4* shar
       reduction.reduce(sum);
       held.advance(row + step);
     }
-    const float rstd = rstd_of(p, sum);
+    const float rstd = rstd_of(p, sum, p.input.hidden);
     if (there && lane == 0) {
       at.rstd[row - first] = rstd;
       if (p.rstd != nullptr) p.rstd[row] = rstd;

@@ -127,6 +127,19 @@ __device__ __forceinline__ float normalise(float z, float scale, float rstd, flo
   return __fmul_rn(__fmul_rn(__fmul_rn(z, scale), rstd), weight);
 }
 
+/// Of a row's sum of squares; 1 where there is no norm.
+template <class Int>
+__device__ __forceinline__ float rstd_of(const ForwardParams& p, float sum, Int hidden) {
+  const float mean = __fdiv_rn(sum, static_cast<float>(hidden));
+  return p.norm ? __frcp_rn(__fsqrt_rn(mean + p.eps)) : 1.0f;
+}
+
+/// The place of an element in y as if its rows were dense, which its draws follow from.
+__device__ __forceinline__ std::uint64_t draw_index(std::int64_t row, int column, int hidden) {
+  return static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(hidden) +
+         static_cast<std::uint64_t>(column);
+}
+
 /// amax of the whole tensor from the maxima of the CTAs of an earlier kernel; every thread gets it.
 /// Not read by each warp for itself: all would ask the same lines of L2 (2048 x 4096, 4 us more).
 __device__ __forceinline__ float reduce_maxima(const std::uint32_t* maxima, int count,

@@ -49,11 +49,6 @@ __device__ __forceinline__ float measure_row(const Rows& held, const HeldWeights
   return sum[0] + sum[1];
 }
 
-__device__ __forceinline__ float rstd_of(const ForwardParams& p, float sum) {
-  const float mean = __fdiv_rn(sum, static_cast<float>(p.input.hidden));
-  return p.norm ? __frcp_rn(__fsqrt_rn(mean + p.eps)) : 1.0f;
-}
-
 /// The largest weight of all, for each thread of the CTA.
 template <int kElements>
 __device__ __forceinline__ float largest_of_weights(const float4* weights, int pieces,

@@ -184,7 +184,7 @@ __global__ void __launch_bounds__((kRegisterThreads<T, kPass>), 1)
       most = __uint_as_float(bits);
       if (plan.stages > 1) held.refill_last();
     }
-    const float rstd = rstd_of(p, sum);
+    const float rstd = rstd_of(p, sum, p.input.hidden);
     const float row_amax = most * rstd;
     if (there && lane == 0 && p.rstd != nullptr) p.rstd[row] = rstd;
     if (kPass != RowsPass::kCompat && there) amax = device::max_magnitude(amax, row_amax);

@@ -263,9 +263,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         inverse = approximate_inverse_of(divisor);
       }
       if (!there) continue;
-      const std::uint64_t index =
-          static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(hidden) +
-          static_cast<std::uint64_t>(column);
+      const std::uint64_t index = draw_index(row, column, hidden);
       const float factor = finite_or_nan(finite_or_nan(rstd * inverse) * scale);
       std::uint32_t codes[kQuads];
 #pragma unroll
@@ -327,8 +325,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         sum += first_sweep(row, from, held, largest);
       }
       reduction.reduce(sum, largest);
-      const float mean = __fdiv_rn(sum, static_cast<float>(hidden));
-      const float rstd = p.norm ? __frcp_rn(__fsqrt_rn(mean + p.eps)) : 1.0f;
+      const float rstd = rstd_of(p, sum, hidden);
       const float row_amax = __uint_as_float(largest) * rstd;
       float divisor = 1.0f;
       if (row < rows) {

@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       max(device::magnitude_bits(most[0] * scale), device::magnitude_bits(most[1] * scale));
   RowReduction<kMostThreads> reduction(row_threads, sums, row_maxima);
   reduction.reduce(sum, largest);
-  const float mean = __fdiv_rn(sum, static_cast<float>(hidden));
-  const float rstd = p.norm ? __frcp_rn(__fsqrt_rn(mean + p.eps)) : 1.0f;
+  const float rstd = rstd_of(p, sum, hidden);
   if (there && lane == 0 && p.rstd != nullptr) p.rstd[row] = rstd;
   largest = device::magnitude_bits(__uint_as_float(largest) * rstd);
 
@@ -128,9 +127,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   // Compute and store.
   if (there) {
     const Draws draws(p.out.rng);
-    const std::uint64_t index =
-        static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(hidden) +
-        static_cast<std::uint64_t>(column);
+    const std::uint64_t index = draw_index(row, column, hidden);
     const float factor = finite_or_nan(finite_or_nan(rstd * inverse) * scale);
     std::uint32_t codes[kQuads];
 #pragma unroll
