@@ -14,6 +14,17 @@ __device__ __forceinline__ float sum_lanes(float v, int width) {
   return v;
 }
 
+/// Adds the upper half of kParts values to the lower, until one is left. The values are lost.
+template <int kParts, int kMostParts>
+__device__ __forceinline__ float add_halves(float (&part)[kMostParts]) {
+  if constexpr (kParts > 1) {
+#pragma unroll
+    for (int i = 0; i < kParts / 2; ++i) part[i] += part[i + kParts / 2];
+    return add_halves<kParts / 2>(part);
+  }
+  return part[0];
+}
+
 /// The bits of |v|. As unsigned integers they are ordered as the magnitudes are, with NaN above
 /// all: a maximum of them keeps a NaN and does not depend on any order.
 __device__ __forceinline__ std::uint32_t magnitude_bits(float v) {

@@ -9,6 +9,7 @@
 #include <ostream>
 
 #include "core/int_math.h"
+#include "fp8_rmsnorm/band_config.h"
 #include "fp8_rmsnorm/forward_shape.h"
 
 namespace mortar::fp8_rmsnorm {
@@ -127,6 +128,7 @@ struct ForwardPlan {
   RowsPlan row_plan;       ///< else
   TilesPlan tile_plan;
   FusedPlan fused_plan;  ///< of both, where it is possible
+  BandPlan band_plan;    ///< of all but q_t with scales of rows, where x is read once
   std::int64_t maxima_at = 0, column_maxima_at = 0, rstd_at = 0, weights_at = 0;  ///< bytes
   std::int64_t workspace_bytes = 0;
 
@@ -317,8 +319,8 @@ inline void lay_out(ForwardPlan& plan, const ForwardShape& s, const GpuShape& gp
   };
   // Who asks for the workspace need not know of the residual, which changes the held rows' grid.
   const int held_grid = static_cast<int>(std::min<std::int64_t>(s.rows, gpu.num_sms));
-  plan.maxima_at = reserve(
-      4 * std::max({held_grid, plan.row_plan.grid, plan.tile_plan.grid, plan.fused_plan.grid}));
+  plan.maxima_at = reserve(4 * std::max({held_grid, plan.row_plan.grid, plan.tile_plan.grid,
+                                         plan.fused_plan.grid, plan.band_plan.grid}));
   plan.column_maxima_at = reserve(plan.columns ? 4 * s.hidden : 0);
   plan.rstd_at = reserve(plan.tiles && s.norm ? 4 * s.rows : 0);
   plan.weights_at =
@@ -339,6 +341,7 @@ inline ForwardPlan choose_passes(const ForwardShape& s, const GpuShape& gpu) {
   plan.row_plan = choose_rows(s, gpu);
   plan.tile_plan = choose_tiles(s, gpu);
   if (plan.tiles_make_q) plan.fused_plan = choose_fused(s, gpu);
+  if (plan.rows) plan.band_plan = choose_bands(s, gpu);
   lay_out(plan, s, gpu);
   return plan;
 }
@@ -358,6 +361,10 @@ inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& p) {
     out << "fused " << fused.grid << " x " << FusedPlan::kThreads << ", " << fused.rows
         << " rows each, " << fused.held.row_threads << " threads a row, " << fused.held.kept_bytes
         << " bytes of a row kept, tiles of " << fused.tile_rows << "; else ";
+  }
+  if (const BandPlan& bands = p.band_plan; bands.possible) {
+    out << "bands " << bands.grid << " x " << BandPlan::kThreads << " in clusters of "
+        << bands.cluster << ", " << bands.tiles << " tiles each; else ";
   }
   if (p.rows && p.held_plan.possible) {
     out << "aligned rows " << p.held_plan.grid << " x " << HeldRowsPlan::kThreads << ", "

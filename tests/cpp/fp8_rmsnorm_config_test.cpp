@@ -75,6 +75,36 @@ TEST(Fp8RmsNormConfig, RowsAreHeldAndFit) {
   }
 }
 
+// Every tile of columns has its CTA of a cluster, and what they keep fits.
+TEST(Fp8RmsNormConfig, BandsAreWholeAndFit) {
+  std::mt19937 rng(5);
+  int chosen = 0;
+  for (int i = 0; i < 20'000; ++i) {
+    ForwardShape s;
+    s.rows = std::int64_t{1} << rng() % 21;
+    s.hidden = std::max<std::int64_t>(1, random_size(rng, 20'000));
+    s.x_bytes = 1 << rng() % 3;
+    s.scaling = static_cast<Fp8Scaling>(rng() % 3);
+    s.group = 16 << rng() % 4;
+    s.given_scale = rng() % 2 != 0;
+    s.q_t = rng() % 8 != 0;
+    const GpuShape& gpu = kGpus[rng() % std::size(kGpus)];
+    const BandPlan plan = choose_bands(s, gpu);
+    if (!plan.possible) continue;
+    ++chosen;
+    EXPECT_TRUE(gpu.clusters && s.q_t && s.x_bytes <= 2);
+    EXPECT_LE(plan.smem, gpu.max_smem - BandPlan::kStaticSmem);
+    EXPECT_EQ(1 << plan.log2_cluster, plan.cluster);
+    EXPECT_GE(plan.cluster, BandPlan::kLeastCluster);
+    EXPECT_LE(plan.cluster, BandPlan::kMostCluster);
+    const std::int64_t bands = plan.grid / plan.cluster;
+    EXPECT_EQ(bands, ceil_div<std::int64_t>(s.rows, BandPlan::kRows));
+    EXPECT_GE(std::int64_t{plan.tiles} * plan.cluster * BandPlan::kColumns, s.hidden);
+    EXPECT_LE(4 * plan.grid, choose_passes(s, gpu).workspace_bytes);
+  }
+  EXPECT_GT(chosen, 100);
+}
+
 TEST(Fp8RmsNormConfig, OneCtaTakesWhatItsThreadsHold) {
   std::mt19937 rng(3);
   int taken = 0;

@@ -13,6 +13,7 @@
 namespace mortar::testing {
 namespace {
 
+using fp8_rmsnorm::BandPlan;
 using fp8_rmsnorm::ForwardPlan;
 using fp8_rmsnorm::ForwardShape;
 using fp8_rmsnorm::HeldRowsPlan;
@@ -92,7 +93,8 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
     ForwardPlan chosen = choose_passes(s, gpu_);
     use(chosen, "passes");
     for_each_fused_plan(s, use);
-    chosen.fused_plan.possible = false;
+    for_each_band_plan(s, use);
+    chosen.fused_plan.possible = chosen.band_plan.possible = false;
     ForwardPlan plan = chosen;
     plan.held_plan.possible = false;
     use(plan, "rows of any kind");
@@ -110,6 +112,18 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
       plan.held_plan.grid = std::min(3, held_rows_plan(s, gpu_, threads).grid);
       plan.tile_plan.grid = static_cast<int>(std::min<std::int64_t>(5, plan.tile_plan.tiles));
       use(plan, "a few CTAs");
+    }
+  }
+
+  /// Bands in clusters of every size.
+  void for_each_band_plan(const ForwardShape& s,
+                          const std::function<void(const ForwardPlan&, const char*)>& use) {
+    for (int cluster = BandPlan::kLeastCluster; cluster <= BandPlan::kMostCluster; cluster *= 2) {
+      ForwardPlan plan = choose_passes(s, gpu_);
+      plan.band_plan = band_plan(s, gpu_, cluster);
+      if (!plan.rows || !plan.band_plan.possible) continue;
+      lay_out(plan, s, gpu_);
+      use(plan, "bands");
     }
   }
 

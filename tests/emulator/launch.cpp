@@ -60,7 +60,9 @@ CUresult check_call(const Call& c) {
     return refuse(k, "a cluster or an early start, which the device does not know",
                   CUDA_ERROR_INVALID_VALUE);
   }
-  if (in_cluster > 8) return refuse(k, "too large a cluster", CUDA_ERROR_INVALID_CLUSTER_SIZE);
+  if (in_cluster > k.max_cluster) {
+    return refuse(k, "too large a cluster", CUDA_ERROR_INVALID_CLUSTER_SIZE);
+  }
   const unsigned resident =
       std::min({2048 / ((threads + 31) / 32 * 32),
                 static_cast<unsigned>(this_device().sm_smem) / (c.smem + k.static_smem + 1024),
@@ -282,6 +284,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* sy
 cudaError_t cudaFuncSetAttribute(const void* symbol, cudaFuncAttribute attribute, int value) {
   Kernel* kernel = find_kernel(symbol);
   if (kernel == nullptr) return note(cudaErrorInvalidDeviceFunction);
+  if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) {
+    kernel->max_cluster = value != 0 ? 16 : 8;
+  }
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
     if (value < 0 || value + static_cast<int>(kernel->static_smem) > this_device().most_smem()) {
       return note(cudaErrorInvalidValue);

@@ -20,6 +20,7 @@ struct Kernel {
   unsigned static_smem = 0, param_bytes = 0;
   unsigned max_dynamic_smem = 48 * 1024;
   unsigned max_threads = 1024;
+  unsigned max_cluster = 8;  ///< CTAs; 16 where the kernel has asked for them
   std::vector<std::pair<unsigned, unsigned>> params;  ///< offset and size
   std::vector<u64> symbols;
   std::vector<std::string> instructions;

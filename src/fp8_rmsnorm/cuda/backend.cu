@@ -54,10 +54,17 @@ void run(ForwardParams p, Stream stream) {
     p.maxima_count = fused_plan.grid;
     return fused(p, stream);
   }
+  const bool in_bands = plan.band_plan.possible && p.x_aligned && p.q_aligned && nearest && fast &&
+                        !p.residual.given() && !p.normed.given();
   p.maxima_count = !plan.rows ? plan.tile_plan.grid
+                   : in_bands ? plan.band_plan.grid
                    : held     ? plan.held_plan.grid
                               : plan.row_plan.grid;
-  if (plan.rows && held) {
+  if (in_bands) {
+    bands(p, stream);
+    if (p.makes_maxima()) reduce_amax(p, stream);
+    if (p.out.scaling != Fp8Scaling::kRow) return;
+  } else if (plan.rows && held) {
     rows(p, stream);
   } else if (plan.rows) {
     if (p.norm && !plan.row_plan.shared_weights) convert_weights(p, stream);
@@ -79,7 +86,7 @@ void run(ForwardParams p, Stream stream) {
   p.walk = TileWalk(plan.tile_plan.tiles,
                     static_cast<int>(ceil_div<std::int64_t>(hidden, TilesPlan::kColumns)),
                     plan.tile_plan.grid);
-  if (plan.columns) (whole ? column_maxima : any_column_maxima)(p, stream);
+  if (plan.columns && !in_bands) (whole ? column_maxima : any_column_maxima)(p, stream);
   if (plan.tiles) (whole ? tiles : any_tiles)(p, stream);
   if (plan.amax && p.out.amax != nullptr) reduce_amax(p, stream);
 }

@@ -63,6 +63,9 @@ void any_rows(const ForwardParams& p, Stream stream);
 /// For aligned rows, rounding to nearest; and for any.
 void tiles(const ForwardParams& p, Stream stream);
 void any_tiles(const ForwardParams& p, Stream stream);
+/// Both for aligned rows, rounding to nearest, in one look at x: with scales of groups or a given
+/// one; with scales of rows all but q_t, and the maxima of its columns.
+void bands(const ForwardParams& p, Stream stream);
 /// Both for aligned rows, with one scale for all of the tensor.
 void fused(const ForwardParams& p, Stream stream);
 void column_maxima(const ForwardParams& p, Stream stream);

@@ -73,17 +73,7 @@ class RowReduction {
     float part[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) part[w] = sums[32 * w];
-    return add_halves<kWarps>(part);
-  }
-  /// Adds the upper half to the lower, until one is left.
-  template <int kParts, int kMostParts>
-  __device__ __forceinline__ static float add_halves(float (&part)[kMostParts]) {
-    if constexpr (kParts > 1) {
-#pragma unroll
-      for (int w = 0; w < kParts / 2; ++w) part[w] += part[w + kParts / 2];
-      return add_halves<kParts / 2>(part);
-    }
-    return part[0];
+    return device::add_halves<kWarps>(part);
   }
 
   int threads_;

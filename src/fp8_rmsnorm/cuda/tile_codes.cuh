@@ -38,4 +38,43 @@ __device__ __forceinline__ void store_columns(const std::uint32_t (&of_rows)[kTh
   }
 }
 
+/// Stores a thread's codes to its rows of q, the first of which is `row`; its first column is
+/// `column`. `whole`: none of the tile lies outside.
+template <int kElements>
+__device__ __forceinline__ void store_rows(const ForwardParams& p,
+                                           const std::uint32_t (&codes)[kThreadRows][kThreadQuads],
+                                           std::int64_t row, int column, bool whole) {
+  constexpr int kQuads = kElements / 4, kPieces = 16 / kElements;
+  char* q = static_cast<char*>(p.out.q.data) + row * p.out.q.row_stride + column;
+#pragma unroll
+  for (int m = 0; m < kThreadRows; ++m, q += p.out.q.row_stride) {
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k) {
+      std::uint32_t words[kQuads];
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) words[i] = codes[m][k * kQuads + i];
+      const bool there = row + m < p.input.rows && column + k * 8 * kElements < p.input.hidden;
+      if (whole || there) store_codes<kElements>(q + k * 8 * kElements, words, kElements, true);
+    }
+  }
+}
+
+/// Stores the columns of a tile to q_t, whose rows begin anywhere.
+template <int kElements>
+__device__ __forceinline__ void store_columns_of(const ForwardParams& p,
+                                                 const unsigned char* transposed, std::int64_t row0,
+                                                 int column0, bool whole) {
+  char* q_t = static_cast<char*>(p.out.q_t.data) + column0 * p.out.q_t.row_stride + row0;
+  const std::int64_t stride = p.out.q_t.row_stride;
+  const int rows = static_cast<int>(min(p.input.rows - row0, std::int64_t{kTileRows}));
+  const int columns = min(static_cast<int>(p.input.hidden) - column0, kTileColumns);
+  if (!p.q_t_aligned) {
+    store_shifted_columns<kElements>(transposed, q_t, stride, rows, columns);
+  } else if (whole) {
+    store_whole_columns<kElements>(transposed, q_t, stride);
+  } else {
+    store_aligned_columns<kElements>(transposed, q_t, stride, rows, columns);
+  }
+}
+
 }  // namespace mortar::fp8_rmsnorm::cuda

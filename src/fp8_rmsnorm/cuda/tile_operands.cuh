@@ -11,12 +11,15 @@
 
 namespace mortar::fp8_rmsnorm::cuda {
 
-/// Where a thread's part of a tile lies, from the last tile to the first.
-class TileCursor {
- public:
+/// The first row and column of a tile.
+struct TilePlace {
   std::int64_t row0;
   int column0;
+};
 
+/// The places of a CTA's tiles, from the last tile to the first.
+class TileCursor : public TilePlace {
+ public:
   __device__ __forceinline__ TileCursor(const ForwardParams& p) : walk_(&p.walk) {
     const unsigned back = blockIdx.x, across = static_cast<unsigned>(walk_->across);
     left_ = static_cast<int>(p.plan.tile_plan.tiles) - 1 - static_cast<int>(back);
@@ -68,8 +71,9 @@ struct TileOperands {
   static_assert(kStage == kThreadRows * kPieces * kStep);
 
   /// Asks for x of a tile: piece k of row m at (m * kPieces + k) * kStep behind `stage`, zeros
-  /// where there is none. The thread has used what lay there.
-  __device__ __forceinline__ static void copy(const ForwardParams& p, const TileCursor& at, int c,
+  /// where there is none. The thread has used what lay there. kLast: nobody reads x again.
+  template <bool kLast = true>
+  __device__ __forceinline__ static void copy(const ForwardParams& p, const TilePlace& at, int c,
                                               int r, std::uint32_t stage) {
     const int hidden = static_cast<int>(p.input.hidden);
     const std::int64_t row = at.row0 + kThreadRows * r;
@@ -85,8 +89,12 @@ struct TileOperands {
       for (int k = 0; k < kPieces; ++k) {
         const std::uint32_t to = stage + (m * kPieces + k) * kStep;
         const bool there = whole || (m < left && column + k * 8 * kElements < hidden);
-        device::cp_async_16(to, there ? x + k * 128 : p.input.x.data, there ? 16 : 0,
-                            device::kEvictFirst);
+        const void* from = there ? x + k * 128 : p.input.x.data;
+        if constexpr (kLast) {
+          device::cp_async_16(to, from, there ? 16 : 0, device::kEvictFirst);
+        } else {
+          device::cp_async_16(to, from, there ? 16 : 0);
+        }
       }
     }
   }

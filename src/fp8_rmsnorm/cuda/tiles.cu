@@ -17,6 +17,7 @@
 #include "device/pdl.cuh"
 #include "fp8_rmsnorm/cuda/kernels.cuh"
 #include "fp8_rmsnorm/cuda/tile_codes.cuh"
+#include "fp8_rmsnorm/cuda/tile_maxima.cuh"
 #include "fp8_rmsnorm/cuda/tile_operands.cuh"
 #include "fp8_rmsnorm/cuda/words.cuh"
 
@@ -44,63 +45,6 @@ __device__ __forceinline__ void draw_tile(const Draws& draws, std::int64_t row, 
       for (int i = 0; i < kQuads; ++i) words[m][k + i] = of_piece[i];
     }
   }
-}
-
-/// The largest |y| of a thread's rows, as bits, in each of the four columns of quad k of its
-/// pieces. Rounding keeps order, so the weight of a column is multiplied with once; but not where
-/// it is infinite, as 0 times it is a NaN.
-template <class T>
-__device__ __forceinline__ void largest_of_rows(const uint4 (&raw)[kThreadRows], int k,
-                                                const float (&factor)[kThreadRows],
-                                                const float4& weights, bool infinite,
-                                                std::uint32_t (&most)[4]) {
-  const float by[4] = {weights.x, weights.y, weights.z, weights.w};
-#pragma unroll
-  for (int j = 0; j < 4; ++j) most[j] = 0;
-#pragma unroll
-  for (int m = 0; m < kThreadRows; m += 2) {
-    float a[4], b[4];
-    unpack4<T>(raw[m], k, a);
-    unpack4<T>(raw[m + 1], k, b);
-    if (infinite) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        most[j] = max(max(most[j], device::product_bits(a[j] * factor[m], by[j])),
-                      device::product_bits(b[j] * factor[m + 1], by[j]));
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        most[j] = max(max(most[j], device::product_bits(a[j], factor[m])),
-                      device::product_bits(b[j], factor[m + 1]));
-      }
-    }
-  }
-  if (infinite) return;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) most[j] = device::product_bits(__uint_as_float(most[j]), by[j]);
-}
-
-/// Maxima over the four threads of a warp that have the same columns, of which each gets those of
-/// one quad, in the place of quad 0. Each step halves what a thread has. Returns the quad.
-__device__ __forceinline__ int scatter_quads(std::uint32_t (&most)[kThreadQuads][4], int r) {
-  const bool odd = r % 2 != 0, upper = r / 2 % 2 != 0;
-#pragma unroll
-  for (int q = 0; q < 2; ++q) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const std::uint32_t sent = odd ? most[q][j] : most[q + 2][j];
-      const std::uint32_t kept = odd ? most[q + 2][j] : most[q][j];
-      most[q][j] = max(kept, __shfl_xor_sync(0xffffffffu, sent, 8));
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const std::uint32_t sent = upper ? most[0][j] : most[1][j];
-    const std::uint32_t kept = upper ? most[1][j] : most[0][j];
-    most[0][j] = max(kept, __shfl_xor_sync(0xffffffffu, sent, 16));
-  }
-  return 2 * (r % 2) + r / 2 % 2;
 }
 
 template <class T, TilePass kPass, bool kDrawn>
@@ -325,36 +269,11 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
 
     // Store.
     if (!kTurned && p.out.q.given()) {
-      char* q =
-          static_cast<char*>(p.out.q.data) + my_row * p.out.q.row_stride + column0 + c * kElements;
-#pragma unroll
-      for (int m = 0; m < kThreadRows; ++m, q += p.out.q.row_stride) {
-#pragma unroll
-        for (int k = 0; k < kPieces; ++k) {
-          std::uint32_t words[kQuads];
-#pragma unroll
-          for (int i = 0; i < kQuads; ++i) words[i] = codes[m][k * kQuads + i];
-          if (whole || (my_row + m < rows && column0 + (8 * k + c) * kElements < hidden)) {
-            store_codes<kElements>(q + k * 8 * kElements, words, kElements, true);
-          }
-        }
-      }
+      store_rows<kElements>(p, codes, my_row, column0 + c * kElements, whole);
     }
     step();
     __syncthreads();  // the columns are there; the weights have been read
-    if (p.out.q_t.given()) {
-      char* q_t = static_cast<char*>(p.out.q_t.data) + column0 * p.out.q_t.row_stride + row0;
-      const std::int64_t stride = p.out.q_t.row_stride;
-      const int tile_rows = static_cast<int>(min(rows - row0, std::int64_t{kTileRows}));
-      const int tile_columns = min(hidden - column0, kTileColumns);
-      if (!p.q_t_aligned) {
-        store_shifted_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
-      } else if (whole) {
-        store_whole_columns<kElements>(tile.transposed, q_t, stride);
-      } else {
-        store_aligned_columns<kElements>(tile.transposed, q_t, stride, tile_rows, tile_columns);
-      }
-    }
+    if (p.out.q_t.given()) store_columns_of<kElements>(p, tile.transposed, row0, column0, whole);
   }
 }
 
