@@ -310,4 +310,14 @@ inline void expect_forward_right(const NormCase& c, Device device, unsigned seed
   trial.expect_right();
 }
 
+/// The bytes of all outputs.
+inline std::vector<Bytes> outputs_of(NormTrial& trial) {
+  std::vector<Bytes> all;
+  for (GuardedTensor* t : trial.outputs()) {
+    t->download();
+    all.push_back(bytes_of(*t));
+  }
+  return all;
+}
+
 }  // namespace mortar::testing

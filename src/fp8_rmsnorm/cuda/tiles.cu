@@ -269,7 +269,20 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
 
     // Store.
     if (!kTurned && p.out.q.given()) {
-      store_rows<kElements>(p, codes, my_row, column0 + c * kElements, whole);
+      char* q =
+          static_cast<char*>(p.out.q.data) + my_row * p.out.q.row_stride + column0 + c * kElements;
+#pragma unroll
+      for (int m = 0; m < kThreadRows; ++m, q += p.out.q.row_stride) {
+#pragma unroll
+        for (int k = 0; k < kPieces; ++k) {
+          std::uint32_t words[kQuads];
+#pragma unroll
+          for (int i = 0; i < kQuads; ++i) words[i] = codes[m][k * kQuads + i];
+          if (whole || (my_row + m < rows && column0 + (8 * k + c) * kElements < hidden)) {
+            store_codes<kElements>(q + k * 8 * kElements, words, kElements, true);
+          }
+        }
+      }
     }
     step();
     __syncthreads();  // the columns are there; the weights have been read
