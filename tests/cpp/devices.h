@@ -35,6 +35,11 @@ inline bool has_gpu() {
 #endif
 }
 
+/// The first GPU, where there is one.
+inline std::vector<Device> gpus() {
+  return has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}} : std::vector<Device>{};
+}
+
 /// The CPU, and the first GPU where there is one.
 inline std::vector<Device> devices() {
   std::vector<Device> list{Device{}};

@@ -12,10 +12,6 @@
 namespace mortar::testing {
 namespace {
 
-std::vector<Device> gpus() {
-  return has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}} : std::vector<Device>{};
-}
-
 class DynamicConvCuda : public ::testing::TestWithParam<Device> {
  protected:
   void SetUp() override { ASSERT_EQ(cudaStreamCreate(&stream_), cudaSuccess); }

@@ -136,13 +136,6 @@ TEST_P(DynamicConvNumericsCpu, ExponentialOffByAtMost0Point07OnAverage) {
 
 #if MORTAR_HAS_CUDA
 class DynamicConvNumericsGpu : public ::testing::TestWithParam<Device> {};
-std::vector<Device> gpus() {
-  std::vector<Device> list;
-  for (const Device d : devices()) {
-    if (d.type == DeviceType::kCUDA) list.push_back(d);
-  }
-  return list;
-}
 INSTANTIATE_TEST_SUITE_P(Devices, DynamicConvNumericsGpu, ::testing::ValuesIn(gpus()), device_name);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(DynamicConvNumericsGpu);
 

@@ -10,10 +10,6 @@ namespace {
 using fp8_rmsnorm::BackwardPlan;
 using fp8_rmsnorm::BackwardShape;
 
-std::vector<Device> gpus() {
-  return has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}} : std::vector<Device>{};
-}
-
 class Fp8RmsNormBackwardPlans : public ::testing::TestWithParam<Device> {
  protected:
   struct Bits {

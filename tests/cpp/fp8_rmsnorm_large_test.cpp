@@ -7,10 +7,6 @@
 namespace mortar::testing {
 namespace {
 
-std::vector<Device> gpus() {
-  return has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}} : std::vector<Device>{};
-}
-
 class Fp8RmsNormLarge : public ::testing::TestWithParam<Device> {};
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Fp8RmsNormLarge);
 INSTANTIATE_TEST_SUITE_P(Devices, Fp8RmsNormLarge, ::testing::ValuesIn(gpus()), device_name);

@@ -19,10 +19,6 @@ namespace {
 
 constexpr DType kF32 = DType::kFloat32, kF16 = DType::kFloat16, kBF16 = DType::kBFloat16;
 
-std::vector<Device> gpus() {
-  return has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}} : std::vector<Device>{};
-}
-
 class LoraGpu : public ::testing::TestWithParam<Device> {
  protected:
   LoraCase case_of(DType dtype, std::int64_t tokens) const {

@@ -21,10 +21,6 @@ namespace {
 
 using lora::LaunchPlan;
 
-std::vector<Device> gpus() {
-  return has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}} : std::vector<Device>{};
-}
-
 lora::Machine this_machine() {
   const device::DeviceInfo& d = device::current_device();
   return {d.num_sms, d.arch, d.max_smem, d.sm_smem};

@@ -252,11 +252,6 @@ TEST_P(LoraTrainShapes, NoProductOfSegmentsChangesABit) {
   }
 }
 
-std::vector<Device> gpus() {
-  std::vector<Device> all = devices();
-  std::erase(all, Device{});
-  return all;
-}
 INSTANTIATE_TEST_SUITE_P(Gpus, LoraTrainShapes, ::testing::ValuesIn(gpus()),
                          [](const auto& one) { return device_label(one.param); });
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainShapes);
