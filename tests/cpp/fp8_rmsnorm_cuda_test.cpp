@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <functional>
+#include <limits>
 
 #include "fp8_rmsnorm/checks.h"
 #include "fp8_rmsnorm/cuda/kernels.cuh"
@@ -41,12 +42,13 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
             .q_t = c.make_q_t};
   }
 
-  /// The outputs under a plan, which are right.
+  /// The outputs under a plan, which are right (unless inputs were changed).
   std::vector<Bytes> run(const NormCase& c, const ForwardPlan& plan) {
     std::ostringstream printed;
     printed << plan;
     SCOPED_TRACE(printed.str());
     NormTrial trial(c, GetParam(), 21);
+    if (change_inputs) change_inputs(trial);
     trial.make_inputs();
     GuardedTensor workspace = byte_tensor(plan.workspace_bytes, GetParam());
     const ArgCheck arg("test");
@@ -69,7 +71,7 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
     const std::vector<Bytes> bytes = outputs_of(trial);
     workspace.download();
     EXPECT_TRUE(workspace.guards_intact());
-    trial.expect_right();
+    if (!change_inputs) trial.expect_right();
     return bytes;
   }
 
@@ -147,6 +149,7 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
     });
   }
 
+  std::function<void(NormTrial&)> change_inputs;
   const fp8_rmsnorm::GpuShape gpu_ = fp8_rmsnorm::cuda::this_gpu();
   cudaStream_t stream_ = nullptr;
 };
@@ -157,6 +160,28 @@ TEST_P(Fp8RmsNormCuda, LaunchChoicesChangeNoBit) {
   for (Fp8Scaling scaling : kScalings) {
     for (const auto& [x, columns] : {std::pair{kE4M3, 1040}, {kE5M2, 256}, {kBF16, 1000}}) {
       expect_same_bits({.rows = 140, .columns = columns, .x = x, .scaling = scaling, .group = 64});
+    }
+  }
+}
+
+// Weights of Inf make NaN of zeros and Inf of the rest, in columns of some tiles alone; zeros also
+// fill a row and a column.
+TEST_P(Fp8RmsNormCuda, InfiniteWeightsChangeNoBit) {
+  for (Fp8Scaling scaling : kScalings) {
+    for (const auto& [x, columns] : {std::pair{kE4M3, 512}, {kBF16, 400}}) {
+      const NormCase c{.rows = 140, .columns = columns, .x = x, .scaling = scaling, .group = 64};
+      change_inputs = [&c](NormTrial& trial) {
+        constexpr double kInf = std::numeric_limits<double>::infinity();
+        trial.weight_values[37] = kInf;
+        trial.weight_values[290] = -kInf;
+        const auto at = [&](std::int64_t m, std::int64_t n) -> double& {
+          return trial.x_values[static_cast<std::size_t>(m * c.columns + n)];
+        };
+        for (std::int64_t m = 0; m < c.rows; m += 3) at(m, 37) = at(m, 38) = 0;
+        for (std::int64_t m = 0; m < c.rows; ++m) at(m, 290) = 0;
+        for (std::int64_t n = 0; n < c.columns; ++n) at(131, n) = 0;
+      };
+      expect_same_bits(c);
     }
   }
 }

@@ -16,26 +16,40 @@ namespace mortar::testing {
 namespace {
 
 using namespace lora::train::cuda;
+using enum ShrinkOperands;
 
 constexpr Machine kH200{132, true, true}, kH200Strided{132, true, false}, kA100{108, false, false};
 
-TEST(LoraTrainPlan, LeavesFollowFromColumnsAlone) {
+// Up to 63 ranks from columns alone; where h is one chain, from rows and ranks too.
+TEST(LoraTrainPlan, LeavesFollowFromSizesAlone) {
   std::mt19937_64 rng(7);
+  int chains = 0;
   for (int i = 0; i < 2000; ++i) {
     const std::int64_t columns = static_cast<std::int64_t>(rng() >> (rng() % 50 + 14));
-    std::vector<std::int64_t> leaves;
+    const int width = i % 2 == 0 ? 16 : 64 << rng() % 4;
+    std::vector<std::int64_t> all;
     for (const std::int64_t rows : {1, 100, 4096, 70000}) {
+      std::vector<std::int64_t> leaves;
       for (const Machine& machine : {kH200, kH200Strided, kA100}) {
         for (const bool dense : {false, true}) {
-          leaves.push_back(choose_shrink(rows, columns, 16, 0, false, dense, false, machine).leaf);
+          const ShrinkPlan plan =
+              choose_shrink(rows, columns, width, 0, false, dense, kOneType, machine);
+          leaves.push_back(plan.leaf);
+          EXPECT_GE(plan.leaf * plan.leaves, columns);
+          EXPECT_EQ(plan.leaf % kBlockColumns, 0);
+          chains += plan.leaves == 1;
         }
       }
+      EXPECT_EQ(*std::min_element(leaves.begin(), leaves.end()),
+                *std::max_element(leaves.begin(), leaves.end()));
+      all.insert(all.end(), leaves.begin(), leaves.end());
     }
-    EXPECT_EQ(*std::min_element(leaves.begin(), leaves.end()),
-              *std::max_element(leaves.begin(), leaves.end()));
-    EXPECT_GE(leaves[0] * kLeaves, columns);
-    EXPECT_EQ(leaves[0] % kBlockColumns, 0);
+    if (width < kLeastProductRanks) {
+      EXPECT_EQ(*std::min_element(all.begin(), all.end()),
+                *std::max_element(all.begin(), all.end()));
+    }
   }
+  EXPECT_GT(chains, 0);
 }
 
 TEST(LoraTrainPlan, EveryChoiceHasAKernel) {
@@ -47,18 +61,23 @@ TEST(LoraTrainPlan, EveryChoiceHasAKernel) {
     for (const Machine& machine : {kH200, kH200Strided, kA100}) {
       const bool part_columns = i % 3 == 0;
       const ShrinkPlan s =
-          choose_shrink(rows, columns, width, adapters, i % 2 == 0, true, part_columns, machine);
-      EXPECT_EQ(s.fused, machine.clusters && !part_columns && !s.product);
+          choose_shrink(rows, columns, width, adapters, i % 2 == 0, true,
+                        part_columns ? kPartColumns : kOneType, machine);
+      EXPECT_EQ(s.fused, machine.clusters && !part_columns && (!s.product || s.leaves == 1));
       EXPECT_TRUE(machine.products || !s.product) << describe(s);
+      EXPECT_TRUE(s.leaves == kLeaves || (s.leaves == 1 && s.parts == 1)) << describe(s);
+      EXPECT_TRUE(s.parts > 0 && s.leaves % s.parts == 0) << describe(s);
+      if (s.product && s.leaves == 1) {
+        EXPECT_TRUE(s.ranks == 128 || s.ranks == 256) << describe(s);
+        continue;
+      }
       if (s.product) {
         EXPECT_TRUE(s.ranks == 64 || (s.ranks == 128 && s.parts > 1)) << describe(s);
-        EXPECT_TRUE(s.parts > 0 && kLeaves % s.parts == 0) << describe(s);
         continue;
       }
       EXPECT_TRUE(s.rows == 128 || (machine.clusters && (s.rows == 64 || s.rows == 32)))
           << describe(s);
-      EXPECT_TRUE(s.parts > 0 && kLeaves % s.parts == 0) << describe(s);
-      EXPECT_LE(kLeaves / s.parts, 1 << stream_levels(s.ranks, s.rows)) << describe(s);
+      EXPECT_LE(s.leaves / s.parts, 1 << stream_levels(s.ranks, s.rows)) << describe(s);
       EXPECT_TRUE(machine.clusters || s.ranks <= kMostUnfusedRanks) << describe(s);
       const ExpandPlan e =
           choose_expand(rows, columns, width, adapters, 1 + i % 2, Policy::kBFloat16, machine);
@@ -82,7 +101,7 @@ TEST(LoraTrainPlan, EveryChoiceHasAKernel) {
 }
 
 TEST(LoraTrainPlan, OneLargeProductFillsTheDeviceOnce) {
-  const ShrinkPlan s = choose_shrink(4096, 4096, 16, 0, false, true, false, kH200);
+  const ShrinkPlan s = choose_shrink(4096, 4096, 16, 0, false, true, kOneType, kH200);
   EXPECT_EQ(describe(s), "stream, 64 rows, 16 ranks, 2 blocks in a cluster, leaves of 512");
   const ExpandPlan e = choose_expand(4096, 4096, 16, 0, 1, Policy::kBFloat16, kH200);
   const std::int64_t blocks = e.panels * ceil_div(4096, e.tile_rows);
@@ -92,10 +111,12 @@ TEST(LoraTrainPlan, OneLargeProductFillsTheDeviceOnce) {
 
 TEST(LoraTrainPlan, WideRanksAreProducts) {
   const auto shrink = [](std::int64_t rows, std::int64_t adapters, bool masked, bool dense) {
-    return choose_shrink(rows, 4096, 256, adapters, masked, dense, false, kH200);
+    return choose_shrink(rows, 4096, 256, adapters, masked, dense, kOneType, kH200);
   };
   EXPECT_EQ(describe(shrink(8192, 0, false, true)),
-            "product, 128 rows, 128 ranks, 2 split-K partials, leaves of 512");
+            "product, 128 rows, 128 ranks, one chain");
+  EXPECT_EQ(describe(shrink(2048, 0, false, true)),
+            "product, 128 rows, 128 ranks, 4 split-K partials, leaves of 512");
   EXPECT_TRUE(shrink(8192, 3, false, true).product);
   EXPECT_FALSE(shrink(1000, 8, false, true).product);
   EXPECT_FALSE(shrink(8192, 0, true, true).product);

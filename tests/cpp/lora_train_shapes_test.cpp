@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // No launch plan of LoRA training's forward changes a bit, on a GPU.
+#include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -14,6 +16,7 @@ namespace mortar::testing {
 namespace {
 
 using namespace lora::train::cuda;
+using enum ShrinkOperands;
 
 constexpr Machine kH200Strided{132, true, false}, kA100{108, false, false};
 
@@ -76,7 +79,8 @@ TEST_P(LoraTrainShapes, NoPlanChangesABit) {
     TrainStep chosen(c, GetParam());
     chosen.run_forward();
     ShrinkPlan shrink =
-        choose_shrink(c.rows, c.hidden, copies * width, 0, !plain, true, copies > 1, kH200Strided);
+        choose_shrink(c.rows, c.hidden, copies * width, 0, !plain, true,
+                      copies > 1 ? kPartColumns : kOneType, kH200Strided);
     for (shrink.rows = 32; shrink.rows <= 128; shrink.rows *= 2) {
       for (shrink.parts = kLeaves >> stream_levels(shrink.ranks, shrink.rows);
            shrink.parts <= kLeaves; shrink.parts *= 2) {
@@ -114,7 +118,7 @@ TEST_P(LoraTrainShapes, NoPlanOfFloatsChangesABit) {
     c.ranks = ranks;
     if (ranks[0] == 16) c.base = BaseIs::kApart;
     const int width = (ranks[0] + 7) / 8 * 8;
-    ShrinkPlan any = choose_shrink(c.rows, c.hidden, width, 0, false, false, false, kA100);
+    ShrinkPlan any = choose_shrink(c.rows, c.hidden, width, 0, false, false, kSplit, kA100);
     TrainStep first(c, GetParam());
     run_planned(&first, {&any, nullptr});
     ShrinkPlan plan = choose_float_shrink(c.rows, c.hidden, width, 0, false, kA100);
@@ -171,7 +175,7 @@ TEST_P(LoraTrainShapes, NoProductOfPartsChangesABit) {
     c.ranks = {rank};
     c.x = c.y = DType::kBFloat16;
     const ShrinkPlan streamed =
-        choose_shrink(c.rows, c.hidden, 3 * rank, 0, false, true, true, kH200Strided);
+        choose_shrink(c.rows, c.hidden, 3 * rank, 0, false, true, kPartColumns, kH200Strided);
     const ExpandPlan copied =
         choose_expand(c.rows, 520, 6 * rank, 0, 1, Policy::kBFloat16, kH200Strided);
     TrainStep first(c, GetParam());
@@ -222,11 +226,48 @@ TEST_P(LoraTrainShapes, NoProductChangesABit) {
       c.x = c.w = c.y = rank == 104 ? DType::kFloat16 : DType::kBFloat16;
       c.base = base;
       const ShrinkPlan streamed =
-          choose_shrink(c.rows, c.hidden, rank + 40, 0, false, true, false, kH200Strided);
+          choose_shrink(c.rows, c.hidden, rank + 40, 0, false, true, kOneType, kH200Strided);
       const ExpandPlan copied = choose_expand(c.rows, 520, rank, 0, 2, Policy::kBFloat16, kA100);
       TrainStep first(c, GetParam());
       run_planned(&first, {&streamed, &copied});
       expect_products_keep_bits(c, &first, 2);
+    }
+  }
+}
+
+// Sums over columns that are one chain: the product rounds them itself, also those of ranks past a
+// slice's own, where a row has Inf; the stream in every shape, and the kernel of any strides.
+TEST_P(LoraTrainShapes, NoPlanChangesABitOfOneChain) {
+  for (const int rank : {60, 104, 204}) {
+    TrainCase c;
+    c.rows = 333;
+    c.hidden = 1096;
+    c.widths = {264, 264};
+    c.ranks = {rank, 36};
+    c.x = c.w = c.y = rank == 104 ? DType::kFloat16 : DType::kBFloat16;
+    if (rank == 60) c.widths = {264}, c.ranks = {rank};
+    const int width = rank == 60 ? 64 : round_up(rank, 8) + 40;
+    ShrinkPlan any = choose_shrink(c.rows, c.hidden, width, 0, false, false, kOneType, kA100);
+    ShrinkPlan streamed =
+        choose_shrink(c.rows, c.hidden, width, 0, false, true, kOneType, kH200Strided);
+    any.leaves = streamed.leaves = any.parts = 1;
+    any.leaf = streamed.leaf = leaf_columns(c.hidden, 1);
+    streamed.parts = 1;
+    const auto make = [&](const ShrinkPlan& plan) {
+      auto step = std::make_unique<TrainStep>(c, GetParam());
+      const Tensor x = step->x.host();
+      store_float(x.data, x.dtype, 7 * x.strides[0] + 3, std::numeric_limits<float>::infinity());
+      step->x.memory().upload();
+      run_planned(step.get(), {&plan, nullptr});
+      return step;
+    };
+    const auto first = make(any);
+    for (streamed.rows = 32; streamed.rows <= 128; streamed.rows *= 2) {
+      expect_same_forward(*first, *make(streamed), describe(streamed));
+    }
+    for (const int columns : {128, 256}) {
+      const ShrinkPlan product = product_shrink(c.hidden, {columns, 1}, 1);
+      expect_same_forward(*first, *make(product), describe(product));
     }
   }
 }
@@ -244,7 +285,7 @@ TEST_P(LoraTrainShapes, NoProductOfSegmentsChangesABit) {
     c.x = c.w = c.y = DType::kBFloat16;
     c.base = base;
     const ShrinkPlan streamed =
-        choose_shrink(c.rows, c.hidden, 176, 4, false, true, false, kH200Strided);
+        choose_shrink(c.rows, c.hidden, 176, 4, false, true, kOneType, kH200Strided);
     const ExpandPlan copied = choose_expand(c.rows, 264, 136, 4, 2, Policy::kBFloat16, kA100);
     TrainStep first(c, GetParam());
     run_planned(&first, {&streamed, &copied});

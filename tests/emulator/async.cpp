@@ -187,6 +187,9 @@ void emu_tensor_store(Thread* t, u32 rank, u64 address, u32 from, u32 at) {
 
 void emu_st_async(Thread* t, u32 to, u32 words, u32 barrier, u32 at) {
   Fiber* f = fiber(t);
+  if (f->warp->cta->cluster->ctas.size() == 1) {
+    fail(f, at, "sends by st.async in a cluster of one CTA: an illegal instruction on a GPU");
+  }
   const u64 a = f->smem + to;
   const u32 bytes = 4 * words;
   if (EMU_BAD(a, bytes)) emu_fault(f, a, bytes, at);

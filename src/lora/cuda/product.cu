@@ -194,6 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
         if (p.early) device::pdl_wait();
         store_partials<S>(p, unit, unit.row + first_row, sum);
       } else {
+        if (p.scaled) scale_sums<S>(p, unit, sum);
         if constexpr (S::kBase) {
           if (p.base != nullptr) add_base(&ring, smem, first_row, sum);
         }
@@ -249,6 +250,8 @@ void launch_shape(const char* op, const Product& product, const ProductPlan& pla
       // Of partials those past b's rows are left out, of what is stored none.
       const std::int64_t columns = product.columns[along_depth ? 0 : i];
       const std::int64_t there = b.data == nullptr ? 0 : round_up<std::int64_t>(b.rows, 8);
+      p.live[first + i] = b.data == nullptr ? 0 : static_cast<int>(b.rows);
+      p.factor[first + i] = product.factor[first + i];
       p.columns[first + i] =
           static_cast<int>(product.end == ProductEnd::kStore ? columns : std::min(columns, there));
       if (b.data == nullptr) continue;
@@ -273,6 +276,7 @@ void launch_shape(const char* op, const Product& product, const ProductPlan& pla
   p.partials = product.partials;
   p.part_stride = product.part_stride;
   p.early = product.early;
+  p.scaled = product.scaled;
   p.row_stride = product.row_stride;
   p.column_stride = product.column_stride;
   p.out = product.out;
@@ -281,7 +285,8 @@ void launch_shape(const char* op, const Product& product, const ProductPlan& pla
       S::kEnd == ProductEnd::kStore && product.offsets == nullptr && along_depth &&
       device::takes_tensor_map(product.out, product.columns[0], p.rows, product.out_stride);
   if (p.by_boxes) {
-    device::set_tensor_map(p.out_map, product.dtype, product.out, product.columns[0], p.rows,
+    auto* const out = static_cast<unsigned short*>(product.out) + product.first_column[0];
+    device::set_tensor_map(p.out_map, product.dtype, out, product.columns[0], p.rows,
                            product.out_stride, kProductRows / 2);
   }
   p.base = product.base;

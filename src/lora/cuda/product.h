@@ -54,6 +54,10 @@ struct Product {
   ProductOperand a[kMostProductPairs], b[kMostProductPairs];
   std::int64_t first_column[kMostProductPairs] = {};  ///< of the output
   std::int64_t columns[kMostProductPairs] = {};       ///< that a pair stores, whole eights
+  /// Whether what is stored is scaled, by a factor for each b, with zeros in columns past b's rows
+  /// whatever `a` holds.
+  bool scaled = false;
+  float factor[kMostProductPairs] = {};
 
   ProductEnd end = ProductEnd::kStore;
   /// Starts while the kernel before it runs, which has waited for all before it and writes none of

@@ -65,11 +65,13 @@ struct Params {
   CUtensorMap a[kMostProductPairs], b[kMostProductPairs], base_map, out_map;
   int steps[kMostProductPairs];    ///< of each b's depth; 0: none
   int columns[kMostProductPairs];  ///< of a group that each b has, if pairs make columns
+  int live[kMostProductPairs];     ///< of these, columns that are b's rows, if `scaled`
+  float factor[kMostProductPairs];
   Group groups[kMostProductPairs];
   const std::int32_t* offsets;
   int segments, pairs;
   int num_groups, tiles, parts, part_steps, leaf_steps, leaves, units;
-  bool early;
+  bool early, scaled;
   std::int64_t rows;
   float* partials;
   std::int64_t part_stride, row_stride, column_stride;

@@ -40,6 +40,23 @@ __device__ __forceinline__ void store_partials(const Params& p, const Unit& unit
   }
 }
 
+/// Sums times their b's factor; zeros in columns past its rows, where the copies' zeros may have met
+/// Inf or NaN.
+template <class S>
+__device__ __forceinline__ void scale_sums(const Params& p, const Unit& unit,
+                                           float (&sum)[S::kSums]) {
+  const float factor = p.factor[unit.first_b];
+#pragma unroll
+  for (float& v : sum) v *= factor;
+  const int live = p.live[unit.first_b] - unit.column;
+  if (live >= S::kColumns) return;
+  const int column = static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < S::kSums; ++i) {
+    if (i / 4 * 8 + column + i % 2 >= live) sum[i] = 0;
+  }
+}
+
 /// Adds the base's tile, which lies in shared memory as two blocks of 64 columns. `row` is counted
 /// from the tile's first.
 template <class S>

@@ -179,6 +179,9 @@ class Call {
     const bool in_parts = in_part_columns(wide.dtype, p_.weight);
     const Policy policy = in_parts ? Policy::kBFloat16 : policy_of(wide.dtype, p_.weight);
     const int copies = in_parts ? kSumCopies : 1;
+    const ShrinkOperands operands = in_parts                   ? ShrinkOperands::kPartColumns
+                                    : policy == Policy::kSplit ? ShrinkOperands::kSplit
+                                                               : ShrinkOperands::kOneType;
     ShrinkParams s{};
     s.pairs = in_parts ? sum_table_ : table_;
     s.rows = rows_;
@@ -200,7 +203,7 @@ class Call {
                           to.sum_columns == nullptr && to.pair_columns == nullptr;
     s.plan = policy == Policy::kSplit && fits_float_ring(s.wide, columns, masked)
                  ? choose_float_shrink(p_.num_rows, columns, s.width, groups(), stores_h, machine_)
-                 : choose_shrink(p_.num_rows, columns, s.width, groups(), masked, dense, in_parts,
+                 : choose_shrink(p_.num_rows, columns, s.width, groups(), masked, dense, operands,
                                  machine(takes_products(s, policy)));
     if (forced_.shrink != nullptr) s.plan = *forced_.shrink;
     s.max_tiles = most_tiles(p_, s.plan.rows);

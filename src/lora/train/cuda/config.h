@@ -83,12 +83,23 @@ struct Machine {
   bool products = false;  ///< lora/cuda/product.cu, sm_90 alone, and it takes the operands
 };
 
-/// Sums over columns are cut into so many leaves (leaf_sums.cuh), a fixed number, so that bits of h
-/// follow from the number of columns alone: at 4096 columns a leaf is 512.
+/// Sums over columns are cut into so many leaves (leaf_sums.cuh), or one, by sizes and dtypes
+/// alone: at 4096 columns a leaf is 512.
 inline constexpr int kLeaves = 8;
-constexpr std::int64_t leaf_columns(std::int64_t columns) {
-  return round_up<std::int64_t>(std::max<std::int64_t>(ceil_div<std::int64_t>(columns, kLeaves), 1),
+constexpr std::int64_t leaf_columns(std::int64_t columns, int leaves = kLeaves) {
+  return round_up<std::int64_t>(std::max<std::int64_t>(ceil_div<std::int64_t>(columns, leaves), 1),
                                 kBlockColumns);
+}
+
+/// How the operands of h or ds are multiplied: as they are, of one 16-bit type; as sums of parts; or
+/// as columns of parts of float32 weights (part_columns.cuh), whose sums always leave as partials.
+enum class ShrinkOperands { kOneType, kSplit, kPartColumns };
+
+inline int leaves_of(std::int64_t rows, std::int64_t columns, int width, std::int64_t adapters,
+                     bool masked, ShrinkOperands operands) {
+  const bool one = operands == ShrinkOperands::kOneType && !masked && adapters == 0 &&
+                   one_chain(rows, columns, width, kLeaves);
+  return one ? 1 : kLeaves;
 }
 
 /// Ranks of the widest kernel whose weights stay in registers.
@@ -121,7 +132,8 @@ struct ShrinkPlan {
   bool floats = false;   ///< shrink_float.cu, if its shared memory fits
   int rows = kTileRows;
   int ranks = 16;           ///< rank columns of a thread block
-  int parts = 1;            ///< thread blocks that share the columns of a tile: 1, 2, 4 or 8
+  int leaves = kLeaves;     ///< of the columns
+  int parts = 1;            ///< thread blocks that share the leaves of a tile: 1, 2, 4 or 8
   int per_sm = 0;           ///< thread blocks that may share an SM; 0: as many as fit
   int chunk = kFloatChunk;  ///< of shrink_float.cu
   std::int64_t leaf = kBlockColumns;
@@ -159,7 +171,8 @@ constexpr int ranks_of(int width, Policy policy) {
 inline constexpr int kMostUnfusedRanks = 32;
 /// Thread blocks that share a tile where partials go through memory: enough blocks for the device,
 /// and few enough that partials stay small beside x.
-constexpr int unfused_parts(std::int64_t rows, int width) {
+constexpr int unfused_parts(std::int64_t rows, int width, int leaves = kLeaves) {
+  if (leaves == 1) return 1;
   const std::int64_t tiles = std::max<std::int64_t>(ceil_div<std::int64_t>(rows, kTileRows), 1) *
                              std::max(ceil_div(width, kMostUnfusedRanks), 1);
   int parts = 2;
@@ -190,42 +203,53 @@ constexpr std::int64_t product_rows(std::int64_t rows, std::int64_t adapters) {
   return rows + adapters * lora::cuda::kProductRows;
 }
 
-/// h or ds by a product, and the sum of its parts.
-inline ShrinkPlan product_shrink(std::int64_t columns, const ProductCut& cut) {
+/// h or ds by a product, and the sum of its parts, if there are several leaves.
+inline ShrinkPlan product_shrink(std::int64_t columns, const ProductCut& cut,
+                                 int leaves = kLeaves) {
   ShrinkPlan plan;
   plan.product = true;
+  plan.fused = leaves == 1;
+  plan.leaves = leaves;
   plan.rows = lora::cuda::kProductRows;
   plan.ranks = cut.columns;
   plan.parts = cut.parts;
-  plan.leaf = leaf_columns(columns);
+  plan.leaf = leaf_columns(columns, leaves);
   return plan;
 }
 
-/// `dense`: operands of one 16-bit type in rows that cp.async takes. `part_columns`: of float32
-/// weights (part_columns.cuh), whose sums always leave as partials.
+/// `dense`: operands in rows that cp.async takes, not kSplit.
 inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int width,
-                                std::int64_t adapters, bool masked, bool dense, bool part_columns,
-                                const Machine& machine) {
+                                std::int64_t adapters, bool masked, bool dense,
+                                ShrinkOperands operands, const Machine& machine) {
+  const bool part_columns = operands == ShrinkOperands::kPartColumns;
   ShrinkPlan plan;
-  plan.leaf = leaf_columns(columns);
+  plan.leaves = leaves_of(rows, columns, width, adapters, masked, operands);
+  plan.leaf = leaf_columns(columns, plan.leaves);
   plan.stream = dense && columns <= std::int64_t{1} << 30;
   plan.fused = plan.stream && machine.clusters && !part_columns;
   plan.ranks = std::min(stream_ranks(width), kMostUnfusedRanks);
-  plan.parts = unfused_parts(rows, width);
+  plan.parts = unfused_parts(rows, width, plan.leaves);
   if (!plan.stream || !machine.clusters) return plan;
+  const int least_ranks = part_columns ? kLeastPartProductRanks : kLeastProductRanks;
+  const bool products =
+      dense && !masked && takes_products(rows, width, least_ranks, adapters, machine);
+  if (products && plan.leaves == 1) {
+    return product_shrink(columns, cut_whole_shrink(rows, columns, width, machine.sms), 1);
+  }
   // Of several adapters few have the largest rank: blocks of 64 ranks that one lacks cost little.
   plan.ranks = std::min(stream_ranks(width), adapters > 1 ? 64 : kMostStreamRanks);
   const std::int64_t blocks_of_ranks = ceil_div(std::max(width, 1), plan.ranks);
   double least = 0;
   for (const int tile : {128, 64, 32}) {
-    for (int parts = kLeaves >> stream_levels(plan.ranks, tile); parts <= kLeaves; parts *= 2) {
+    const int fewest = std::max(plan.leaves >> stream_levels(plan.ranks, tile), 1);
+    for (int parts = fewest; parts <= plan.leaves; parts *= 2) {
       // Blocks that share a tile are a cluster, or go apart.
       const int together = plan.fused ? parts : 1;
       const std::int64_t clusters = (ceil_div<std::int64_t>(rows, tile) + adapters / 2) *
                                     blocks_of_ranks * (parts / together);
       const ShrinkTime time{plan.ranks, tile, masked};
       for (int per_sm = 1; per_sm <= stream_blocks(plan.ranks, tile); ++per_sm) {
-        const std::int64_t steps = kLeaves / parts * plan.leaf / kBlockColumns;
+        const std::int64_t steps = plan.leaves / parts * plan.leaf / kBlockColumns;
         const double us = time.us(clusters, together, per_sm, steps, machine.sms) +
                           (plan.fused ? 0 : partials_us(rows, width, parts));
         if (least > 0 && us >= least) continue;
@@ -236,9 +260,6 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
       }
     }
   }
-  const int least_ranks = part_columns ? kLeastPartProductRanks : kLeastProductRanks;
-  const bool products =
-      dense && !masked && takes_products(rows, width, least_ranks, adapters, machine);
   if (!products) return plan;
   const ProductCut cut =
       cut_shrink(product_rows(rows, adapters), columns, width, kLeaves, machine.sms);
@@ -344,8 +365,11 @@ inline std::string describe(const ShrinkPlan& plan) {
                      : plan.floats ? "float32"
                                    : "any strides") +
          ", " + std::to_string(plan.rows) + " rows, " + std::to_string(plan.ranks) + " ranks, " +
-         std::to_string(plan.parts) + (plan.fused ? " blocks in a cluster" : " split-K partials") +
-         ", leaves of " + std::to_string(plan.leaf);
+         (plan.leaves == 1
+              ? "one chain"
+              : std::to_string(plan.parts) +
+                    (plan.fused ? " blocks in a cluster" : " split-K partials") + ", leaves of " +
+                    std::to_string(plan.leaf));
 }
 inline std::string describe(const ExpandPlan& plan) {
   if (plan.kernel == ExpandPlan::Kernel::kProduct) {

@@ -72,8 +72,12 @@ Product product_of(const ShrinkParams& s, Policy policy) {
     const PairEntry& pair = s.pairs.own[i / p.pairs * s.pairs.num_slices + slices[i % p.pairs]];
     if (pair.rank == 0) continue;
     p.b[i] = weights_of(pair, s.side, s.weights.rows_are_ranks, s.columns, false);
+    p.factor[i] = pair.factor;
   }
-  p.end = ProductEnd::kPartials;
+  p.scaled = true;
+  p.out = s.h;
+  p.out_stride = s.hidden.width;
+  p.end = s.plan.fused ? ProductEnd::kStore : ProductEnd::kPartials;
   p.partials = s.partials;
   p.part_stride = s.rows.num_rows * s.hidden.width;
   p.row_stride = s.hidden.width;
@@ -157,7 +161,7 @@ bool takes_products(const PanelParams& s, Policy policy) {
 }
 
 void shrink_products(const ShrinkParams& s, Policy policy, Stream stream) {
-  const ProductPlan plan{s.plan.ranks, s.plan.parts, s.plan.leaf, kLeaves / s.plan.parts};
+  const ProductPlan plan{s.plan.ranks, s.plan.parts, s.plan.leaf, s.plan.leaves / s.plan.parts};
   launch_product("lora_train", product_of(s, policy), plan, stream);
 }
 

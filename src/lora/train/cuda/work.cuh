@@ -27,6 +27,11 @@ inline std::int64_t most_partials_of(const Problem& p, DType wide, std::int64_t 
   const bool in_parts = in_part_columns(wide, p.weight);
   const int copies = in_parts ? kSumCopies : 1;
   const std::int64_t groups = grouped(p) ? p.num_adapters : 0;
+  const bool one_type = policy_of(wide, p.weight) != Policy::kSplit;
+  if (one_type && leaves_of(p.num_rows, columns, width, groups, masked,
+                            ShrinkOperands::kOneType) == 1) {
+    return 1;  // of operands of any strides
+  }
   int most = wide == DType::kFloat32 ? float_unfused_parts(p.num_rows, copies * width)
                                      : unfused_parts(p.num_rows, copies * width);
   if (in_parts) {
@@ -35,7 +40,9 @@ inline std::int64_t most_partials_of(const Problem& p, DType wide, std::int64_t 
     none.products = false;
     most = std::max(
         most,
-        choose_shrink(p.num_rows, columns, copies * width, groups, masked, true, true, none).parts);
+        choose_shrink(p.num_rows, columns, copies * width, groups, masked, true,
+                      ShrinkOperands::kPartColumns, none)
+            .parts);
   }
   if (machine.products &&
       copies * width >= (in_parts ? kLeastPartProductRanks : kLeastProductRanks)) {
