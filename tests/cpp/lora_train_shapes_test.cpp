@@ -78,9 +78,8 @@ TEST_P(LoraTrainShapes, NoPlanChangesABit) {
     }
     TrainStep chosen(c, GetParam());
     chosen.run_forward();
-    ShrinkPlan shrink =
-        choose_shrink(c.rows, c.hidden, copies * width, 0, !plain, true,
-                      copies > 1 ? kPartColumns : kOneType, kH200Strided);
+    ShrinkPlan shrink = choose_shrink(c.rows, c.hidden, copies * width, 0, !plain, true,
+                                      copies > 1 ? kPartColumns : kOneType, kH200Strided);
     for (shrink.rows = 32; shrink.rows <= 128; shrink.rows *= 2) {
       for (shrink.parts = kLeaves >> stream_levels(shrink.ranks, shrink.rows);
            shrink.parts <= kLeaves; shrink.parts *= 2) {
@@ -205,6 +204,14 @@ void expect_products_keep_bits(const TrainCase& c, TrainStep* first, int step) {
       expect_same_forward(*first, other, describe(product));
     }
   }
+  for (const int columns : {64, 128}) {
+    for (int parts = kLeaves / most_split_leaves(columns); parts <= kLeaves; parts *= step) {
+      const ShrinkPlan split = product_shrink(c.hidden, {columns, parts, 0, true});
+      TrainStep other(c, first->device);
+      run_planned(&other, {&split, nullptr});
+      expect_same_forward(*first, other, describe(split));
+    }
+  }
   for (const int columns : {128, 256}) {
     if (columns == 256 && c.base != BaseIs::kNone) continue;
     const ExpandPlan product = product_expand(c.widths[0], {columns, 1});
@@ -235,10 +242,10 @@ TEST_P(LoraTrainShapes, NoProductChangesABit) {
   }
 }
 
-// Sums over columns that are one chain: the product rounds them itself, also those of ranks past a
-// slice's own, where a row has Inf; the stream in every shape, and the kernel of any strides.
-TEST_P(LoraTrainShapes, NoPlanChangesABitOfOneChain) {
-  for (const int rank : {60, 104, 204}) {
+// Sums over columns that are one chain, or two: products round them themselves, also those of ranks
+// past a slice's own, where a row has Inf; the stream in every shape, and the kernel of any strides.
+TEST_P(LoraTrainShapes, NoPlanChangesABitOfFewLeaves) {
+  for (const auto& [rank, leaves] : {std::pair{60, 1}, {60, 2}, {104, 1}, {204, 1}, {204, 2}}) {
     TrainCase c;
     c.rows = 333;
     c.hidden = 1096;
@@ -250,9 +257,8 @@ TEST_P(LoraTrainShapes, NoPlanChangesABitOfOneChain) {
     ShrinkPlan any = choose_shrink(c.rows, c.hidden, width, 0, false, false, kOneType, kA100);
     ShrinkPlan streamed =
         choose_shrink(c.rows, c.hidden, width, 0, false, true, kOneType, kH200Strided);
-    any.leaves = streamed.leaves = any.parts = 1;
-    any.leaf = streamed.leaf = leaf_columns(c.hidden, 1);
-    streamed.parts = 1;
+    any.leaves = any.parts = streamed.leaves = leaves;
+    any.leaf = streamed.leaf = leaf_columns(c.hidden, leaves);
     const auto make = [&](const ShrinkPlan& plan) {
       auto step = std::make_unique<TrainStep>(c, GetParam());
       const Tensor x = step->x.host();
@@ -263,10 +269,13 @@ TEST_P(LoraTrainShapes, NoPlanChangesABitOfOneChain) {
     };
     const auto first = make(any);
     for (streamed.rows = 32; streamed.rows <= 128; streamed.rows *= 2) {
-      expect_same_forward(*first, *make(streamed), describe(streamed));
+      for (streamed.parts = 1; streamed.parts <= leaves; streamed.parts *= 2) {
+        expect_same_forward(*first, *make(streamed), describe(streamed));
+      }
     }
-    for (const int columns : {128, 256}) {
-      const ShrinkPlan product = product_shrink(c.hidden, {columns, 1}, 1);
+    for (const int columns : {leaves == 1 ? 256 : 64, 128}) {
+      const ProductCut cut{columns, leaves, 0, leaves > 1};
+      const ShrinkPlan product = product_shrink(c.hidden, cut, leaves);
       expect_same_forward(*first, *make(product), describe(product));
     }
   }
@@ -281,7 +290,7 @@ TEST_P(LoraTrainShapes, NoProductOfSegmentsChangesABit) {
     c.widths = {264, 136};
     c.by = RowsBy::kSegments;
     c.adapters = 4;
-    c.ranks = {136, 40, 0, 24, 16, 0, 80, 8};
+    c.ranks = {0, 40, 136, 24, 16, 0, 80, 8};
     c.x = c.w = c.y = DType::kBFloat16;
     c.base = base;
     const ShrinkPlan streamed =

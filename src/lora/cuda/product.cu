@@ -22,15 +22,13 @@
 
 #include <algorithm>
 
-#include "core/check.h"
-#include "core/int_math.h"
 #include "device/cluster.cuh"
 #include "device/dtype_visitor.cuh"
 #include "device/launch.cuh"
-#include "device/leaf_sums.cuh"
 #include "device/pdl.cuh"
 #include "device/wgmma.cuh"
-#include "lora/cuda/product_shape.cuh"
+#include "lora/cuda/product_multiply.cuh"
+#include "lora/cuda/product_params.cuh"
 #include "lora/cuda/product_store.cuh"
 
 namespace mortar::lora::cuda {
@@ -44,7 +42,7 @@ __device__ __forceinline__ void produce(const Params& p, Ring<S> ring, int units
   constexpr std::uint16_t kBoth = (1 << kProductCluster) - 1;
   const int rank = static_cast<int>(blockIdx.y);
   for (int u = blockIdx.x; u < units; u += static_cast<int>(gridDim.x)) {
-    const Unit unit(p, *ring.segments, u, S::kColumns);
+    const Unit<S> unit(p, *ring.segments, u);
     int pair = 0, step = unit.first_step;
     const int stages = unit.steps + (S::kBase && p.base != nullptr ? 1 : 0);
     for (int i = 0; i < stages; ++i, ++step, ring.at.next()) {
@@ -92,69 +90,6 @@ __device__ __forceinline__ void produce(const Params& p, Ring<S> ring, int units
   }
 }
 
-/// Adds leaf `i` of a unit to the tree of its leaves. After the last one `sum` is the sum of all.
-template <class S, class Tree>
-__device__ __forceinline__ void add_leaf(Tree* tree, float4* parked, int i,
-                                         float (&sum)[S::kSums]) {
-  tree->add(i, sum);
-  if constexpr (S::kParked > 0) {
-    constexpr int kLeaves = 1 << (S::kLevels - S::kParked);  // whose sum is parked
-    if (i % kLeaves != kLeaves - 1) return;
-    float4* own = parked + threadIdx.x;
-    const bool second = i / kLeaves % 2 != 0;
-#pragma unroll
-    for (int n = 0; n < S::kSums / 4; ++n) {
-      float* v = sum + 4 * n;
-      if (second) {
-        const float4 first = own[n * kConsumers];
-        v[0] = first.x + v[0], v[1] = first.y + v[1], v[2] = first.z + v[2], v[3] = first.w + v[3];
-      } else {
-        own[n * kConsumers] = make_float4(v[0], v[1], v[2], v[3]);
-      }
-    }
-  }
-}
-
-/// The sums of a unit, a part of the depth.
-template <class S>
-__device__ __forceinline__ void multiply(const Params& p, const Unit& unit, Ring<S>* ring,
-                                         float (&sum)[S::kSums]) {
-  const std::uint32_t own_rows = threadIdx.x / kWarpgroup * kBlockBytes;
-  device::LeafSums<S::kSums, S::kLevels - S::kParked> tree;
-  int step = 0;
-#pragma unroll 1
-  for (int leaf = 0; leaf < p.leaves; ++leaf) {
-    const int end = min(unit.steps, (leaf + 1) * p.leaf_steps);
-    if (step >= end) {
-#pragma unroll
-      for (int i = 0; i < S::kSums; ++i) sum[i] = 0;
-    }
-    int last = -1;  // stage of the MMAs in flight
-#pragma unroll 1
-    for (; step < end; ++step, ring->at.next()) {
-      ring->full[ring->at.stage].wait(ring->at.round & 1);
-      const auto a = device::wgmma_descriptor(ring->stage() + own_rows, kBlockBytes);
-      const auto b = device::wgmma_descriptor(ring->stage() + kRowsBytes, kBlockBytes);
-      device::wgmma_keep(sum);
-      device::wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kProductStep / 16; ++i) {
-        device::wgmma<typename S::T, S::kColumns, S::kA, S::kB>(
-            sum, a + i * device::descriptor_step(S::kA), b + i * device::descriptor_step(S::kB),
-            i > 0 || last >= 0);
-      }
-      device::wgmma_commit();
-      device::wgmma_wait<1>();
-      release(*ring, last);
-      last = ring->at.stage;
-    }
-    device::wgmma_wait<0>();
-    device::wgmma_keep(sum);
-    release(*ring, last);
-    add_leaf<S>(&tree, ring->parked, leaf, sum);
-  }
-}
-
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -163,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       ring.full[i].init(1);
-      ring.empty[i].init(kArrivals);
+      ring.empty[i].init(S::kArrivals);
     }
     device::Mbarrier::fence_init();
   }
@@ -174,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   device::cluster_arrive();
   device::cluster_wait();
   device::pdl_begin(p.early);
-  const int units = find_segments(p, ring.segments);
+  const int units = find_segments<S>(p, ring.segments);
 
   if (threadIdx.x >= kConsumers) {
     device::fewer_registers<40>();
@@ -187,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
     device::more_registers<232>();
     const int first_row = static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
     for (int u = blockIdx.x; u < units; u += static_cast<int>(gridDim.x)) {
-      const Unit unit(p, *ring.segments, u, S::kColumns);
+      const Unit<S> unit(p, *ring.segments, u);
       float sum[S::kSums];
       multiply(p, unit, &ring, sum);
       if constexpr (S::kEnd == ProductEnd::kPartials) {
@@ -215,88 +150,9 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
 
 // ---- host ---------------------------------------------------------------------------------------
 
-void set_map(CUtensorMap& map, const Product& product, const ProductOperand& o, int rows_of_box,
-             int depth_of_box) {
-  o.rows_dense
-      ? device::set_tensor_map(map, product.dtype, o.data, o.rows, o.depth, o.stride, depth_of_box)
-      : device::set_tensor_map(map, product.dtype, o.data, o.depth, o.rows, o.stride, rows_of_box);
-}
-
-int steps_of(const ProductOperand& o) {
-  return static_cast<int>(ceil_div<std::int64_t>(o.depth, kProductStep));
-}
-
 template <class S>
 void launch_shape(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {
-  Params p{};
-  const bool along_depth = product.along_depth || product.pairs == 1;
-  p.num_groups = along_depth ? 1 : product.pairs;
-  p.offsets = product.offsets;
-  p.segments = product.segments;
-  p.pairs = product.pairs;
-  for (int i = 0; i < product.pairs; ++i) {
-    if (i == 0 || along_depth) {
-      set_map(p.a[i], product, product.a[i], kProductRows, kProductStep);
-    }
-    if (i > 0 && along_depth) continue;
-    p.groups[i] = {p.tiles, product.first_column[i]};
-    p.tiles += static_cast<int>(ceil_div<std::int64_t>(product.columns[i], S::kColumns));
-  }
-  int all_steps = 0;
-  for (int first = 0; first < product.segments * product.pairs; first += product.pairs) {
-    int steps = 0;  // of the segment
-    for (int i = 0; i < product.pairs; ++i) {
-      const ProductOperand& b = product.b[first + i];
-      // Of partials those past b's rows are left out, of what is stored none.
-      const std::int64_t columns = product.columns[along_depth ? 0 : i];
-      const std::int64_t there = b.data == nullptr ? 0 : round_up<std::int64_t>(b.rows, 8);
-      p.live[first + i] = b.data == nullptr ? 0 : static_cast<int>(b.rows);
-      p.factor[first + i] = product.factor[first + i];
-      p.columns[first + i] =
-          static_cast<int>(product.end == ProductEnd::kStore ? columns : std::min(columns, there));
-      if (b.data == nullptr) continue;
-      set_map(p.b[first + i], product, b, S::kColumns / 2, kProductStep / 2);
-      p.steps[first + i] = steps_of(b);
-      steps = along_depth ? steps + p.steps[first + i] : std::max(steps, p.steps[first + i]);
-    }
-    all_steps = std::max(all_steps, steps);
-  }
-  p.parts = plan.parts;
-  p.leaves = plan.leaves;
-  p.leaf_steps = plan.leaf > 0 ? static_cast<int>(plan.leaf / kProductStep) : all_steps;
-  p.part_steps = p.leaf_steps * plan.leaves;
-  check(p.part_steps * plan.parts >= all_steps && plan.leaves <= 1 << S::kLevels, op,
-        ": a product's parts leave some of the depth out");
-  p.rows = product.a[0].rows;
-  const std::int64_t units = (ceil_div<std::int64_t>(p.rows, kProductCluster * kProductRows) +
-                              (p.offsets != nullptr ? p.segments : 0)) *
-                             p.tiles * p.parts;
-  check(units < std::int64_t{1} << 30, op, ": too many tiles");
-  p.units = static_cast<int>(units);
-  p.partials = product.partials;
-  p.part_stride = product.part_stride;
-  p.early = product.early;
-  p.scaled = product.scaled;
-  p.row_stride = product.row_stride;
-  p.column_stride = product.column_stride;
-  p.out = product.out;
-  // A box ends where the matrix does, and knows nothing of segments.
-  p.by_boxes =
-      S::kEnd == ProductEnd::kStore && product.offsets == nullptr && along_depth &&
-      device::takes_tensor_map(product.out, product.columns[0], p.rows, product.out_stride);
-  if (p.by_boxes) {
-    auto* const out = static_cast<unsigned short*>(product.out) + product.first_column[0];
-    device::set_tensor_map(p.out_map, product.dtype, out, product.columns[0], p.rows,
-                           product.out_stride, kProductRows / 2);
-  }
-  p.base = product.base;
-  p.out_stride = product.out_stride;
-  check(!p.early || S::kEnd == ProductEnd::kPartials, op, ": an early product has partials");
-  check(product.base == nullptr || S::kBase, op, ": tiles with a base have 128 columns");
-  if (product.base != nullptr) {
-    device::set_tensor_map(p.base_map, product.dtype, product.base, product.columns[0], p.rows,
-                           product.base_stride, kProductRows);
-  }
+  const Params p = make_params<S>(op, product, plan);
   const int most = device::current_device().num_sms / kProductCluster;
   device::Launch l;
   l.grid = dim3(std::min(p.units, plan.clusters > 0 ? plan.clusters : most), kProductCluster);
@@ -338,7 +194,7 @@ struct Launcher {
       if (plan.columns == 128) return run<T, 128, kRows, kRows, kPartials, 0>();
       return run<T, 64, kRows, kRows, kPartials, 0>();
     }
-    product.b[0].rows_dense ? rows_by_depth<T, Major::kRows>() : rows_by_depth<T, Major::kDepth>();
+    dense_rows_of_b(product) ? rows_by_depth<T, Major::kRows>() : rows_by_depth<T, Major::kDepth>();
   }
 };
 

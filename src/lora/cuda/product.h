@@ -16,6 +16,7 @@ inline constexpr int kProductRows = 128;  ///< rows of a thread block's tile
 inline constexpr int kProductCluster =
     2;  ///< thread blocks of a cluster, whose rows are neighbours
 inline constexpr int kMostProductPairs = kLoraMaxSlices;  ///< of all segments together
+inline constexpr int kMostProductParts = 8;  ///< of a cluster whose thread blocks share the depth
 
 /// A matrix [rows, depth].
 struct ProductOperand {
@@ -74,5 +75,9 @@ struct Product {
 bool takes_product(const ProductOperand& operand);
 
 void launch_product(const char* op, const Product& product, const ProductPlan& plan, Stream stream);
+/// The same of what is stored without a base, for b of tiles of 64 or 128 columns: clusters of as
+/// many thread blocks as parts have one tile each, and add their parts. No pairs are summed.
+void launch_split_product(const char* op, const Product& product, const ProductPlan& plan,
+                          Stream stream);
 
 }  // namespace mortar::lora::cuda

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shapes of product.cu: tiles, the ring of stages in shared memory, and the units of work that
-// clusters walk over.
+// Shapes of product.cu and product_split.cu: tiles, the ring of stages in shared memory, and the
+// units of work that clusters have.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,6 @@ inline constexpr int kBlockBytes =
 inline constexpr int kRowsBytes = kProductRows * device::kSwizzleBytes;  ///< a's part of a stage
 inline constexpr int kRingBytes = 200 * 1024;                            ///< at most
 inline constexpr int kStoreRingBytes = 226 * 1024;  ///< at most, with the tile that is stored
-inline constexpr int kArrivals = kProductCluster * kConsumers / 32;  ///< that free a stage
 
 /// Where the rows of segments begin, and their tiles: those of a cluster, counted through all
 /// segments. One entry more than there are segments says where the last one ends.
@@ -33,21 +32,27 @@ struct Segments {
 };
 
 /// kLevels: of the tree of leaves that a thread holds; of those kParked in shared memory, as two
-/// sets of 64 sums and 64 more are too many for its registers.
-template <class T_, int kColumns_, Major kA_, Major kB_, ProductEnd kEnd_, int kLevels_>
+/// sets of 64 sums and 64 more are too many for its registers. kSplit: the thread blocks of a
+/// cluster have the same rows and share the depth; else they have neighbouring rows and share b.
+template <class T_, int kColumns_, Major kA_, Major kB_, ProductEnd kEnd_, int kLevels_,
+          bool kSplit_ = false>
 struct Shape {
   using T = T_;
   static constexpr int kColumns = kColumns_, kLevels = kLevels_;
+  static constexpr bool kSplit = kSplit_;
+  static constexpr int kSharers = kSplit ? 1 : kProductCluster;  ///< of b's stages
+  static constexpr int kArrivals = kSharers * kConsumers / 32;   ///< that free a stage
   static constexpr int kParked = kColumns == 128 && kLevels == 2 ? 1 : 0;
   static constexpr Major kA = kA_, kB = kB_;
   static constexpr ProductEnd kEnd = kEnd_;
   static constexpr int kSums = kColumns / 2;  ///< of a thread
   static constexpr int kStageBytes = kRowsBytes + kColumns * device::kSwizzleBytes;
   /// The base's tile comes as one stage more, which it fills.
-  static constexpr bool kBase = kEnd == ProductEnd::kStore && kColumns == kProductRows;
+  static constexpr bool kBase = kEnd == ProductEnd::kStore && kColumns == kProductRows && !kSplit;
   static constexpr int kParkedBytes = kParked * kConsumers * kSums * 4;
   /// 128 columns of the rounded tile on their way out, blocks of 64 rows and columns.
-  static constexpr int kTileBytes = kEnd == ProductEnd::kStore ? kProductRows * 128 * 2 : 0;
+  static constexpr int kTileBytes =
+      kEnd == ProductEnd::kStore && !kSplit ? kProductRows * 128 * 2 : 0;
   static constexpr int kStages =
       ((kTileBytes > 0 ? kStoreRingBytes : kRingBytes) - kTileBytes - kParkedBytes) / kStageBytes;
   static constexpr int kSmem = kStages * kStageBytes + kTileBytes + kParkedBytes +
@@ -83,14 +88,14 @@ struct Params {
 
 /// A thread block's part of unit `index`: rows `row` to `end` - 1 and the columns of a tile up to
 /// `columns`, of which b `first_b` and (if pairs are summed) the next ones have the operands.
+template <class S>
 struct Unit {
   int row, end, group, first_b, column, columns, part, first_step, steps;
 
-  __device__ __forceinline__ Unit(const Params& p, const Segments& segments, int index,
-                                  int tile_columns) {
-    const int tile = index % p.tiles, rest = index / p.tiles;
-    part = rest % p.parts;
-    int tile_of_rows = rest / p.parts, segment = 0, first_row = 0;
+  __device__ __forceinline__ Unit(const Params& p, const Segments& segments, int index) {
+    const int own = static_cast<int>(blockIdx.y), tile = index % p.tiles, rest = index / p.tiles;
+    part = S::kSplit ? own : rest % p.parts;
+    int tile_of_rows = S::kSplit ? rest : rest / p.parts, segment = 0, first_row = 0;
     end = static_cast<int>(p.rows);
     if (p.offsets != nullptr) {
       while (segment + 1 < p.segments && tile_of_rows >= segments.tile[segment + 1]) ++segment;
@@ -98,11 +103,10 @@ struct Unit {
       first_row = segments.row[segment];
       end = segments.row[segment + 1];
     }
-    row =
-        first_row + (tile_of_rows * kProductCluster + static_cast<int>(blockIdx.y)) * kProductRows;
+    row = first_row + (tile_of_rows * S::kSharers + (S::kSplit ? 0 : own)) * kProductRows;
     group = 0;
     while (group + 1 < p.num_groups && tile >= p.groups[group + 1].first_tile) ++group;
-    column = (tile - p.groups[group].first_tile) * tile_columns;
+    column = (tile - p.groups[group].first_tile) * S::kColumns;
     first_b = segment * p.pairs + group;
     columns = p.columns[first_b];
     first_step = part * p.part_steps;
@@ -115,6 +119,7 @@ struct Unit {
 };
 
 /// The segments, by all threads of a block. Gives the units of all of them.
+template <class S>
 __device__ __forceinline__ int find_segments(const Params& p, Segments* to) {
   if (p.offsets == nullptr) return p.units;
   const int thread = static_cast<int>(threadIdx.x);
@@ -124,7 +129,7 @@ __device__ __forceinline__ int find_segments(const Params& p, Segments* to) {
   }
   __syncthreads();
   if (thread == 0) {
-    constexpr int kRows = kProductCluster * kProductRows;
+    constexpr int kRows = S::kSharers * kProductRows;
     int tiles = 0;
     for (int i = 0; i < p.segments; ++i) {
       to->tile[i] = tiles;
@@ -133,7 +138,7 @@ __device__ __forceinline__ int find_segments(const Params& p, Segments* to) {
     to->tile[p.segments] = tiles;
   }
   __syncthreads();
-  return to->tile[p.segments] * p.tiles * p.parts;
+  return to->tile[p.segments] * p.tiles * (S::kSplit ? 1 : p.parts);
 }
 
 template <class S>
@@ -157,12 +162,16 @@ struct Ring {
   }
 };
 
-/// Frees a stage, in both thread blocks: one lane of each warp that has read it.
+/// Frees a stage, in all thread blocks that share it: one lane of each warp that has read it.
 template <class S>
 __device__ __forceinline__ void release(const Ring<S>& ring, int stage) {
   if (stage < 0 || threadIdx.x % 32 != 0) return;
+  if constexpr (S::kSharers == 1) {
+    ring.empty[stage].arrive();
+  } else {
 #pragma unroll
-  for (int rank = 0; rank < kProductCluster; ++rank) ring.empty[stage].arrive_in_cluster(rank);
+    for (int rank = 0; rank < S::kSharers; ++rank) ring.empty[stage].arrive_in_cluster(rank);
+  }
 }
 
 }  // namespace mortar::lora::cuda::product

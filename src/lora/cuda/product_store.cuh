@@ -16,7 +16,7 @@ namespace mortar::lora::cuda::product {
 
 /// Partials, as the product wants them.
 template <class S>
-__device__ __forceinline__ void store_partials(const Params& p, const Unit& unit, int row,
+__device__ __forceinline__ void store_partials(const Params& p, const Unit<S>& unit, int row,
                                                const float (&sum)[S::kSums]) {
   const Group& group = p.groups[unit.group];
   const int column = unit.column + static_cast<int>(threadIdx.x) % 4 * 2;
@@ -37,23 +37,6 @@ __device__ __forceinline__ void store_partials(const Params& p, const Unit& unit
         to[(8 * j + 1) * step] = v.y;
       }
     }
-  }
-}
-
-/// Sums times their b's factor; zeros in columns past its rows, where the copies' zeros may have met
-/// Inf or NaN.
-template <class S>
-__device__ __forceinline__ void scale_sums(const Params& p, const Unit& unit,
-                                           float (&sum)[S::kSums]) {
-  const float factor = p.factor[unit.first_b];
-#pragma unroll
-  for (float& v : sum) v *= factor;
-  const int live = p.live[unit.first_b] - unit.column;
-  if (live >= S::kColumns) return;
-  const int column = static_cast<int>(threadIdx.x) % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < S::kSums; ++i) {
-    if (i / 4 * 8 + column + i % 2 >= live) sum[i] = 0;
   }
 }
 
@@ -85,8 +68,8 @@ __device__ __forceinline__ void add_base(Ring<S>* ring, const unsigned char* sme
 /// Rounds a warpgroup's rows into its blocks of shared memory, 128 columns at a time, which copies
 /// then take to where they belong while the next unit is multiplied.
 template <class S>
-__device__ __forceinline__ void store_boxes(const Params& p, const Unit& unit, const Ring<S>& ring,
-                                            const float (&sum)[S::kSums]) {
+__device__ __forceinline__ void store_boxes(const Params& p, const Unit<S>& unit,
+                                            const Ring<S>& ring, const float (&sum)[S::kSums]) {
   constexpr int kRows = kProductRows / 2, kBlocks = 2;
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4,
@@ -132,7 +115,7 @@ __device__ __forceinline__ void store_boxes(const Params& p, const Unit& unit, c
 
 /// Four tiles of the MMA are 32 columns: lanes of a quad trade their pairs of columns for eight.
 template <class S>
-__device__ __forceinline__ void store_rows(const Params& p, const Unit& unit, int row,
+__device__ __forceinline__ void store_rows(const Params& p, const Unit<S>& unit, int row,
                                            const float (&sum)[S::kSums]) {
   const Group& group = p.groups[unit.group];
   const int column = unit.column + static_cast<int>(threadIdx.x) % 4 * 8;

@@ -83,7 +83,7 @@ struct Machine {
   bool products = false;  ///< lora/cuda/product.cu, sm_90 alone, and it takes the operands
 };
 
-/// Sums over columns are cut into so many leaves (leaf_sums.cuh), or one, by sizes and dtypes
+/// Sums over columns are cut into so many leaves (leaf_sums.cuh), or two or one, by sizes and dtypes
 /// alone: at 4096 columns a leaf is 512.
 inline constexpr int kLeaves = 8;
 constexpr std::int64_t leaf_columns(std::int64_t columns, int leaves = kLeaves) {
@@ -97,9 +97,8 @@ enum class ShrinkOperands { kOneType, kSplit, kPartColumns };
 
 inline int leaves_of(std::int64_t rows, std::int64_t columns, int width, std::int64_t adapters,
                      bool masked, ShrinkOperands operands) {
-  const bool one = operands == ShrinkOperands::kOneType && !masked && adapters == 0 &&
-                   one_chain(rows, columns, width, kLeaves);
-  return one ? 1 : kLeaves;
+  const bool fewer = operands == ShrinkOperands::kOneType && !masked && adapters == 0;
+  return fewer ? product_leaves(rows, columns, width, kLeaves) : kLeaves;
 }
 
 /// Ranks of the widest kernel whose weights stay in registers.
@@ -172,7 +171,7 @@ inline constexpr int kMostUnfusedRanks = 32;
 /// Thread blocks that share a tile where partials go through memory: enough blocks for the device,
 /// and few enough that partials stay small beside x.
 constexpr int unfused_parts(std::int64_t rows, int width, int leaves = kLeaves) {
-  if (leaves == 1) return 1;
+  if (leaves < kLeaves) return leaves;
   const std::int64_t tiles = std::max<std::int64_t>(ceil_div<std::int64_t>(rows, kTileRows), 1) *
                              std::max(ceil_div(width, kMostUnfusedRanks), 1);
   int parts = 2;
@@ -203,12 +202,12 @@ constexpr std::int64_t product_rows(std::int64_t rows, std::int64_t adapters) {
   return rows + adapters * lora::cuda::kProductRows;
 }
 
-/// h or ds by a product, and the sum of its parts, if there are several leaves.
+/// h or ds by a product.
 inline ShrinkPlan product_shrink(std::int64_t columns, const ProductCut& cut,
                                  int leaves = kLeaves) {
   ShrinkPlan plan;
   plan.product = true;
-  plan.fused = leaves == 1;
+  plan.fused = leaves == 1 || cut.split;
   plan.leaves = leaves;
   plan.rows = lora::cuda::kProductRows;
   plan.ranks = cut.columns;
@@ -233,9 +232,11 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   const int least_ranks = part_columns ? kLeastPartProductRanks : kLeastProductRanks;
   const bool products =
       dense && !masked && takes_products(rows, width, least_ranks, adapters, machine);
-  if (products && plan.leaves == 1) {
-    return product_shrink(columns, cut_whole_shrink(rows, columns, width, machine.sms), 1);
-  }
+  const auto product = [&] {
+    return cut_leaves(product_rows(rows, adapters), columns, width, plan.leaves, !part_columns,
+                      machine.sms);
+  };
+  if (products && plan.leaves < kLeaves) return product_shrink(columns, product(), plan.leaves);
   // Of several adapters few have the largest rank: blocks of 64 ranks that one lacks cost little.
   plan.ranks = std::min(stream_ranks(width), adapters > 1 ? 64 : kMostStreamRanks);
   const std::int64_t blocks_of_ranks = ceil_div(std::max(width, 1), plan.ranks);
@@ -261,8 +262,7 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
     }
   }
   if (!products) return plan;
-  const ProductCut cut =
-      cut_shrink(product_rows(rows, adapters), columns, width, kLeaves, machine.sms);
+  const ProductCut cut = product();
   return cut.us - kProductAheadUs < least ? product_shrink(columns, cut) : plan;
 }
 
@@ -365,11 +365,10 @@ inline std::string describe(const ShrinkPlan& plan) {
                      : plan.floats ? "float32"
                                    : "any strides") +
          ", " + std::to_string(plan.rows) + " rows, " + std::to_string(plan.ranks) + " ranks, " +
-         (plan.leaves == 1
-              ? "one chain"
-              : std::to_string(plan.parts) +
-                    (plan.fused ? " blocks in a cluster" : " split-K partials") + ", leaves of " +
-                    std::to_string(plan.leaf));
+         (plan.leaves == 1 ? "one chain"
+                           : std::to_string(plan.parts) +
+                                 (plan.fused ? " blocks in a cluster" : " split-K partials") +
+                                 ", leaves of " + std::to_string(plan.leaf));
 }
 inline std::string describe(const ExpandPlan& plan) {
   if (plan.kernel == ExpandPlan::Kernel::kProduct) {

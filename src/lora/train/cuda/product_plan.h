@@ -8,6 +8,7 @@
 
 #include "core/int_math.h"
 #include "lora/cuda/product.h"
+#include "lora/train/cuda/shrink_time.h"
 
 namespace mortar::lora::train::cuda {
 
@@ -29,8 +30,9 @@ struct ProductSizes {
 /// Microseconds on an H200: `step_us` is the time of a step of 64 elements of the depth on an SM,
 /// bound by one SM's share of L2 (6 TB/s over all), by the MMA (2 columns of 128 rows a clock and
 /// 64 elements), and never below that of a lone thread block.
+inline constexpr double kRampUs = 3.5, kLoneStepUs = 0.25, kMmaUs = 4 / 1755.0;
+inline constexpr double kL2BytesPerUs = 6e6, kDramBytesPerUs = 4e6;
 inline double product_us(const ProductSizes& p, int tile_columns, int parts, int sms) {
-  constexpr double kRampUs = 3.5, kLoneStepUs = 0.25, kMmaUs = 4 / 1755.0, kL2 = 6e6, kDram = 4e6;
   using namespace lora::cuda;
   const std::int64_t clusters = std::max(sms / kProductCluster, 1);
   const std::int64_t units =
@@ -42,17 +44,19 @@ inline double product_us(const ProductSizes& p, int tile_columns, int parts, int
       ceil_div<std::int64_t>(ceil_div<std::int64_t>(p.depth, kProductStep), parts));
   const double stage_bytes = 2.0 * kProductStep * (kProductRows + tile_columns / 2.0);
   const double busy = static_cast<double>(kProductCluster * std::min(units, clusters));
-  const double step_us = std::max({kLoneStepUs, tile_columns * kMmaUs, stage_bytes * busy / kL2});
+  const double step_us =
+      std::max({kLoneStepUs, tile_columns * kMmaUs, stage_bytes * busy / kL2BytesPerUs});
   const double end_us = 0.4 + tile_columns / 256.0;
   const double read = 2.0 * static_cast<double>(p.rows) * static_cast<double>(p.depth);
-  return kRampUs + std::max((read + p.stored) / kDram,
+  return kRampUs + std::max((read + p.stored) / kDramBytesPerUs,
                             static_cast<double>(waves) * (steps * step_us + end_us));
 }
 
-/// A cut and its time.
+/// A cut and its time. Parts of the depth leave partials, or (`split`) are those of a cluster.
 struct ProductCut {
   int columns = 64, parts = 1;
   double us = 0;
+  bool split = false;
 };
 
 /// h or ds: sums over columns, cut into a power of two of parts, each some of the tree's `leaves`;
@@ -85,15 +89,62 @@ inline ProductCut cut_whole_shrink(std::int64_t rows, std::int64_t columns, int 
   return best;
 }
 
-/// Whether sums over columns are one chain, not a tree of `leaves`: where tiles of the whole depth
-/// fill the device, partial sums would only cost registers, or memory and a kernel that adds them.
-/// (8192 x 4096 and 512 ranks on an H100: h 75 us, and 17 for its parts.) From sizes alone, for the
-/// SMs of an H200, as bits follow from it.
-inline bool one_chain(std::int64_t rows, std::int64_t columns, int width, int leaves) {
+/// Leaves that a thread of the product of clusters that share the depth adds, by columns of a tile.
+constexpr int most_split_leaves(int tile_columns) { return tile_columns == 64 ? 4 : 2; }
+
+/// h or ds by that product: of a power of two of parts.
+inline ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
+                                   int sms) {
+  constexpr double kEndUs = 1.5;  // two barriers of the cluster, and sums through shared memory
+  ProductCut best;
+  const double bytes = 2.0 * static_cast<double>(rows) * static_cast<double>(columns + width);
+  for (const int tile : {64, 128}) {
+    const std::int64_t tiles = std::max<std::int64_t>(
+        ceil_div<std::int64_t>(rows, lora::cuda::kProductRows) * ceil_div(width, tile), 1);
+    for (int parts = std::max(leaves / most_split_leaves(tile), 2); parts <= leaves; parts *= 2) {
+      const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
+      const double busy = static_cast<double>(parts * std::min(tiles, at_once));
+      const double stage_bytes = 2.0 * lora::cuda::kProductStep * (lora::cuda::kProductRows + tile);
+      const double step_us =
+          std::max({kLoneStepUs, tile * kMmaUs, stage_bytes * busy / kL2BytesPerUs});
+      const double steps = static_cast<double>(
+          ceil_div<std::int64_t>(ceil_div<std::int64_t>(columns, lora::cuda::kProductStep), parts));
+      const double us = kRampUs + std::max(bytes / kDramBytesPerUs,
+                                           static_cast<double>(ceil_div(tiles, at_once)) *
+                                               (steps * step_us + kEndUs));
+      if (best.us > 0 && us >= best.us) continue;
+      best = {tile, parts, us, true};
+    }
+  }
+  return best;
+}
+
+/// h or ds of so many leaves by either kernel. `splits`: clusters may share the depth.
+inline ProductCut cut_leaves(std::int64_t rows, std::int64_t columns, int width, int leaves,
+                             bool splits, int sms) {
+  if (leaves == 1) return cut_whole_shrink(rows, columns, width, sms);
+  const ProductCut apart = cut_shrink(rows, columns, width, leaves, sms);
+  if (!splits) return apart;
+  const ProductCut split = cut_split_shrink(rows, columns, width, leaves, sms);
+  return leaves == 2 || split.us <= apart.us ? split : apart;
+}
+
+/// How many leaves sums over columns have: one where tiles of the whole depth fill the device, as
+/// partial sums would only cost registers, or memory and a kernel that adds them; two where twice as
+/// many tiles do. (8192 x 4096 and 512 ranks on an H100: h 75 us, and 17 for its parts.) From sizes
+/// alone, for the SMs of an H200, as bits follow from it.
+inline int product_leaves(std::int64_t rows, std::int64_t columns, int width, int most) {
   constexpr int kSms = 132;
-  return width >= kLeastProductRanks && rows >= lora::cuda::kProductRows &&
-         cut_whole_shrink(rows, columns, width, kSms).us <=
-             cut_shrink(rows, columns, width, leaves, kSms).us;
+  if (width < kLeastProductRanks || rows < lora::cuda::kProductRows) return most;
+  int best = most;
+  double least = 0;
+  for (const int leaves : {most, 2, 1}) {
+    const double us = cut_leaves(rows, columns, width, leaves, true, kSms).us;
+    if (least > 0 && us > least) continue;
+    least = us;
+    best = leaves;
+  }
+  return best;
 }
 
 /// y or dx: sums over ranks. `arrays`: of the output's size that pass.

@@ -11,6 +11,7 @@ namespace {
 
 using lora::cuda::kProductStep;
 using lora::cuda::launch_product;
+using lora::cuda::launch_split_product;
 using lora::cuda::Product;
 using lora::cuda::ProductEnd;
 using lora::cuda::ProductOperand;
@@ -162,7 +163,9 @@ bool takes_products(const PanelParams& s, Policy policy) {
 
 void shrink_products(const ShrinkParams& s, Policy policy, Stream stream) {
   const ProductPlan plan{s.plan.ranks, s.plan.parts, s.plan.leaf, s.plan.leaves / s.plan.parts};
-  launch_product("lora_train", product_of(s, policy), plan, stream);
+  const Product product = product_of(s, policy);
+  s.plan.fused&& s.plan.parts > 1 ? launch_split_product("lora_train", product, plan, stream)
+                                  : launch_product("lora_train", product, plan, stream);
 }
 
 void expand_products(const ExpandParams& e, Policy policy, Stream stream) {

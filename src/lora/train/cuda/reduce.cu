@@ -25,9 +25,7 @@ __device__ __forceinline__ float4 sum_of_planes(const float* from, std::int64_t 
   for (int n = 0; n < kLeaves; ++n) {
     if (n < parts) part[n] = __ldcg(reinterpret_cast<const float4*>(from + n * plane));
   }
-  return sum_of_parts(part, parts, [](const float4& a, const float4& b) {
-    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-  });
+  return device::sum_of_parts(part, parts);
 }
 
 /// The first `left` of four values, times a factor; zeros for the others.

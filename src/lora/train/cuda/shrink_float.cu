@@ -130,17 +130,7 @@ __device__ __forceinline__ void store_hidden(const ShrinkParams& p, const RowTil
   for (int i = threadIdx.x; i < own_rows * kWords; i += static_cast<int>(blockDim.x)) {
     const int at = part * own_rows + i / kWords, j = i % kWords * 4;
     if (at >= rows.count || first_rank + j >= p.width) continue;
-    float4 v[kLeaves];
-#pragma unroll
-    for (int other = 0; other < kLeaves; ++other) {
-      if (other < parts) {
-        v[other] =
-            *reinterpret_cast<const float4*>(device::in_cluster(partial + at * kPitch + j, other));
-      }
-    }
-    const float4 all = sum_of_parts(v, parts, [](const float4& a, const float4& b) {
-      return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-    });
+    const float4 all = device::sum_in_cluster<kLeaves>(partial + at * kPitch + j, parts);
     const std::int64_t row = row_at(p.rows, rows.start + at);
     if (row < 0) continue;
     const Octet octet = octets[j / 8];

@@ -255,17 +255,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     std::uint32_t word[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float4 v[kLeaves];
-      const float* from = partial + row * S::kPitch + 8 * o + 4 * half;
-#pragma unroll
-      for (int other = 0; other < kLeaves; ++other) {
-        if (other < parts) {
-          v[other] = *reinterpret_cast<const float4*>(device::in_cluster(from, other));
-        }
-      }
-      const float4 all = sum_of_parts(v, parts, [](const float4& a, const float4& b) {
-        return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-      });
+      const float4 all =
+          device::sum_in_cluster<kLeaves>(partial + row * S::kPitch + 8 * o + 4 * half, parts);
       const auto scaled = [&](float sum_, int j) {
         return 4 * half + j < octet.ranks ? octet.factor * sum_ : 0.0f;
       };

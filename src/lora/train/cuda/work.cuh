@@ -28,9 +28,10 @@ inline std::int64_t most_partials_of(const Problem& p, DType wide, std::int64_t 
   const int copies = in_parts ? kSumCopies : 1;
   const std::int64_t groups = grouped(p) ? p.num_adapters : 0;
   const bool one_type = policy_of(wide, p.weight) != Policy::kSplit;
-  if (one_type && leaves_of(p.num_rows, columns, width, groups, masked,
-                            ShrinkOperands::kOneType) == 1) {
-    return 1;  // of operands of any strides
+  if (one_type) {
+    const int leaves =
+        leaves_of(p.num_rows, columns, width, groups, masked, ShrinkOperands::kOneType);
+    if (leaves < kLeaves) return leaves;  // of operands of any strides
   }
   int most = wide == DType::kFloat32 ? float_unfused_parts(p.num_rows, copies * width)
                                      : unfused_parts(p.num_rows, copies * width);
@@ -38,11 +39,9 @@ inline std::int64_t most_partials_of(const Problem& p, DType wide, std::int64_t 
     // Whether rows are dense and aligned is not known before the call.
     Machine none = machine;
     none.products = false;
-    most = std::max(
-        most,
-        choose_shrink(p.num_rows, columns, copies * width, groups, masked, true,
-                      ShrinkOperands::kPartColumns, none)
-            .parts);
+    most = std::max(most, choose_shrink(p.num_rows, columns, copies * width, groups, masked, true,
+                                        ShrinkOperands::kPartColumns, none)
+                              .parts);
   }
   if (machine.products &&
       copies * width >= (in_parts ? kLeastPartProductRanks : kLeastProductRanks)) {

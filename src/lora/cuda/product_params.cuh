@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// From a product and its plan to the parameters of a kernel, on the host.
+#pragma once
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "core/int_math.h"
+#include "lora/cuda/product_shape.cuh"
+
+namespace mortar::lora::cuda::product {
+
+inline void set_map(CUtensorMap& map, const Product& product, const ProductOperand& o,
+                    int rows_of_box, int depth_of_box) {
+  o.rows_dense
+      ? device::set_tensor_map(map, product.dtype, o.data, o.rows, o.depth, o.stride, depth_of_box)
+      : device::set_tensor_map(map, product.dtype, o.data, o.depth, o.rows, o.stride, rows_of_box);
+}
+
+inline int steps_of(const ProductOperand& o) {
+  return static_cast<int>(ceil_div<std::int64_t>(o.depth, kProductStep));
+}
+
+/// Whether b is dense along its rows: as those are of which there is data.
+inline bool dense_rows_of_b(const Product& product) {
+  for (int i = 0; i < product.segments * product.pairs; ++i) {
+    if (product.b[i].data != nullptr) return product.b[i].rows_dense;
+  }
+  return false;
+}
+
+/// The parameters of a launch of shape S.
+template <class S>
+Params make_params(const char* op, const Product& product, const ProductPlan& plan) {
+  Params p{};
+  const bool along_depth = product.along_depth || product.pairs == 1;
+  p.num_groups = along_depth ? 1 : product.pairs;
+  p.offsets = product.offsets;
+  p.segments = product.segments;
+  p.pairs = product.pairs;
+  for (int i = 0; i < product.pairs; ++i) {
+    if (i == 0 || along_depth) {
+      set_map(p.a[i], product, product.a[i], kProductRows, kProductStep);
+    }
+    if (i > 0 && along_depth) continue;
+    p.groups[i] = {p.tiles, product.first_column[i]};
+    p.tiles += static_cast<int>(ceil_div<std::int64_t>(product.columns[i], S::kColumns));
+  }
+  int all_steps = 0;
+  for (int first = 0; first < product.segments * product.pairs; first += product.pairs) {
+    int steps = 0;  // of the segment
+    for (int i = 0; i < product.pairs; ++i) {
+      const ProductOperand& b = product.b[first + i];
+      // Of partials those past b's rows are left out, of what is stored none.
+      const std::int64_t columns = product.columns[along_depth ? 0 : i];
+      const std::int64_t there = b.data == nullptr ? 0 : round_up<std::int64_t>(b.rows, 8);
+      p.live[first + i] = b.data == nullptr ? 0 : static_cast<int>(b.rows);
+      p.factor[first + i] = product.factor[first + i];
+      p.columns[first + i] =
+          static_cast<int>(product.end == ProductEnd::kStore ? columns : std::min(columns, there));
+      if (b.data == nullptr) continue;
+      set_map(p.b[first + i], product, b, S::kColumns / S::kSharers, kProductStep / S::kSharers);
+      p.steps[first + i] = steps_of(b);
+      steps = along_depth ? steps + p.steps[first + i] : std::max(steps, p.steps[first + i]);
+    }
+    all_steps = std::max(all_steps, steps);
+  }
+  p.parts = plan.parts;
+  p.leaves = plan.leaves;
+  p.leaf_steps = plan.leaf > 0 ? static_cast<int>(plan.leaf / kProductStep) : all_steps;
+  p.part_steps = p.leaf_steps * plan.leaves;
+  check(p.part_steps * plan.parts >= all_steps && plan.leaves <= 1 << S::kLevels, op,
+        ": a product's parts leave some of the depth out");
+  p.rows = product.a[0].rows;
+  const std::int64_t units = (ceil_div<std::int64_t>(p.rows, S::kSharers * kProductRows) +
+                              (p.offsets != nullptr ? p.segments : 0)) *
+                             p.tiles * (S::kSplit ? 1 : p.parts);
+  check(units < std::int64_t{1} << 30, op, ": too many tiles");
+  p.units = static_cast<int>(units);
+  p.partials = product.partials;
+  p.part_stride = product.part_stride;
+  p.early = product.early;
+  p.scaled = product.scaled;
+  p.row_stride = product.row_stride;
+  p.column_stride = product.column_stride;
+  p.out = product.out;
+  // A box ends where the matrix does, and knows nothing of segments.
+  p.by_boxes =
+      S::kTileBytes > 0 && product.offsets == nullptr && along_depth &&
+      device::takes_tensor_map(product.out, product.columns[0], p.rows, product.out_stride);
+  if (p.by_boxes) {
+    auto* const out = static_cast<unsigned short*>(product.out) + product.first_column[0];
+    device::set_tensor_map(p.out_map, product.dtype, out, product.columns[0], p.rows,
+                           product.out_stride, kProductRows / 2);
+  }
+  p.base = product.base;
+  p.out_stride = product.out_stride;
+  check(!p.early || S::kEnd == ProductEnd::kPartials, op, ": an early product has partials");
+  check(product.base == nullptr || S::kBase, op, ": tiles with a base have 128 columns");
+  if (product.base != nullptr) {
+    device::set_tensor_map(p.base_map, product.dtype, product.base, product.columns[0], p.rows,
+                           product.base_stride, kProductRows);
+  }
+  return p;
+}
+
+}  // namespace mortar::lora::cuda::product
