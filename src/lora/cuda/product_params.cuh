@@ -86,7 +86,7 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
   p.out = product.out;
   // A box ends where the matrix does, and knows nothing of segments.
   p.by_boxes =
-      S::kTileBytes > 0 && product.offsets == nullptr && along_depth &&
+      S::kTileBytes > 0 && !S::kSplit && product.offsets == nullptr && along_depth &&
       device::takes_tensor_map(product.out, product.columns[0], p.rows, product.out_stride);
   if (p.by_boxes) {
     auto* const out = static_cast<unsigned short*>(product.out) + product.first_column[0];

@@ -50,9 +50,10 @@ struct Shape {
   /// The base's tile comes as one stage more, which it fills.
   static constexpr bool kBase = kEnd == ProductEnd::kStore && kColumns == kProductRows && !kSplit;
   static constexpr int kParkedBytes = kParked * kConsumers * kSums * 4;
-  /// 128 columns of the rounded tile on their way out, blocks of 64 rows and columns.
+  /// 128 columns of the rounded tile on their way out, blocks of 64 rows and columns; or the sums
+  /// that the thread blocks of a cluster send each other.
   static constexpr int kTileBytes =
-      kEnd == ProductEnd::kStore && !kSplit ? kProductRows * 128 * 2 : 0;
+      kEnd != ProductEnd::kStore ? 0 : kProductRows * (kSplit ? kColumns * 4 : 128 * 2);
   static constexpr int kStages =
       ((kTileBytes > 0 ? kStoreRingBytes : kRingBytes) - kTileBytes - kParkedBytes) / kStageBytes;
   static constexpr int kSmem = kStages * kStageBytes + kTileBytes + kParkedBytes +

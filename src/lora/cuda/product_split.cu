@@ -6,8 +6,8 @@
 // 64 ranks: 34 MB, 11.1 us at 3.03 TB/s.
 //
 // A cluster has one tile of 128 rows, and each of its thread blocks some of the leaves of the depth,
-// which pass through a ring of stages filled by TMA. Then each block adds all blocks' sums of some
-// rows, in the tree's order, through the cluster's shared memory, and rounds them: no partial sums
+// which pass through a ring of stages filled by TMA. Then blocks send each other their sums by
+// st.async, and each adds those of some rows, in the tree's order, and rounds them: no partial sums
 // in memory, and no kernel that waits for this one to add them.
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
@@ -22,11 +22,6 @@ namespace mortar::lora::cuda {
 namespace {
 
 using namespace product;
-
-constexpr int kSplitThreads = kConsumers + 32;  ///< one warp copies
-
-template <class S>
-constexpr int kPitch = S::kColumns + 8;  ///< floats of a row of sums, free of bank conflicts
 
 /// Copies the stages of a unit; by one thread.
 template <class S>
@@ -50,18 +45,27 @@ __device__ __forceinline__ void produce(const Params& p, Ring<S> ring, const Uni
   }
 }
 
-/// A thread's sums, to rows of shared memory.
+/// A thread's sums, to the thread blocks whose rows they are of: two neighbouring lanes make 16 bytes
+/// of either half of the MMA's rows.
 template <class S>
-__device__ __forceinline__ void park(float* sums, const float (&sum)[S::kSums]) {
-  const int thread = static_cast<int>(threadIdx.x);
-  float* to = sums + (thread / 32 * 16 + thread % 32 / 4) * kPitch<S> + thread % 4 * 2;
+__device__ __forceinline__ void send_sums(const Unit<S>& unit, int parts, float* sums,
+                                          const float (&sum)[S::kSums],
+                                          device::Mbarrier* received) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const bool upper = lane % 2 == 1;
+  const int row = thread / 32 * 16 + lane / 4 + (upper ? 8 : 0), own_rows = kProductRows / parts;
+  const int owner = thread / 32 * 16 / own_rows;
+  float* to = sums + (unit.part * own_rows + row % own_rows) * S::kColumns + lane % 4 / 2 * 4;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int j = 0; j < S::kSums / 4; ++j) {
-      *reinterpret_cast<float2*>(to + 8 * half * kPitch<S> + 8 * j) =
-          make_float2(sum[4 * j + 2 * half], sum[4 * j + 2 * half + 1]);
-    }
+  for (int j = 0; j < S::kSums / 4; ++j) {
+    float v[4] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
+    device::wgmma_keep(v);  // else all sums are words from the start, copied beside MMAs in flight
+    const float own0 = upper ? v[2] : v[0], own1 = upper ? v[3] : v[1];
+    const float other0 = __shfl_xor_sync(0xffffffffu, upper ? v[0] : v[2], 1);
+    const float other1 = __shfl_xor_sync(0xffffffffu, upper ? v[1] : v[3], 1);
+    const float4 four =
+        upper ? make_float4(other0, other1, own0, own1) : make_float4(own0, own1, other0, other1);
+    device::send_to_cluster(to + 8 * j, four, received, owner);
   }
 }
 
@@ -70,78 +74,83 @@ template <class S>
 __device__ __forceinline__ void store_share(const Params& p, const Unit<S>& unit,
                                             const float* sums) {
   constexpr int kOctets = S::kColumns / 8;
-  const int own_rows = kProductRows / p.parts;
+  const int own_rows = kProductRows / p.parts, plane = own_rows * S::kColumns;
   const float factor = p.scaled ? p.factor[unit.first_b] : 1.0f;
   const int live = p.scaled ? p.live[unit.first_b] - unit.column : S::kColumns;
-  for (int i = threadIdx.x; i < own_rows * kOctets; i += kSplitThreads) {
-    const int row = unit.part * own_rows + i / kOctets, column = i % kOctets * 8;
-    if (unit.row + row >= unit.end || unit.column + column >= unit.columns) continue;
+  for (int i = threadIdx.x; i < own_rows * kOctets; i += kConsumers) {
+    const int row = unit.row + unit.part * own_rows + i / kOctets, column = i % kOctets * 8;
+    if (row >= unit.end || unit.column + column >= unit.columns) continue;
     std::uint32_t words[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float4 v = device::sum_in_cluster<kMostProductParts>(
-          sums + row * kPitch<S> + column + 4 * half, p.parts);
+      float4 v[kMostProductParts];
+      const float* from = sums + i * 8 + 4 * half;
+#pragma unroll
+      for (int part = 0; part < kMostProductParts; ++part) {
+        if (part < p.parts) v[part] = *reinterpret_cast<const float4*>(from + part * plane);
+      }
+      const float4 all = device::sum_of_parts(v, p.parts);
       // Past b's rows the copies' zeros may have met Inf or NaN.
-      const auto scaled = [&](float sum, int j) {
-        return column + 4 * half + j < live ? factor * sum : 0.0f;
+      const auto scaled = [&](float one, int k) {
+        return column + 4 * half + k < live ? factor * one : 0.0f;
       };
-      words[2 * half] = device::pack2<typename S::T>(scaled(v.x, 0), scaled(v.y, 1));
-      words[2 * half + 1] = device::pack2<typename S::T>(scaled(v.z, 2), scaled(v.w, 3));
+      words[2 * half] = device::pack2<typename S::T>(scaled(all.x, 0), scaled(all.y, 1));
+      words[2 * half + 1] = device::pack2<typename S::T>(scaled(all.z, 2), scaled(all.w, 3));
     }
-    auto* to = static_cast<unsigned short*>(p.out) + (unit.row + row) * p.out_stride +
+    auto* to = static_cast<unsigned short*>(p.out) + row * p.out_stride +
                p.groups[unit.group].first_column + unit.column + column;
     *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
 template <class S>
-__global__ void __launch_bounds__(kSplitThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     split_product_kernel(const __grid_constant__ Params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char smem[];
+  __shared__ device::Mbarrier received;
   Ring<S> ring(smem);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       ring.full[i].init(1);
       ring.empty[i].init(S::kArrivals);
     }
+    received.init(1);
     device::Mbarrier::fence_init();
+    received.arrive_and_expect(S::kTileBytes);
   }
-  if (threadIdx.x == kConsumers) device::prefetch_tensor_map(p.a[0]);
-  __syncthreads();
+  if (threadIdx.x == kConsumers) {
+    device::prefetch_tensor_map(p.a[0]);
+    device::prefetch_tensor_map(p.b[0]);
+  }
+  device::cluster_arrive();
+  device::cluster_wait();  // all blocks run, and their barriers are there
   device::pdl_begin(false);
   const int index = static_cast<int>(blockIdx.x);
   if (index >= find_segments<S>(p, ring.segments)) return;
   const Unit<S> unit(p, *ring.segments, index);
-
-  auto* const sums = reinterpret_cast<float*>(smem);
   if (threadIdx.x >= kConsumers) {
+    device::fewer_registers<40>();
     if (threadIdx.x == kConsumers) produce<S>(p, ring, unit);
-    __syncwarp();
-    __syncthreads();
-  } else {
-    float sum[S::kSums];
-    multiply(p, unit, &ring, sum);
-    __syncthreads();  // the ring is free
-    park<S>(sums, sum);
+    return;
   }
-  device::cluster_arrive();
-  device::cluster_wait();
+  device::more_registers<232>();
+  auto* const sums = reinterpret_cast<float*>(smem + S::kStages * S::kStageBytes);
+  float sum[S::kSums];
+  multiply(p, unit, &ring, sum);
+  send_sums<S>(unit, p.parts, sums, sum, &received);
+  received.wait(0);
   store_share<S>(p, unit, sums);
-  // Nobody ends while others may still read its shared memory.
-  device::cluster_arrive_relaxed();
-  device::cluster_wait();
 #endif
 }
 
 template <class S>
 void launch_shape(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {
-  static_assert(S::kStages * S::kStageBytes >= kProductRows * kPitch<S> * 4, "sums fit the ring");
   const Params p = make_params<S>(op, product, plan);
   device::Launch l;
   l.grid = dim3(p.units, plan.parts);
   l.cluster_y = plan.parts;
-  l.threads = kSplitThreads;
+  l.threads = kThreads;
   l.smem = S::kSmem;
   l.stream = stream;
   l.pdl = true;
