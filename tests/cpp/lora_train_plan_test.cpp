@@ -121,7 +121,7 @@ TEST(LoraTrainPlan, WideRanksAreProducts) {
   };
   EXPECT_EQ(describe(shrink(8192, 0, false, true)), "product, 128 rows, 128 ranks, one chain");
   EXPECT_EQ(describe(shrink(2048, 0, false, true)),
-            "product, 128 rows, 128 ranks, 4 split-K partials, leaves of 512");
+            "product, 128 rows, 64 ranks, 2 blocks in a cluster, leaves of 2048");
   EXPECT_TRUE(shrink(8192, 3, false, true).product);
   EXPECT_FALSE(shrink(1000, 8, false, true).product);
   EXPECT_FALSE(shrink(8192, 0, true, true).product);

@@ -71,8 +71,8 @@ __device__ __forceinline__ void multiply(const Params& p, const Unit<S>& unit, R
   }
 }
 
-/// Sums times their b's factor; zeros in columns past its rows, where the copies' zeros may have met
-/// Inf or NaN.
+/// Sums times their b's factor; zeros in columns past its rows, where the copies' zeros may have
+/// met Inf or NaN.
 template <class S>
 __device__ __forceinline__ void scale_sums(const Params& p, const Unit<S>& unit,
                                            float (&sum)[S::kSums]) {

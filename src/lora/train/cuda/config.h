@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/int_math.h"
+#include "lora/train/cuda/leaves.h"
 #include "lora/train/cuda/product_plan.h"
 #include "lora/train/cuda/shrink_time.h"
 #include "mortar/tensor.h"
@@ -82,24 +83,6 @@ struct Machine {
   bool clusters = true;   ///< of thread blocks: sm_90 and newer
   bool products = false;  ///< lora/cuda/product.cu, sm_90 alone, and it takes the operands
 };
-
-/// Sums over columns are cut into so many leaves (leaf_sums.cuh), or two or one, by sizes and dtypes
-/// alone: at 4096 columns a leaf is 512.
-inline constexpr int kLeaves = 8;
-constexpr std::int64_t leaf_columns(std::int64_t columns, int leaves = kLeaves) {
-  return round_up<std::int64_t>(std::max<std::int64_t>(ceil_div<std::int64_t>(columns, leaves), 1),
-                                kBlockColumns);
-}
-
-/// How the operands of h or ds are multiplied: as they are, of one 16-bit type; as sums of parts; or
-/// as columns of parts of float32 weights (part_columns.cuh), whose sums always leave as partials.
-enum class ShrinkOperands { kOneType, kSplit, kPartColumns };
-
-inline int leaves_of(std::int64_t rows, std::int64_t columns, int width, std::int64_t adapters,
-                     bool masked, ShrinkOperands operands) {
-  const bool fewer = operands == ShrinkOperands::kOneType && !masked && adapters == 0;
-  return fewer ? product_leaves(rows, columns, width, kLeaves) : kLeaves;
-}
 
 /// Ranks of the widest kernel whose weights stay in registers.
 inline constexpr int kMostStreamRanks = 128;
@@ -263,7 +246,9 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   }
   if (!products) return plan;
   const ProductCut cut = product();
-  return cut.us - kProductAheadUs < least ? product_shrink(columns, cut) : plan;
+  return cut.us - (cut.split ? kSplitAheadUs : kProductAheadUs) < least
+             ? product_shrink(columns, cut)
+             : plan;
 }
 
 /// Time of the streaming expand from 64 ranks on, over that of its bytes: its warps wait for their

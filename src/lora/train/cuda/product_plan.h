@@ -32,7 +32,9 @@ struct ProductSizes {
 /// 64 elements), and never below that of a lone thread block.
 inline constexpr double kRampUs = 3.5, kLoneStepUs = 0.25, kMmaUs = 4 / 1755.0;
 inline constexpr double kL2BytesPerUs = 6e6, kDramBytesPerUs = 4e6;
-inline double product_us(const ProductSizes& p, int tile_columns, int parts, int sms) {
+inline double product_us(const ProductSizes& p, int tile_columns, int parts, int sms,
+                         double least_step_us = kLoneStepUs,
+                         double l2_bytes_per_us = kL2BytesPerUs) {
   using namespace lora::cuda;
   const std::int64_t clusters = std::max(sms / kProductCluster, 1);
   const std::int64_t units =
@@ -45,7 +47,7 @@ inline double product_us(const ProductSizes& p, int tile_columns, int parts, int
   const double stage_bytes = 2.0 * kProductStep * (kProductRows + tile_columns / 2.0);
   const double busy = static_cast<double>(kProductCluster * std::min(units, clusters));
   const double step_us =
-      std::max({kLoneStepUs, tile_columns * kMmaUs, stage_bytes * busy / kL2BytesPerUs});
+      std::max({least_step_us, tile_columns * kMmaUs, stage_bytes * busy / l2_bytes_per_us});
   const double end_us = 0.4 + tile_columns / 256.0;
   const double read = 2.0 * static_cast<double>(p.rows) * static_cast<double>(p.depth);
   return kRampUs + std::max((read + p.stored) / kDramBytesPerUs,
@@ -59,6 +61,16 @@ struct ProductCut {
   bool split = false;
 };
 
+/// For h and ds, whose depth is long: an SM's shared memory fills at 66 KB/us, so that a step of
+/// 128 rows by 64, 128 and 256 columns takes at least 0.4, 0.5 and 0.75 us, and L2 gives more than
+/// to short ones. With these, and with what the ends below take, the model chose plans that took
+/// 1.002 times as long as the best on average, and 1.06 at most, of 14 plans for each of 30 sizes
+/// on an H100 (512 to 16,384 rows, 2,048 to 14,336 columns, ranks 64 to 512).
+inline constexpr double kLongL2BytesPerUs = 7.3e6;
+constexpr double long_step_us(int tile_columns) {
+  return 2.0 * lora::cuda::kProductStep * (lora::cuda::kProductRows + tile_columns) / 66e3;
+}
+
 /// h or ds: sums over columns, cut into a power of two of parts, each some of the tree's `leaves`;
 /// a kernel that adds the parts follows.
 inline ProductCut cut_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
@@ -69,7 +81,8 @@ inline ProductCut cut_shrink(std::int64_t rows, std::int64_t columns, int width,
     for (int parts = tile == 64 ? 1 : 2; parts <= leaves; parts *= 2) {
       const double partials = 4.0 * parts * static_cast<double>(rows) * width;
       const ProductSizes sizes{rows, columns, width, partials / 2};
-      const double us = product_us(sizes, tile, parts, sms) + 1.5 + partials / 5e6;
+      const double us = product_us(sizes, tile, parts, sms, long_step_us(tile), kLongL2BytesPerUs) +
+                        2.0 + 0.4 * parts + partials / 5e6;
       if (best.us > 0 && us >= best.us) continue;
       best = {tile, parts, us};
     }
@@ -82,7 +95,8 @@ inline ProductCut cut_whole_shrink(std::int64_t rows, std::int64_t columns, int 
   ProductCut best;
   const double stored = 2.0 * static_cast<double>(rows) * width;
   for (const int tile : {256, 128}) {
-    const double us = product_us({rows, columns, width, stored}, tile, 1, sms);
+    const double us = product_us({rows, columns, width, stored}, tile, 1, sms, long_step_us(tile),
+                                 kLongL2BytesPerUs);
     if (best.us > 0 && us >= best.us) continue;
     best = {tile, 1, us};
   }
@@ -95,7 +109,8 @@ constexpr int most_split_leaves(int tile_columns) { return tile_columns == 64 ? 
 /// h or ds by that product: of a power of two of parts.
 inline ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
                                    int sms) {
-  constexpr double kEndUs = 1.5;  // two barriers of the cluster, and sums through shared memory
+  constexpr double kEndUs = 1.1, kEndPartUs = 0.5;  // sums from block to block
+  constexpr double kSplitL2BytesPerUs = 9.2e6;      // neighbours read the same rows
   ProductCut best;
   const double bytes = 2.0 * static_cast<double>(rows) * static_cast<double>(columns + width);
   for (const int tile : {64, 128}) {
@@ -106,12 +121,12 @@ inline ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int 
       const double busy = static_cast<double>(parts * std::min(tiles, at_once));
       const double stage_bytes = 2.0 * lora::cuda::kProductStep * (lora::cuda::kProductRows + tile);
       const double step_us =
-          std::max({kLoneStepUs, tile * kMmaUs, stage_bytes * busy / kL2BytesPerUs});
+          std::max({long_step_us(tile), tile * kMmaUs, stage_bytes * busy / kSplitL2BytesPerUs});
       const double steps = static_cast<double>(
           ceil_div<std::int64_t>(ceil_div<std::int64_t>(columns, lora::cuda::kProductStep), parts));
       const double us = kRampUs + std::max(bytes / kDramBytesPerUs,
                                            static_cast<double>(ceil_div(tiles, at_once)) *
-                                               (steps * step_us + kEndUs));
+                                               (steps * step_us + kEndUs + kEndPartUs * parts));
       if (best.us > 0 && us >= best.us) continue;
       best = {tile, parts, us, true};
     }
@@ -130,9 +145,9 @@ inline ProductCut cut_leaves(std::int64_t rows, std::int64_t columns, int width,
 }
 
 /// How many leaves sums over columns have: one where tiles of the whole depth fill the device, as
-/// partial sums would only cost registers, or memory and a kernel that adds them; two where twice as
-/// many tiles do. (8192 x 4096 and 512 ranks on an H100: h 75 us, and 17 for its parts.) From sizes
-/// alone, for the SMs of an H200, as bits follow from it.
+/// partial sums would only cost registers, or memory and a kernel that adds them; two where twice
+/// as many tiles do. (8192 x 4096 and 512 ranks on an H100: h 75 us, and 17 for its parts.) From
+/// sizes alone, for the SMs of an H200, as bits follow from it.
 inline int product_leaves(std::int64_t rows, std::int64_t columns, int width, int most) {
   constexpr int kSms = 132;
   if (width < kLeastProductRanks || rows < lora::cuda::kProductRows) return most;
