@@ -64,6 +64,17 @@ __device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap& ma
       : "memory");
 #endif
 }
+/// The same of what nobody reads again: it leaves L2 before other lines do.
+__device__ __forceinline__ void copy_box_once(std::uint32_t to, const CUtensorMap& map, int column,
+                                              int line, Mbarrier* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(line), "r"(smem_address(&barrier->word)), "l"(kEvictFirst)
+      : "memory");
+#endif
+}
 /// The same to the same place of every CTA of the cluster whose bit is set in `ctas`; the bytes are
 /// counted at the barrier of each.
 __device__ __forceinline__ void copy_box_to(std::uint16_t ctas, std::uint32_t to,

@@ -216,7 +216,7 @@ TEST(LoraTrainPlan, ProductsFillTheDevice) {
   for (const int width : {64, 128, 256, 512}) {
     int parts = kLeaves;
     for (std::int64_t rows = 512; rows <= 32768; rows *= 2) {
-      const ProductCut cut = cut_shrink(rows, 4096, width, kLeaves, 132);
+      const ProductCut cut = cut_shrink(rows, 4096, width, kLeaves, false, 132);
       EXPECT_LE(cut.parts, parts) << rows << " rows, " << width << " ranks";
       parts = cut.parts;
       const ProductCut sums = cut_rows(rows, 4096, width);

@@ -70,7 +70,10 @@ __device__ __forceinline__ void produce(const Params& p, Ring<S> ring, int units
       } else {
 #pragma unroll
         for (int block = 0; block < kProductRows / 64; ++block) {
-          device::copy_box(to + block * kBlockBytes, a, unit.row + 64 * block, depth, full);
+          const std::uint32_t place = to + block * kBlockBytes;
+          // x or dy for the last time, so that partial sums stay in L2 until they are added.
+          p.tiles == 1 ? device::copy_box_once(place, a, unit.row + 64 * block, depth, full)
+                       : device::copy_box(place, a, unit.row + 64 * block, depth, full);
         }
       }
       to += kRowsBytes;

@@ -246,7 +246,7 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   }
   if (!products) return plan;
   const ProductCut cut = product();
-  return cut.us - (cut.split ? kSplitAheadUs : kProductAheadUs) < least
+  return cut.us - (part_columns ? kProductAheadUs : kSplitAheadUs) < least
              ? product_shrink(columns, cut)
              : plan;
 }

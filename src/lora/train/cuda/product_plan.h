@@ -64,7 +64,7 @@ struct ProductCut {
 /// For h and ds, whose depth is long: an SM's shared memory fills at 66 KB/us, so that a step of
 /// 128 rows by 64, 128 and 256 columns takes at least 0.4, 0.5 and 0.75 us, and L2 gives more than
 /// to short ones. With these, and with what the ends below take, the model chose plans that took
-/// 1.002 times as long as the best on average, and 1.06 at most, of 14 plans for each of 30 sizes
+/// 1.007 times as long as the best on average, and 1.08 at most, of 14 plans for each of 30 sizes
 /// on an H100 (512 to 16,384 rows, 2,048 to 14,336 columns, ranks 64 to 512).
 inline constexpr double kLongL2BytesPerUs = 7.3e6;
 constexpr double long_step_us(int tile_columns) {
@@ -72,17 +72,20 @@ constexpr double long_step_us(int tile_columns) {
 }
 
 /// h or ds: sums over columns, cut into a power of two of parts, each some of the tree's `leaves`;
-/// a kernel that adds the parts follows.
+/// a kernel that adds the parts follows. `splits`: by the model that compares it with clusters that
+/// share the depth; else by one fitted before, to these products alone.
 inline ProductCut cut_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
-                             int sms) {
+                             bool splits, int sms) {
   ProductCut best;
   for (const int tile : {64, 128}) {
     // A thread holds the sums of three levels of the tree, or of two.
     for (int parts = tile == 64 ? 1 : 2; parts <= leaves; parts *= 2) {
       const double partials = 4.0 * parts * static_cast<double>(rows) * width;
       const ProductSizes sizes{rows, columns, width, partials / 2};
-      const double us = product_us(sizes, tile, parts, sms, long_step_us(tile), kLongL2BytesPerUs) +
-                        2.0 + 0.4 * parts + partials / 5e6;
+      const double us =
+          splits ? product_us(sizes, tile, parts, sms, long_step_us(tile), kLongL2BytesPerUs) +
+                       3.5 + parts + partials / 5e6
+                 : product_us(sizes, tile, parts, sms) + 1.5 + partials / 5e6;
       if (best.us > 0 && us >= best.us) continue;
       best = {tile, parts, us};
     }
@@ -138,7 +141,7 @@ inline ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int 
 inline ProductCut cut_leaves(std::int64_t rows, std::int64_t columns, int width, int leaves,
                              bool splits, int sms) {
   if (leaves == 1) return cut_whole_shrink(rows, columns, width, sms);
-  const ProductCut apart = cut_shrink(rows, columns, width, leaves, sms);
+  const ProductCut apart = cut_shrink(rows, columns, width, leaves, splits, sms);
   if (!splits) return apart;
   const ProductCut split = cut_split_shrink(rows, columns, width, leaves, sms);
   return leaves == 2 || split.us <= apart.us ? split : apart;

@@ -150,7 +150,11 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t place =
       (std::int64_t{blockIdx.x - p.first_block[which]} * kThreads + threadIdx.x) * kVector;
   const std::int64_t first = min(place, all - kVector);
-  const std::int64_t along = first / inner, across = first % inner;
+  // A division of 64 bits would be a third of a thread's instructions.
+  const bool small = all <= std::int64_t{1} << 31;
+  const std::int64_t along =
+      small ? static_cast<std::uint32_t>(first) / static_cast<std::uint32_t>(inner) : first / inner;
+  const std::int64_t across = first - along * inner;
   const int j = g.first_hidden + static_cast<int>(of_a ? along : across);
   const std::int64_t c = of_a ? across : along;
   const int s = slice_of(p.hidden, g.first_slice, g.num_slices, j);
@@ -164,8 +168,10 @@ __global__ void __launch_bounds__(kThreads)
   const int chunk_rows = rows_of(p.rows, g.chunk, false);
   int first_slot = 0;
   const RowTile group =
-      find_group(p.rows, chunk_rows, &first_slot,
-                 [&](const RowTile& own, int, int) { return own.adapter == adapter; });
+      p.rows.groups == nullptr && p.rows.offsets == nullptr
+          ? group_at(p.rows, 0)
+          : find_group(p.rows, chunk_rows, &first_slot,
+                       [&](const RowTile& own, int, int) { return own.adapter == adapter; });
   const int slots = (group.count + chunk_rows - 1) / chunk_rows;
   device::pdl_begin(false);
   if (!wanted || (adds && slots == 0)) return;

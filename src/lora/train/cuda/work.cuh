@@ -46,7 +46,8 @@ inline std::int64_t most_partials_of(const Problem& p, DType wide, std::int64_t 
   if (machine.products &&
       copies * width >= (in_parts ? kLeastPartProductRanks : kLeastProductRanks)) {
     const std::int64_t rows = product_rows(p.num_rows, groups);
-    most = std::max(most, cut_shrink(rows, columns, copies * width, kLeaves, machine.sms).parts);
+    most = std::max(
+        most, cut_shrink(rows, columns, copies * width, kLeaves, !in_parts, machine.sms).parts);
   }
   return std::int64_t{most} * copies;
 }
