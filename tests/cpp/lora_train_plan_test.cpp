@@ -60,8 +60,9 @@ TEST(LoraTrainPlan, EveryChoiceHasAKernel) {
     const std::int64_t adapters = rng() % 3 == 0 ? rng() % 40 : 0;
     for (const Machine& machine : {kH200, kH200Strided, kA100}) {
       const bool part_columns = i % 3 == 0;
-      const ShrinkPlan s = choose_shrink(rows, columns, width, adapters, i % 2 == 0, true,
-                                         part_columns ? kPartColumns : kOneType, machine);
+      const ShrinkPlan s =
+          choose_shrink(rows, columns, width, adapters, i % 2 == 0, true,
+                        part_columns ? kPartColumns : kOneType, machine, i % 7 == 0);
       EXPECT_TRUE(machine.products || !s.product) << describe(s);
       EXPECT_TRUE(s.leaves == kLeaves || s.leaves <= 2) << describe(s);
       EXPECT_TRUE(s.parts > 0 && s.leaves % s.parts == 0) << describe(s);
@@ -69,7 +70,7 @@ TEST(LoraTrainPlan, EveryChoiceHasAKernel) {
         EXPECT_EQ(s.fused, machine.clusters && !part_columns) << describe(s);
       }
       if (s.product && s.leaves == 1) {
-        EXPECT_TRUE(s.ranks == 128 || s.ranks == 256) << describe(s);
+        EXPECT_TRUE(s.ranks == 64 || s.ranks == 128 || s.ranks == 256) << describe(s);
         continue;
       }
       if (s.product && s.fused) {

@@ -273,7 +273,8 @@ TEST_P(LoraTrainShapes, NoPlanChangesABitOfFewLeaves) {
         expect_same_forward(*first, *make(streamed), describe(streamed));
       }
     }
-    for (const int columns : {leaves == 1 ? 256 : 64, 128}) {
+    for (const int columns : {64, 128, 256}) {
+      if (columns == 256 && leaves > 1) continue;
       const ProductCut cut{columns, leaves, 0, leaves > 1};
       const ShrinkPlan product = product_shrink(c.hidden, cut, leaves);
       expect_same_forward(*first, *make(product), describe(product));

@@ -129,7 +129,6 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
       float sum[S::kSums];
       multiply(p, unit, &ring, sum);
       if constexpr (S::kEnd == ProductEnd::kPartials) {
-        if (p.early) device::pdl_wait();
         store_partials<S>(p, unit, unit.row + first_row, sum);
       } else {
         if (p.scaled) scale_sums<S>(p, unit, sum);
@@ -183,6 +182,7 @@ struct Launcher {
     using enum ProductEnd;
     if (product.end == kStore) {
       if (plan.columns == 256) return run<T, 256, kA, kB, kStore, 0>();
+      if (plan.columns == 64) return run<T, 64, kA, kB, kStore, 0>();
       return run<T, 128, kA, kB, kStore, 0>();
     }
     if (plan.columns == 128) return run<T, 128, kA, kB, kPartials, 2>();

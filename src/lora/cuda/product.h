@@ -61,8 +61,8 @@ struct Product {
   float factor[kMostProductPairs] = {};
 
   ProductEnd end = ProductEnd::kStore;
-  /// Starts while the kernel before it runs, which has waited for all before it and writes none of
-  /// the operands; and waits for that one before it stores. Partials alone.
+  /// Starts and stores while the kernel before it runs, which has waited for all before it and
+  /// neither writes the operands nor touches the partials; and waits for its end. Partials alone.
   bool early = false;
   float* partials = nullptr;
   std::int64_t part_stride = 0, row_stride = 0, column_stride = 0;  ///< one of the last two is 1

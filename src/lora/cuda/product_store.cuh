@@ -65,12 +65,12 @@ __device__ __forceinline__ void add_base(Ring<S>* ring, const unsigned char* sme
   ring->at.next();
 }
 
-/// Rounds a warpgroup's rows into its blocks of shared memory, 128 columns at a time, which copies
+/// Rounds a warpgroup's rows into its blocks of shared memory, up to 128 columns at a time, which copies
 /// then take to where they belong while the next unit is multiplied.
 template <class S>
 __device__ __forceinline__ void store_boxes(const Params& p, const Unit<S>& unit,
                                             const Ring<S>& ring, const float (&sum)[S::kSums]) {
-  constexpr int kRows = kProductRows / 2, kBlocks = 2;
+  constexpr int kRows = kProductRows / 2, kBlocks = S::kColumns == 64 ? 1 : 2;
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4,
             lane = static_cast<int>(threadIdx.x) % 32;

@@ -80,7 +80,7 @@ class Call {
                          {p_.rng, p_.total_width, slice.first_column});
     }
     // Beside the last shrink; its parts are added when both have ended.
-    sums.sum_dy(work_.h, work_.ds.values, shrinks);
+    sums.sum_dy(work_.h, work_.ds.values, shrinks, free_sms_);
     if (parts) reduce_hidden(*parts, stream_);
     if (p_.dx.data != nullptr) {
       run_expand(Side::kA, 0, p_.num_slices, work_.ds, p_.add_dx ? p_.dx : Matrix{}, p_.dx,
@@ -204,8 +204,10 @@ class Call {
     s.plan = policy == Policy::kSplit && fits_float_ring(s.wide, columns, masked)
                  ? choose_float_shrink(p_.num_rows, columns, s.width, groups(), stores_h, machine_)
                  : choose_shrink(p_.num_rows, columns, s.width, groups(), masked, dense, operands,
-                                 machine(takes_products(s, policy)));
+                                 machine(takes_products(s, policy)),
+                                 plan_ != nullptr && side == Side::kB);
     if (forced_.shrink != nullptr) s.plan = *forced_.shrink;
+    free_sms_ = free_sms(s.plan, p_.num_rows, s.width, columns, machine_);
     s.max_tiles = most_tiles(p_, s.plan.rows);
     s.ahead = looks_ahead(s.pairs, s.rows) && !masked;
     s.h = to.values;
@@ -308,6 +310,7 @@ class Call {
   const Machine machine_ = current_machine();
   Work work_;
   const Stream stream_;
+  int free_sms_ = 0;  ///< that the last shrink leaves to sums beside it; 0: none for all its time
   PairTable table_{}, sum_table_{}, pair_table_{};
   RowGroups rows_{};
   HiddenColumns hidden_{};

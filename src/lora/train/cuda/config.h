@@ -199,13 +199,14 @@ inline ShrinkPlan product_shrink(std::int64_t columns, const ProductCut& cut,
   return plan;
 }
 
-/// `dense`: operands in rows that cp.async takes, not kSplit.
+/// `dense`: operands in rows that cp.async takes, not kSplit. `beside`: ds, which dB comes beside.
 inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int width,
                                 std::int64_t adapters, bool masked, bool dense,
-                                ShrinkOperands operands, const Machine& machine) {
+                                ShrinkOperands operands, const Machine& machine,
+                                bool beside = false) {
   const bool part_columns = operands == ShrinkOperands::kPartColumns;
   ShrinkPlan plan;
-  plan.leaves = leaves_of(rows, columns, width, adapters, masked, operands);
+  plan.leaves = leaves_of(rows, columns, width, adapters, masked, beside, operands);
   plan.leaf = leaf_columns(columns, plan.leaves);
   plan.stream = dense && columns <= std::int64_t{1} << 30;
   plan.fused = plan.stream && machine.clusters && !part_columns;
@@ -215,9 +216,12 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   const int least_ranks = part_columns ? kLeastPartProductRanks : kLeastProductRanks;
   const bool products =
       dense && !masked && takes_products(rows, width, least_ranks, adapters, machine);
+  beside = beside && !part_columns && adapters == 0;
+  const BesideRowSums with_sums{rows, columns, width, machine.sms};
   const auto product = [&] {
-    return cut_leaves(product_rows(rows, adapters), columns, width, plan.leaves, !part_columns,
-                      machine.sms);
+    const std::int64_t own = product_rows(rows, adapters);
+    return beside ? cut_leaves(own, columns, width, plan.leaves, true, machine.sms, with_sums)
+                  : cut_leaves(own, columns, width, plan.leaves, !part_columns, machine.sms);
   };
   if (products && plan.leaves < kLeaves) return product_shrink(columns, product(), plan.leaves);
   // Of several adapters few have the largest rank: blocks of 64 ranks that one lacks cost little.
@@ -246,6 +250,7 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   }
   if (!products) return plan;
   const ProductCut cut = product();
+  if (beside) least = with_sums(least, machine.sms);
   return cut.us - (part_columns ? kProductAheadUs : kSplitAheadUs) < least
              ? product_shrink(columns, cut)
              : plan;

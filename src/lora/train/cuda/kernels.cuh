@@ -177,8 +177,12 @@ struct PanelParams {
   RowCut chunk;
   std::int64_t max_tiles;
   /// Starts while the kernel before it runs, which has waited for all before it and writes nothing
-  /// that is read here; and waits for that one before it stores. Not if it makes ds.
+  /// that is read here; and waits for that one before it stores, or, as a product, before it ends.
+  /// Not if it makes ds.
   bool early;
+  /// SMs that an early product takes, as the kernel before it leaves so many free for all its time;
+  /// 0: all. Work is dealt out when it starts: to all SMs, half of it would wait for that kernel.
+  int free_sms;
   float* ds;   ///< partials, [panel of the operand][M][hidden_width]
   bool ahead;  ///< looks_ahead(), and nothing is dropped; not if it is early
 };

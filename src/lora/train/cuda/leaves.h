@@ -23,10 +23,11 @@ constexpr std::int64_t leaf_columns(std::int64_t columns, int leaves = kLeaves) 
 /// partials.
 enum class ShrinkOperands { kOneType, kSplit, kPartColumns };
 
+/// `beside`: of ds, which dB comes beside.
 inline int leaves_of(std::int64_t rows, std::int64_t columns, int width, std::int64_t adapters,
-                     bool masked, ShrinkOperands operands) {
+                     bool masked, bool beside, ShrinkOperands operands) {
   const bool fewer = operands == ShrinkOperands::kOneType && !masked && adapters == 0;
-  return fewer ? product_leaves(rows, columns, width, kLeaves) : kLeaves;
+  return fewer ? product_leaves(rows, columns, width, beside, kLeaves) : kLeaves;
 }
 
 }  // namespace mortar::lora::train::cuda

@@ -54,6 +54,13 @@ inline double product_us(const ProductSizes& p, int tile_columns, int parts, int
                             static_cast<double>(waves) * (steps * step_us + end_us));
 }
 
+/// Thread blocks of a product: whole clusters.
+constexpr std::int64_t product_blocks(std::int64_t rows, int width, int tile_columns, int parts) {
+  using namespace lora::cuda;
+  return ceil_div<std::int64_t>(rows, kProductCluster * kProductRows) * kProductCluster *
+         ceil_div(width, tile_columns) * parts;
+}
+
 /// A cut and its time. Parts of the depth leave partials, or (`split`) are those of a cluster.
 struct ProductCut {
   int columns = 64, parts = 1;
@@ -71,21 +78,69 @@ constexpr double long_step_us(int tile_columns) {
   return 2.0 * lora::cuda::kProductStep * (lora::cuda::kProductRows + tile_columns) / 66e3;
 }
 
+/// Columns of a tile of dA or dB: as many of the ranks as a thread block takes.
+constexpr int rows_tile(int width) { return width <= 64 ? 64 : width <= 128 ? 128 : 256; }
+
+/// dA or dB: sums over rows of `width` ranks by `columns`, in chunks whose partials are added. Made
+/// for the SMs of an H200 on every device, because summation trees follow from the chunks.
+inline ProductCut cut_rows(std::int64_t rows, std::int64_t columns, int width) {
+  constexpr int kSms = 132;
+  ProductCut best;
+  const int tile = rows_tile(width);
+  for (int parts = 1; parts <= 16; ++parts) {
+    const double partials = 4.0 * parts * static_cast<double>(columns) * width;
+    const double us =
+        product_us({columns, rows, width, partials / 2}, tile, parts, kSms) + partials / 5e6;
+    if (best.us > 0 && us >= best.us) continue;
+    best = {tile, parts, us};
+  }
+  return best;
+}
+
+/// What ds and dB take together. dB's thread blocks start where ds leaves SMs free, and what both
+/// read of dy comes from memory once: ds on half of the SMs and dB on the others may take less than
+/// one after the other on all. (8192 x 4096 and 64 ranks on an H100: 40 us for 57.)
+struct BesideRowSums {
+  std::int64_t rows, columns;
+  int width, sms;
+
+  static constexpr int kFewestSms = 16;
+
+  /// dB on so many SMs.
+  double sums_us(std::int64_t on) const {
+    const ProductCut cut = cut_rows(rows, columns, width);
+    return product_us({columns, rows, width}, cut.columns, cut.parts, static_cast<int>(on),
+                      long_step_us(cut.columns), kLongL2BytesPerUs);
+  }
+  double operator()(double us, std::int64_t blocks) const {
+    // After ds dB's start is hidden; but it finds little of dy in L2.
+    const double read_us = 2.0 * static_cast<double>(rows * columns) / kDramBytesPerUs;
+    const double after = us + sums_us(sms) - 2 + read_us / 2;
+    return blocks + kFewestSms > sms ? after : std::min(after, std::max(us, sums_us(sms - blocks)));
+  }
+};
+/// What h takes.
+struct Alone {
+  double operator()(double us, std::int64_t /*blocks*/) const { return us; }
+};
+
 /// h or ds: sums over columns, cut into a power of two of parts, each some of the tree's `leaves`;
 /// a kernel that adds the parts follows. `splits`: by the model that compares it with clusters that
 /// share the depth; else by one fitted before, to these products alone.
-inline ProductCut cut_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
-                             bool splits, int sms) {
+template <class Total = Alone>
+ProductCut cut_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves, bool splits,
+                      int sms, const Total& total = {}) {
   ProductCut best;
   for (const int tile : {64, 128}) {
     // A thread holds the sums of three levels of the tree, or of two.
     for (int parts = tile == 64 ? 1 : 2; parts <= leaves; parts *= 2) {
       const double partials = 4.0 * parts * static_cast<double>(rows) * width;
       const ProductSizes sizes{rows, columns, width, partials / 2};
-      const double us =
+      const double own =
           splits ? product_us(sizes, tile, parts, sms, long_step_us(tile), kLongL2BytesPerUs) +
                        3.5 + parts + partials / 5e6
                  : product_us(sizes, tile, parts, sms) + 1.5 + partials / 5e6;
+      const double us = total(own, product_blocks(rows, width, tile, parts));
       if (best.us > 0 && us >= best.us) continue;
       best = {tile, parts, us};
     }
@@ -94,12 +149,15 @@ inline ProductCut cut_shrink(std::int64_t rows, std::int64_t columns, int width,
 }
 
 /// h or ds where no two thread blocks share a row's sum: rounded as it leaves the product.
-inline ProductCut cut_whole_shrink(std::int64_t rows, std::int64_t columns, int width, int sms) {
+template <class Total = Alone>
+ProductCut cut_whole_shrink(std::int64_t rows, std::int64_t columns, int width, int sms,
+                            const Total& total = {}) {
   ProductCut best;
   const double stored = 2.0 * static_cast<double>(rows) * width;
-  for (const int tile : {256, 128}) {
-    const double us = product_us({rows, columns, width, stored}, tile, 1, sms, long_step_us(tile),
-                                 kLongL2BytesPerUs);
+  for (const int tile : {256, 128, 64}) {
+    const double own = product_us({rows, columns, width, stored}, tile, 1, sms, long_step_us(tile),
+                                  kLongL2BytesPerUs);
+    const double us = total(own, product_blocks(rows, width, tile, 1));
     if (best.us > 0 && us >= best.us) continue;
     best = {tile, 1, us};
   }
@@ -110,8 +168,9 @@ inline ProductCut cut_whole_shrink(std::int64_t rows, std::int64_t columns, int 
 constexpr int most_split_leaves(int tile_columns) { return tile_columns == 64 ? 4 : 2; }
 
 /// h or ds by that product: of a power of two of parts.
-inline ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
-                                   int sms) {
+template <class Total = Alone>
+ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves, int sms,
+                            const Total& total = {}) {
   constexpr double kEndUs = 1.1, kEndPartUs = 0.5;  // sums from block to block
   constexpr double kSplitL2BytesPerUs = 9.2e6;      // neighbours read the same rows
   ProductCut best;
@@ -127,9 +186,10 @@ inline ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int 
           std::max({long_step_us(tile), tile * kMmaUs, stage_bytes * busy / kSplitL2BytesPerUs});
       const double steps = static_cast<double>(
           ceil_div<std::int64_t>(ceil_div<std::int64_t>(columns, lora::cuda::kProductStep), parts));
-      const double us = kRampUs + std::max(bytes / kDramBytesPerUs,
-                                           static_cast<double>(ceil_div(tiles, at_once)) *
-                                               (steps * step_us + kEndUs + kEndPartUs * parts));
+      const double own = kRampUs + std::max(bytes / kDramBytesPerUs,
+                                            static_cast<double>(ceil_div(tiles, at_once)) *
+                                                (steps * step_us + kEndUs + kEndPartUs * parts));
+      const double us = total(own, tiles * parts);
       if (best.us > 0 && us >= best.us) continue;
       best = {tile, parts, us, true};
     }
@@ -138,26 +198,30 @@ inline ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int 
 }
 
 /// h or ds of so many leaves by either kernel. `splits`: clusters may share the depth.
-inline ProductCut cut_leaves(std::int64_t rows, std::int64_t columns, int width, int leaves,
-                             bool splits, int sms) {
-  if (leaves == 1) return cut_whole_shrink(rows, columns, width, sms);
-  const ProductCut apart = cut_shrink(rows, columns, width, leaves, splits, sms);
+template <class Total = Alone>
+ProductCut cut_leaves(std::int64_t rows, std::int64_t columns, int width, int leaves, bool splits,
+                      int sms, const Total& total = {}) {
+  if (leaves == 1) return cut_whole_shrink(rows, columns, width, sms, total);
+  const ProductCut apart = cut_shrink(rows, columns, width, leaves, splits, sms, total);
   if (!splits) return apart;
-  const ProductCut split = cut_split_shrink(rows, columns, width, leaves, sms);
+  const ProductCut split = cut_split_shrink(rows, columns, width, leaves, sms, total);
   return leaves == 2 || split.us <= apart.us ? split : apart;
 }
 
 /// How many leaves sums over columns have: one where tiles of the whole depth fill the device, as
 /// partial sums would only cost registers, or memory and a kernel that adds them; two where twice
 /// as many tiles do. (8192 x 4096 and 512 ranks on an H100: h 75 us, and 17 for its parts.) From
-/// sizes alone, for the SMs of an H200, as bits follow from it.
-inline int product_leaves(std::int64_t rows, std::int64_t columns, int width, int most) {
+/// sizes alone, for the SMs of an H200, as bits follow from it. `beside`: of ds, with dB beside it.
+inline int product_leaves(std::int64_t rows, std::int64_t columns, int width, bool beside,
+                          int most) {
   constexpr int kSms = 132;
   if (width < kLeastProductRanks || rows < lora::cuda::kProductRows) return most;
   int best = most;
   double least = 0;
   for (const int leaves : {most, 2, 1}) {
-    const double us = cut_leaves(rows, columns, width, leaves, true, kSms).us;
+    const BesideRowSums total{rows, columns, width, kSms};
+    const double us = beside ? cut_leaves(rows, columns, width, leaves, true, kSms, total).us
+                             : cut_leaves(rows, columns, width, leaves, true, kSms).us;
     if (least > 0 && us > least) continue;
     least = us;
     best = leaves;
@@ -176,25 +240,6 @@ inline ProductCut cut_expand(std::int64_t rows, std::int64_t columns, int width,
     const double us = product_us({rows, depth, columns, stored}, tile, 1, sms);
     if (best.us > 0 && us >= best.us) continue;
     best = {tile, 1, us};
-  }
-  return best;
-}
-
-/// Columns of a tile of dA or dB: as many of the ranks as a thread block takes.
-constexpr int rows_tile(int width) { return width <= 64 ? 64 : width <= 128 ? 128 : 256; }
-
-/// dA or dB: sums over rows of `width` ranks by `columns`, in chunks whose partials are added. Made
-/// for the SMs of an H200 on every device, because summation trees follow from the chunks.
-inline ProductCut cut_rows(std::int64_t rows, std::int64_t columns, int width) {
-  constexpr int kSms = 132;
-  ProductCut best;
-  const int tile = rows_tile(width);
-  for (int parts = 1; parts <= 16; ++parts) {
-    const double partials = 4.0 * parts * static_cast<double>(columns) * width;
-    const double us =
-        product_us({columns, rows, width, partials / 2}, tile, parts, kSms) + partials / 5e6;
-    if (best.us > 0 && us >= best.us) continue;
-    best = {tile, parts, us};
   }
   return best;
 }

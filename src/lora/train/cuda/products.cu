@@ -181,6 +181,7 @@ void panel_products(const PanelParams& s, Policy policy, Stream stream) {
     plan.columns = rows_tile(own.width);
     plan.parts = static_cast<int>(ceil_div<std::int64_t>(s.rows.num_rows, s.chunk.rows));
     plan.leaf = s.chunk.rows;
+    plan.clusters = s.free_sms / lora::cuda::kProductCluster;
     launch_product("lora_train", product_of(s, own, policy), plan, stream);
   }
 }

@@ -78,10 +78,11 @@ void RowSums::prepare(const PairTable& pairs, const RowGroups& rows, const Hidde
   stream_ = stream;
 }
 
-void RowSums::sum_dy(const HiddenForms& h, void* ds, bool early) {
+void RowSums::sum_dy(const HiddenForms& h, void* ds, bool early, int free_sms) {
   if (!p_.wants_db && !plan_.one_pass) return;
   PanelParams all = panel_params(Side::kB, plan_.dy, h);
   all.early = early && !plan_.one_pass;
+  all.free_sms = all.early ? free_sms : 0;
   DsParams end{};
   for (int s = 0; s < p_.num_slices; ++s) {
     const SliceView& slice = p_.slices[s];

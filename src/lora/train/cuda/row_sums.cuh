@@ -30,6 +30,21 @@ inline bool makes_ds(const Problem& p, const BackwardPlan& plan, int slice) {
   return plan.one_pass && takes_panels(p, slice);
 }
 
+/// SMs that ds by a product leaves to all of dB beside it; 0: dB takes longer on these.
+inline int free_sms(const ShrinkPlan& plan, std::int64_t rows, int width, std::int64_t columns,
+                    const Machine& machine) {
+  if (!plan.product || !plan.fused) return 0;
+  const std::int64_t blocks = plan.parts > 1
+                                  ? ceil_div<std::int64_t>(rows, lora::cuda::kProductRows) *
+                                        ceil_div(width, plan.ranks) * plan.parts
+                                  : product_blocks(rows, width, plan.ranks, 1);
+  const BesideRowSums sums{rows, columns, width, machine.sms};
+  const std::int64_t free = machine.sms - blocks;
+  return free >= BesideRowSums::kFewestSms && sums.sums_us(free) < 2 * sums.sums_us(machine.sms) + 8
+             ? static_cast<int>(free)
+             : 0;
+}
+
 class RowSums {
  public:
   /// Takes its part of the workspace.
@@ -39,8 +54,8 @@ class RowSums {
   void prepare(const PairTable& pairs, const RowGroups& rows, const HiddenColumns& hidden,
                Stream stream);
   /// Sums of dB, from h, where they are wanted; and ds of the slices that makes_ds() names.
-  /// `early`: as PanelParams has it.
-  void sum_dy(const HiddenForms& h, void* ds, bool early);
+  /// `early`, `free_sms`: as PanelParams has them.
+  void sum_dy(const HiddenForms& h, void* ds, bool early, int free_sms);
   /// Sums of dA, from ds.
   void sum_x(const HiddenForms& ds, bool early);
   /// dA and dB of all sums.

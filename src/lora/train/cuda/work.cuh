@@ -21,8 +21,9 @@ inline Machine current_machine() {
 }
 
 /// Float32 partials of h or ds that there may be for each value: split-K parts, times copies.
+/// `beside`: of ds.
 inline std::int64_t most_partials_of(const Problem& p, DType wide, std::int64_t columns, int width,
-                                     bool masked) {
+                                     bool masked, bool beside) {
   const Machine machine = current_machine();
   const bool in_parts = in_part_columns(wide, p.weight);
   const int copies = in_parts ? kSumCopies : 1;
@@ -30,7 +31,7 @@ inline std::int64_t most_partials_of(const Problem& p, DType wide, std::int64_t 
   const bool one_type = policy_of(wide, p.weight) != Policy::kSplit;
   if (one_type) {
     const int leaves =
-        leaves_of(p.num_rows, columns, width, groups, masked, ShrinkOperands::kOneType);
+        leaves_of(p.num_rows, columns, width, groups, masked, beside, ShrinkOperands::kOneType);
     if (leaves < kLeaves) return leaves;  // of operands of any strides
   }
   int most = wide == DType::kFloat32 ? float_unfused_parts(p.num_rows, copies * width)
@@ -110,12 +111,14 @@ struct Work {
 
     std::int64_t most_partials = 0;
     if (makes_h)
-      most_partials = most_partials_of(p, p.x.dtype, p.hidden, p.hidden_width, p.drops_input());
+      most_partials =
+          most_partials_of(p, p.x.dtype, p.hidden, p.hidden_width, p.drops_input(), false);
     for (int s = 0; !forward && s < p.num_slices; ++s) {
       if (makes_ds(p, *plan, s)) continue;
       const SliceView& slice = p.slices[s];
-      most_partials = std::max(most_partials, most_partials_of(p, slice.dy.dtype, slice.width,
-                                                               width_of(p, s), p.drops_delta()));
+      most_partials = std::max(
+          most_partials,
+          most_partials_of(p, slice.dy.dtype, slice.width, width_of(p, s), p.drops_delta(), true));
     }
     if (!forward) row_sums.emplace(p, *plan, &arena);
     partials = arena.take<float>(most_partials * hidden);
