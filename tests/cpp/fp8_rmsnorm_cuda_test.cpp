@@ -171,9 +171,9 @@ TEST_P(Fp8RmsNormCuda, InfiniteWeightsChangeNoBit) {
     for (const auto& [x, columns] : {std::pair{kE4M3, 512}, {kBF16, 400}}) {
       const NormCase c{.rows = 140, .columns = columns, .x = x, .scaling = scaling, .group = 64};
       change_inputs = [&c](NormTrial& trial) {
-        constexpr double kInf = std::numeric_limits<double>::infinity();
-        trial.weight_values[37] = kInf;
-        trial.weight_values[290] = -kInf;
+        constexpr double kInfinity = std::numeric_limits<double>::infinity();
+        trial.weight_values[37] = kInfinity;
+        trial.weight_values[290] = -kInfinity;
         const auto at = [&](std::int64_t m, std::int64_t n) -> double& {
           return trial.x_values[static_cast<std::size_t>(m * c.columns + n)];
         };
