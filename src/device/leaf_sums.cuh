@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fixed tree by which a split sum is added: leaves in pairs, pairs in pairs, and so on. How many
-// thread blocks share the leaves, each a power of two of neighbouring ones, changes no bit.
+// The fixed tree by which a split sum is added: leaves in pairs, pairs in pairs, and so on. How
+// many thread blocks share the leaves, each a power of two of neighbouring ones, changes no bit.
 #pragma once
 
 #include "device/cluster.cuh"

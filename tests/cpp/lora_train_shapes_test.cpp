@@ -243,7 +243,7 @@ TEST_P(LoraTrainShapes, NoProductChangesABit) {
 }
 
 // Sums over columns that are one chain, or two: products round them themselves, also those of ranks
-// past a slice's own, where a row has Inf; the stream in every shape, and the kernel of any strides.
+// past a slice's own, where a row has Inf; the stream in every shape, the kernel of any strides.
 TEST_P(LoraTrainShapes, NoPlanChangesABitOfFewLeaves) {
   for (const auto& [rank, leaves] : {std::pair{60, 1}, {60, 2}, {104, 1}, {204, 1}, {204, 2}}) {
     TrainCase c;

@@ -65,8 +65,8 @@ __device__ __forceinline__ void add_base(Ring<S>* ring, const unsigned char* sme
   ring->at.next();
 }
 
-/// Rounds a warpgroup's rows into its blocks of shared memory, up to 128 columns at a time, which copies
-/// then take to where they belong while the next unit is multiplied.
+/// Rounds a warpgroup's rows into its blocks of shared memory, up to 128 columns at a time, which
+/// copies then take to where they belong while the next unit is multiplied.
 template <class S>
 __device__ __forceinline__ void store_boxes(const Params& p, const Unit<S>& unit,
                                             const Ring<S>& ring, const float (&sum)[S::kSums]) {

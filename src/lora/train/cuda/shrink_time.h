@@ -54,9 +54,9 @@ struct ShrinkTime {
 };
 /// What the model of products takes too long for, beside that of the streaming shrink.
 inline constexpr double kProductAheadUs = 1.074;
-/// The same of products that clusters may share the depth of. On an H100 h of 512 x 4096 and 64 ranks
-/// takes 7.5 us by the product, by its model 11.6; ds of 1024 x 2048 9.0 by the stream, by its own
-/// 5.8.
+/// The same of products that clusters may share the depth of. On an H100 h of 512 x 4096 and 64
+/// ranks takes 7.5 us by the product, by its model 11.6; ds of 1024 x 2048 9.0 by the stream, by
+/// its own 5.8.
 inline constexpr double kSplitAheadUs = 6;
 
 }  // namespace mortar::lora::train::cuda
