@@ -207,6 +207,7 @@ class Call {
                                  machine(takes_products(s, policy)),
                                  plan_ != nullptr && side == Side::kB);
     if (forced_.shrink != nullptr) s.plan = *forced_.shrink;
+    s.part_leaves = s.plan.leaves / s.plan.parts;
     free_sms_ = free_sms(s.plan, p_.num_rows, s.width, columns, machine_);
     s.max_tiles = most_tiles(p_, s.plan.rows);
     s.ahead = looks_ahead(s.pairs, s.rows) && !masked;

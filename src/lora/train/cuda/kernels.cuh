@@ -61,6 +61,7 @@ struct ShrinkParams {
   WeightLayout weights;
   std::int64_t columns;
   ShrinkPlan plan;
+  int part_leaves;  ///< leaves of a part
   std::int64_t max_tiles;
   void* h;          ///< [M, hidden.width]
   float* partials;  ///< [parts][M][hidden.width]

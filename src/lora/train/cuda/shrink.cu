@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kSplit>)
   }
   __syncthreads();
   const int part = blockIdx.y, first_rank = static_cast<int>(blockIdx.z) * kRanks;
-  const int leaves = (kSplit ? kLeaves : p.plan.leaves) / p.plan.parts;
+  const int leaves = p.part_leaves;
   const std::int64_t begin = part * leaves * p.plan.leaf;
   const std::int64_t end = max(begin, min(begin + leaves * p.plan.leaf, p.columns));
   const int steps = static_cast<int>((end - begin + kBlockColumns - 1) / kBlockColumns);

@@ -54,7 +54,7 @@ template <class T, class S, bool kRowsAreRanks>
 __device__ __forceinline__ void add_leaves(const ShrinkParams& p, const Table<S>& table, char* smem,
                                            int first_rank, int live_ranks, std::uint32_t threshold,
                                            float (&sum)[S::kSums]) {
-  const int leaves = p.plan.leaves / p.plan.parts;
+  const int leaves = p.part_leaves;
   const std::int64_t begin = static_cast<int>(blockIdx.y) * leaves * p.plan.leaf;
   const int columns =
       static_cast<int>(max(std::int64_t{0}, min(leaves * p.plan.leaf, p.columns - begin)));
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   // Pointers
   if (p.masked && threadIdx.x == 0 && p.mask.rng != nullptr) table.draws.read(p.mask.rng);
   table.pairs.fill(p.pairs, rows.adapter, p.first_slice, p.num_slices);
-  const std::int64_t begin = part * (p.plan.leaves / parts) * p.plan.leaf;
+  const std::int64_t begin = part * p.part_leaves * p.plan.leaf;
   for (int i = threadIdx.x; i < S::kRows; i += S::kThreads) {
     const std::int64_t row = i < rows.count ? row_at(p.rows, rows.start + i) : -1;
     const std::int64_t from = row < 0 ? 0 : row;
@@ -318,7 +318,7 @@ void launch_type(const ShrinkParams& p, Stream stream) {
 void shrink_stream(const ShrinkParams& p, Policy policy, Stream stream) {
   check(policy != Policy::kSplit && p.wide.async && p.weights.async &&
             (!p.masked || (p.mask.columns | p.mask.first) % kMaskGroup == 0) &&
-            p.plan.leaves / p.plan.parts <= 1 << stream_levels(p.plan.ranks, p.plan.rows) &&
+            p.part_leaves <= 1 << stream_levels(p.plan.ranks, p.plan.rows) &&
             (p.plan.fused || p.plan.ranks <= kMostUnfusedRanks ||
              device::current_device().arch >= 90),
         "lora_train: no stream of columns for these operands");
