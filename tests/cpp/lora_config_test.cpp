@@ -248,6 +248,8 @@ TEST(LoraConfig, OneKernelIsChosenWhereItIsFaster) {
   for (const auto& [tokens, adapters] : {std::pair{1, 1}, {4, 4}, {8, 8}, {32, 32}, {64, 16}}) {
     EXPECT_TRUE(is_one(shape(tokens, adapters, 16, 4096, {4096}))) << tokens;
   }
+  EXPECT_EQ(choose(shape(1, 1, 16, 4096, {4096}), {}).expand.cols, 64);
+  EXPECT_EQ(choose(shape(8, 8, 16, 4096, {4096}), {}).expand.cols, 256);
   EXPECT_FALSE(is_one(shape(16, 1, 16, 4096, {4096})));
   EXPECT_FALSE(is_one(shape(64, 64, 16, 4096, {4096})));
   EXPECT_FALSE(is_one(shape(1, 1, 16, 14336, {4096})));
