@@ -264,6 +264,17 @@ TEST(LoraConfig, OneKernelIsChosenWhereItIsFaster) {
   EXPECT_FALSE(is_one(s));
 }
 
+/// The decode shrink takes fewer stages where more of its CTAs have to run at once.
+TEST(LoraConfig, StagesOfTheDecodeShrinkFollowItsCtas) {
+  const auto stages = [](const LoraShape& s) { return choose(s, {}).shrink.stages; };
+  EXPECT_EQ(stages(shape(256, 64, 16, 4096, {4096, 1024, 1024})), kFewDecodeStages);
+  EXPECT_EQ(stages(shape(32, 32, 16, 4096, {4096, 1024, 1024})), kDecodeStages);
+  EXPECT_EQ(stages(shape(256, 64, 64, 4096, {4096, 1024, 1024})), kDecodeStages);
+  EXPECT_EQ(stages(shape(256, 64, 16, 14336, {4096})), kDecodeStages);
+  const std::string text = describe(choose(shape(256, 64, 16, 4096, {4096, 1024, 1024}), {}));
+  EXPECT_NE(text.find("48 rank rows, 2 stages"), std::string::npos) << text;
+}
+
 TEST(LoraConfig, APlanSaysWhichKernelsRun) {
   EXPECT_EQ(describe(choose(shape(8192, 16, 64, 4096, {4096, 1024, 1024}), {})).find("lora_apply"),
             0u);
