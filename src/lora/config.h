@@ -66,13 +66,18 @@ struct MmaShape {
 /// Three stages of 48 rows were as fast as six.
 inline constexpr MmaShape kMmaShapes[] = {{1, 4, 1, 4}, {4, 2, 3, 3}, {4, 2, 6, 3}};
 
+/// Stages of the ring of rank rows of the decode shrink. Fewer let more of its CTAs share an SM;
+/// partials of K chunks of 256 elements alone have them.
+inline constexpr int kDecodeStages = 4, kFewDecodeStages = 2;
+
 struct ShrinkPlan {
   ShrinkKernel kernel = ShrinkKernel::kMma;
   int shape = 0;  ///< row of kWgmmaShapes or kMmaShapes
   int tile_tokens = 16;
   int rows = 32;  ///< rank rows of a CTA
   Partials partials = Partials::kNone;
-  int per_sm = 0;  ///< CTAs per SM, decode kernel; 0: as many as fit
+  int per_sm = 0;              ///< CTAs per SM, decode kernel; 0: as many as fit
+  int stages = kDecodeStages;  ///< of its ring of rank rows: that, or kFewDecodeStages
 
   bool split() const { return partials != Partials::kNone; }
   friend bool operator==(const ShrinkPlan&, const ShrinkPlan&) = default;
@@ -129,9 +134,14 @@ MORTAR_HOST_DEVICE inline int decode_turns(std::int64_t hidden, int ctas) {
   return static_cast<int>(
       std::max<std::int64_t>(1, ceil_div<std::int64_t>(hidden, std::int64_t{ctas} * kDecodeK)));
 }
-/// Rank rows in the ring of a CTA of the decode shrink, four stages.
-inline int decode_ring_rows(std::int64_t hidden) {
-  return leaf_size(hidden) == kDecodeK ? 128 : 64;
+/// Rank rows in the ring of a CTA of the decode shrink.
+inline int decode_ring_rows(std::int64_t hidden, int stages = kDecodeStages) {
+  return stages * (leaf_size(hidden) == kDecodeK ? 32 : 16);
+}
+/// Dynamic shared memory of a CTA with so many rank rows that leaves partials, bytes: x and the
+/// ring. Fewer rows than the ring holds take no more than they need.
+inline int decode_smem(std::int64_t hidden, int rows, int stages) {
+  return (16 + std::min(decode_ring_rows(hidden, stages), round_up(rows, 8))) * (kDecodeK + 8) * 2;
 }
 /// Dynamic shared memory of a CTA with so many rank rows of such a cluster, bytes: x, the ring, and
 /// all leaves of its tokens.

@@ -87,6 +87,28 @@ ShrinkPlan prefill_shrink(const LoraShape& s, const Machine& m) {
   return c;
 }
 
+/// CTAs of the decode shrink that share an SM, by registers or by its memory.
+std::int64_t decode_per_sm(const LoraShape& s, const Machine& m, int rows, int stages) {
+  constexpr std::int64_t kMost = 4, kSystem = 1024;
+  const int smem = decode_smem(s.hidden, std::min(rows, s.rank_rows()), stages);
+  return std::min(kMost, m.sm_smem / (smem + kDecodeStaticSmem + kSystem));
+}
+
+/// Fewer stages of the ring where that lets more CTAs share an SM and the others did not run at
+/// once: a few that come last take as long as all before them. (us a call behind a matrix product
+/// on an H100, two stages and four: 256 tokens of 64 adapters, rank 16, qkv, 22.5 and 25.4. Ranks
+/// whose CTAs have more rows were not measured.)
+int decode_ring_stages(const LoraShape& s, const Machine& m, int rows) {
+  constexpr int kMostRows = 64;
+  const std::int64_t ctas = max_tiles(s.num_tokens, s.num_adapters, 16) *
+                            ceil_div<std::int64_t>(s.hidden, kDecodeK) *
+                            ceil_div(s.rank_rows(), rows);
+  const std::int64_t most = decode_per_sm(s, m, rows, kDecodeStages);
+  const bool fewer = leaf_size(s.hidden) < kDecodeK && rows <= kMostRows && ctas > most * m.sms &&
+                     decode_per_sm(s, m, rows, kFewDecodeStages) > most;
+  return fewer ? kFewDecodeStages : kDecodeStages;
+}
+
 ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
   ShrinkPlan c;
   // Above rank 128 a kernel adds partials. Without them there is one kernel less, and CTAs walk
@@ -130,6 +152,7 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
     c.partials = Partials::kNone;
   } else {
     share(ceil_div<std::int64_t>(s.hidden, kDecodeK));
+    c.stages = decode_ring_stages(s, m, c.rows);
   }
   return c;
 }

@@ -37,9 +37,12 @@ constexpr std::int64_t kLeastHidden = 2048, kMostHidden = 4096, kMostColumns = 4
 constexpr std::int64_t kMostTokens = 4, kMostTiles = 32;
 constexpr int kLeastRank = 8;
 
-/// CTAs up to which a tile's columns are shared out: clusters take long to start. (One token, 4,096
-/// to 4,096: 3.8 us with 32 CTAs, 4.3 with 128.)
-constexpr std::int64_t kShareCtas = 48;
+/// CTAs up to which the columns of few tiles and of more are shared out: clusters take long to
+/// start (one token, 4,096 to 4,096: 3.8 us with 32 CTAs, 3.8 to 4.0 with 64, 4.3 with 128), but
+/// after some numbers of them the next matrix product of a model takes longer. (What the four calls
+/// of a layer of bench/model.py add, us on an H100: one token 25.2 with 32 CTAs, 22.8 with 64, 23.3
+/// with 128; 8 tokens of 8 adapters 31.0 with 64, 27.4 with 128, 32.2 with 256.)
+constexpr std::int64_t kFewTiles = 4, kShareCtasOfFew = 64, kShareCtas = 128;
 
 }  // namespace
 
@@ -50,8 +53,10 @@ bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c) {
                       s.max_rank > kLeastRank && !s.b_by_8 &&
                       max_tiles(s.num_tokens, s.num_adapters, 16) <= kMostTiles;
   if (!faster) return false;
+  const bool few = max_tiles(s.num_tokens, s.num_adapters, 16) <= kFewTiles;
+  const std::int64_t most = few ? kShareCtasOfFew : kShareCtas;
   int cols = 32;
-  while (cols < kOneMaxCols && one_ctas(s, cols) > kShareCtas) cols *= 2;
+  while (cols < kOneMaxCols && one_ctas(s, cols) > most) cols *= 2;
   c = one_expand(cols);
   return runs_one(s, m, cols);
 }

@@ -44,6 +44,11 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
       for (const int per_sm : {0, 1}) {
         plans.push_back({ShrinkKernel::kDecode, 0, 16, last, Partials::kFinish, per_sm});
       }
+      if (decode_ring_rows(s.hidden, kFewDecodeStages) < last && leaf_size(s.hidden) < kDecodeK) {
+        plans.push_back(plans.back());
+        plans.back().per_sm = 0;
+        plans.back().stages = kFewDecodeStages;
+      }
       if (fits_clusters(s, m, last)) {
         plans.push_back({ShrinkKernel::kDecode, 0, 16, last, Partials::kNone, 0});
       }
@@ -216,6 +221,9 @@ std::string describe(const LaunchPlan& plan) {
     }
     if (c.kernel == ShrinkKernel::kDecode && !c.split()) {
       add(", clusters of %d CTAs hold all of K", decode_cluster(s.hidden));
+    }
+    if (c.kernel == ShrinkKernel::kDecode && c.stages != kDecodeStages) {
+      add(", %d stages", c.stages);
     }
     if (c.per_sm > 0) add(", %d CTA an SM", c.per_sm);
     add("%s", kPartials[static_cast<int>(c.partials)]);

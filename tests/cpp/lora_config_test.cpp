@@ -248,6 +248,8 @@ TEST(LoraConfig, OneKernelIsChosenWhereItIsFaster) {
   for (const auto& [tokens, adapters] : {std::pair{1, 1}, {4, 4}, {8, 8}, {32, 32}, {64, 16}}) {
     EXPECT_TRUE(is_one(shape(tokens, adapters, 16, 4096, {4096}))) << tokens;
   }
+  EXPECT_EQ(choose(shape(1, 1, 16, 4096, {4096}), {}).expand.cols, 64);
+  EXPECT_EQ(choose(shape(8, 8, 16, 4096, {4096}), {}).expand.cols, 256);
   EXPECT_FALSE(is_one(shape(16, 1, 16, 4096, {4096})));
   EXPECT_FALSE(is_one(shape(64, 64, 16, 4096, {4096})));
   EXPECT_FALSE(is_one(shape(1, 1, 16, 14336, {4096})));
@@ -260,6 +262,17 @@ TEST(LoraConfig, OneKernelIsChosenWhereItIsFaster) {
   s.aligned_y = true;
   s.op = Op::kShrink;
   EXPECT_FALSE(is_one(s));
+}
+
+/// The decode shrink takes fewer stages where more of its CTAs have to run at once.
+TEST(LoraConfig, StagesOfTheDecodeShrinkFollowItsCtas) {
+  const auto stages = [](const LoraShape& s) { return choose(s, {}).shrink.stages; };
+  EXPECT_EQ(stages(shape(256, 64, 16, 4096, {4096, 1024, 1024})), kFewDecodeStages);
+  EXPECT_EQ(stages(shape(32, 32, 16, 4096, {4096, 1024, 1024})), kDecodeStages);
+  EXPECT_EQ(stages(shape(256, 64, 64, 4096, {4096, 1024, 1024})), kDecodeStages);
+  EXPECT_EQ(stages(shape(256, 64, 16, 14336, {4096})), kDecodeStages);
+  const std::string text = describe(choose(shape(256, 64, 16, 4096, {4096, 1024, 1024}), {}));
+  EXPECT_NE(text.find("48 rank rows, 2 stages"), std::string::npos) << text;
 }
 
 TEST(LoraConfig, APlanSaysWhichKernelsRun) {

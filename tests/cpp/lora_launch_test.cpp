@@ -66,7 +66,8 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
     for (const LaunchPlan& plan : all) {
       // Every shrink with one expand, and every expand with one shrink.
       const bool first = plan.shrink.kernel == all[0].shrink.kernel &&
-                         plan.shrink.rows == all[0].shrink.rows && plan.shrink.per_sm == 0;
+                         plan.shrink.rows == all[0].shrink.rows && plan.shrink.per_sm == 0 &&
+                         plan.shrink.stages == all[0].shrink.stages;
       if (!(plan.expand == all[0].expand) && !(plan.expand == all.back().expand) && !first &&
           !plan.one_kernel())
         continue;
@@ -81,6 +82,7 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
         continue;
       }
       ran_.insert({static_cast<int>(plan.shrink.kernel), plan.shrink.shape});
+      stages_ran_.insert(plan.shrink.stages);
       if (plan.expand.kernel == lora::ExpandKernel::kWide) wide_ran_.insert(plan.expand.shape);
     }
   }
@@ -173,6 +175,7 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
 
   std::set<int> wide_ran_;             ///< rows of kWideShapes
   std::set<int> one_ran_;              ///< columns a CTA of plans of one kernel
+  std::set<int> stages_ran_;           ///< of the ring of rank rows
   std::set<std::pair<int, int>> ran_;  ///< kernels of shrink and rows of their tables
 };
 
@@ -197,6 +200,7 @@ TEST_P(LoraLaunch, EveryPlanGivesTheSameBits) {
   strided.strided = true;
   expect_same_bits(strided);
   expect_all_shapes_ran(false);
+  EXPECT_TRUE(stages_ran_.contains(lora::kFewDecodeStages));
   if (this_machine().arch != 90) return;
   for (std::size_t i = 0; i < std::size(lora::kMmaShapes); ++i) {
     EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kMma), static_cast<int>(i)}))

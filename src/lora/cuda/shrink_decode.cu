@@ -40,13 +40,13 @@ constexpr int kK = kDecodeK;     ///< elements of K per CTA
 constexpr int kPitch = kK + 8;   ///< elements; 1040 B rows make ldmatrix free of bank conflicts
 constexpr int kPieces = kK / 8;  ///< 16-byte pieces of a row
 constexpr int kRowStep = kThreads / kPieces;
-constexpr int kStages = 4;
 
-template <class T_, bool kWhole_, int kLeaves_>
+template <class T_, bool kWhole_, int kLeaves_, int kStages_ = kDecodeStages>
 struct Traits {
   using T = T_;
   static constexpr bool kWhole = kWhole_;                  ///< h, not slabs
   static constexpr int kLeaves = kLeaves_;                 ///< leaves per CTA
+  static constexpr int kStages = kStages_;                 ///< of the ring of rank rows
   static constexpr int kSteps = kK / 16 / kLeaves;         ///< MMA steps of a leaf
   static constexpr int kStageRows = 8 * kWarps / kLeaves;  ///< rank rows per stage
   static constexpr int kStageElts = kStageRows * kPitch;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
   // Load: A does not depend on the predecessor.
   const auto copy_rows = [&](int stage) {
-    T* at = ring + stage % kStages * stage_elts + piece * 8;
+    T* at = ring + stage % Tr::kStages * stage_elts + piece * 8;
     const int turn = turn_of(stage), first = (stage - turn * turn_stages) * Tr::kStageRows;
     const int own = bytes_of(turn);
 #pragma unroll
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
   };
 #pragma unroll 1
-  for (int stage = 0; stage < min(kStages, num_stages); ++stage) copy_rows(stage);
+  for (int stage = 0; stage < min(Tr::kStages, num_stages); ++stage) copy_rows(stage);
 
   // All addresses before the wait: after it a warp has its scheduler to itself, and every
   // instruction is a delay.
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const int turn = turn_of(stage), row = (stage - turn * turn_stages) * Tr::kStageRows + rows8;
     if (row >= num_rows) return;
     const std::uint32_t x = x_at + turn * kTokens * kPitch * 2;
-    const std::uint32_t at = a_at + stage % kStages * stage_elts * 2;
+    const std::uint32_t at = a_at + stage % Tr::kStages * stage_elts * 2;
     float sum[4] = {};
 #pragma unroll
     for (int i = 0; i < Tr::kSteps; i += 2) {
@@ -237,8 +237,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   multiply(0, std::true_type{});
 #pragma unroll 1
   for (int stage = 1; stage < num_stages; ++stage) {
-    device::next_stage<kStages>([&] {
-      if (stage + kStages - 1 < num_stages) copy_rows(stage + kStages - 1);
+    device::next_stage<Tr::kStages>([&] {
+      if (stage + Tr::kStages - 1 < num_stages) copy_rows(stage + Tr::kStages - 1);
     });
     multiply(stage, std::false_type{});
   }
@@ -265,10 +265,8 @@ void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
     l.grid.y = l.cluster_y = static_cast<unsigned>(decode_cluster(p.weights.hidden));
     l.smem = static_cast<std::size_t>(decode_cluster_smem(p.weights.hidden, c.rows));
   } else {
-    // Fewer rows than a stage holds take no more memory than they need.
     const int most = std::min(p.rows_per_cta, rows);
-    const int ring_rows = std::min(kStages * Tr::kStageRows, round_up(most, 8));
-    l.smem = static_cast<std::size_t>(kTokens + ring_rows) * kPitch * 2;
+    l.smem = static_cast<std::size_t>(decode_smem(p.weights.hidden, most, Tr::kStages));
   }
   l.per_sm = c.per_sm;
   l.stream = stream;
@@ -282,6 +280,11 @@ void launch_leaves(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
     return launch_traits<Traits<T, kWhole, 1>>(p, c, stream);
   }
   static_assert(leaf_size(1) * 2 == kK && leaf_size(1 << 20) == kK);
+  if constexpr (!kWhole) {
+    if (c.stages == kFewDecodeStages) {
+      return launch_traits<Traits<T, kWhole, 2, kFewDecodeStages>>(p, c, stream);
+    }
+  }
   launch_traits<Traits<T, kWhole, 2>>(p, c, stream);
 }
 
