@@ -100,7 +100,7 @@ __device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
 /// warpgroup holds in d[4 j + 2 h + c] row 16 w + 8 h + l / 4, column 8 j + l % 4 * 2 + c.
 template <class T, int kN, Major kMajorA = Major::kDepth, Major kMajorB = Major::kDepth>
 __device__ __forceinline__ void wgmma(float* d, std::uint64_t a, std::uint64_t b, int add) {
-  static_assert(kN == 16 || kN == 48 || kN == 64 || kN == 96 || kN == 128 || kN == 144 ||
+  static_assert(kN == 16 || kN == 32 || kN == 48 || kN == 64 || kN == 96 || kN == 128 || kN == 144 ||
                     kN == 192 || kN == 256,
                 "one of those below");
   constexpr int kA = static_cast<int>(kMajorA), kB = static_cast<int>(kMajorB);
@@ -108,6 +108,10 @@ __device__ __forceinline__ void wgmma(float* d, std::uint64_t a, std::uint64_t b
     MORTAR_WGMMA("16", "%0, %1, %2, %3, %4, %5, %6, %7",
         "8", "9", "10", "11", "12",
         MORTAR_EIGHT(0))
+  } else if constexpr (kN == 32) {
+    MORTAR_WGMMA("32", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
+        "16", "17", "18", "19", "20",
+        MORTAR_EIGHT(0), MORTAR_EIGHT(8))
   } else if constexpr (kN == 48) {
     MORTAR_WGMMA("48", MORTAR_TENS_0_1 "%20, %21, %22, %23",
         "24", "25", "26", "27", "28",
@@ -138,6 +142,40 @@ __device__ __forceinline__ void wgmma(float* d, std::uint64_t a, std::uint64_t b
         MORTAR_32(0), MORTAR_32(32), MORTAR_32(64), MORTAR_32(96))
   }
 }
+
+/// One wgmma of n columns of bfloat16 whose first operand is in registers.
+#define MORTAR_WGMMA_REGISTERS(n, results, a0, a1, a2, a3, b_at, add_at, ...)                      \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" add_at ", 0;\n"                               \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" results "}, "           \
+               "{%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" b_at ", p, 1, 1, 0;\n}\n"                 \
+               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+
+/// The same of bfloat16, `a` in registers, as the A operand of mma.sync m16n8k16: thread 32 w + l
+/// has of rows 16 w + l / 4 and eight below elements l % 4 * 2 and the next, and eight after them.
+/// They must stay until the product has been waited for.
+template <int kN>
+__device__ __forceinline__ void wgmma(float* d, const std::uint32_t (&a)[4], std::uint64_t b,
+                                      int add) {
+  static_assert(kN == 32 || kN == 48 || kN == 64 || kN == 128, "one of those below");
+  if constexpr (kN == 32) {
+    MORTAR_WGMMA_REGISTERS("32",
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
+        "16", "17", "18", "19", "20", "21",
+        MORTAR_EIGHT(0), MORTAR_EIGHT(8));
+  } else if constexpr (kN == 48) {
+    MORTAR_WGMMA_REGISTERS("48", MORTAR_TENS_0_1 "%20, %21, %22, %23",
+        "24", "25", "26", "27", "28", "29",
+        MORTAR_EIGHT(0), MORTAR_EIGHT(8), MORTAR_EIGHT(16));
+  } else if constexpr (kN == 64) {
+    MORTAR_WGMMA_REGISTERS("64", MORTAR_TENS_0_2 "%30, %31",
+        "32", "33", "34", "35", "36", "37",
+        MORTAR_32(0));
+  } else {
+    MORTAR_WGMMA_REGISTERS("128", MORTAR_TENS_0_5 "%60, %61, %62, %63",
+        "64", "65", "66", "67", "68", "69",
+        MORTAR_32(0), MORTAR_32(32));
+  }
+}
 #undef MORTAR_TEN
 #undef MORTAR_EIGHT
 #undef MORTAR_32
@@ -147,6 +185,7 @@ __device__ __forceinline__ void wgmma(float* d, std::uint64_t a, std::uint64_t b
 #undef MORTAR_TENS_0_8
 #undef MORTAR_TENS_0_11
 #undef MORTAR_WGMMA_OF
+#undef MORTAR_WGMMA_REGISTERS
 #undef MORTAR_WGMMA
 // clang-format on
 

@@ -36,23 +36,27 @@ enum class Share {
 
 /// Shapes of shrink_wgmma.cu: rank rows and tiles of 64 tokens of a CTA, as many stages as the
 /// shared memory of an SM holds, and CTAs per SM; of float32 weights, or of those of x's type.
+/// Float32 rows wait to be split in registers, or, for longer trips to memory, in shared memory.
 struct WgmmaShape {
   int rows, tiles, stages, per_sm;
   Share share;
   bool float_weights = false;
+  int ahead = 0;  ///< stages whose float32 rows wait in shared memory; 0: one or two in registers
 };
 inline constexpr WgmmaShape kWgmmaShapes[] = {
-    {48, 1, 14, 1, Share::kHalf},      {48, 2, 9, 1, Share::kHalf},
-    {48, 3, 6, 1, Share::kHalf},       {96, 1, 10, 1, Share::kHalf},
-    {96, 2, 6, 1, Share::kHalf},       {96, 3, 5, 1, Share::kHalf},
-    {144, 2, 5, 1, Share::kHalf},      {192, 2, 4, 1, Share::kHalf},
-    {16, 1, 4, 4, Share::kLeaf},       {48, 2, 4, 2, Share::kLeaf},
-    {96, 2, 7, 1, Share::kLeaf},       {48, 2, 3, 2, Share::kAll},
-    {96, 2, 6, 1, Share::kAll},        {144, 2, 4, 1, Share::kAll},
-    {192, 2, 3, 1, Share::kAll},       {48, 1, 3, 2, Share::kHalf, true},
-    {48, 2, 5, 1, Share::kHalf, true}, {96, 2, 2, 1, Share::kHalf, true},
-    {48, 1, 3, 2, Share::kLeaf, true}, {96, 2, 3, 1, Share::kLeaf, true},
-    {48, 1, 7, 2, Share::kHalf},       {96, 1, 4, 2, Share::kHalf},
+    {48, 1, 14, 1, Share::kHalf},         {48, 2, 9, 1, Share::kHalf},
+    {48, 3, 6, 1, Share::kHalf},          {96, 1, 10, 1, Share::kHalf},
+    {96, 2, 6, 1, Share::kHalf},          {96, 3, 5, 1, Share::kHalf},
+    {144, 2, 5, 1, Share::kHalf},         {192, 2, 4, 1, Share::kHalf},
+    {16, 1, 4, 4, Share::kLeaf},          {48, 2, 4, 2, Share::kLeaf},
+    {96, 2, 7, 1, Share::kLeaf},          {48, 2, 3, 2, Share::kAll},
+    {96, 2, 6, 1, Share::kAll},           {144, 2, 4, 1, Share::kAll},
+    {192, 2, 3, 1, Share::kAll},          {48, 1, 3, 2, Share::kHalf, true},
+    {48, 2, 5, 1, Share::kHalf, true},    {96, 2, 2, 1, Share::kHalf, true},
+    {48, 1, 3, 2, Share::kLeaf, true},    {64, 2, 2, 1, Share::kLeaf, true, 3},
+    {48, 1, 7, 2, Share::kHalf},          {96, 1, 4, 2, Share::kHalf},
+    {64, 2, 2, 1, Share::kHalf, true, 2}, {32, 1, 2, 2, Share::kHalf, true, 3},
+    {32, 1, 3, 1, Share::kHalf, true, 7},
 };
 
 /// Shapes of shrink_mma.cu: warps along tokens (16 each) and along rank rows, fragments of 8 rank
@@ -89,9 +93,13 @@ struct WideShape {
   int tiles, cols, stages, per_sm;
   bool float_weights = false;
 };
-inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2}, {2, 128, 3, 2}, {1, 128, 1, 2, true}};
-inline constexpr int kWidePartsShape = 2;  ///< the one of float32 weights
-static_assert(kWideShapes[kWidePartsShape].float_weights);
+inline constexpr WideShape kWideShapes[] = {
+    {1, 128, 4, 2}, {2, 128, 3, 2}, {1, 128, 1, 2, true}, {2, 128, 2, 1, true}};
+/// Those of float32 weights: of one tile and of two.
+inline constexpr int kWidePartsShape = 2, kWidePairPartsShape = 3;
+static_assert(kWideShapes[kWidePartsShape].float_weights &&
+              kWideShapes[kWidePartsShape].tiles == 1);
+static_assert(kWideShapes[kWidePairPartsShape].float_weights);
 inline constexpr int kWideRoundedShape = 0;  ///< the one that rounds the caller's h of float32
 
 struct ExpandPlan {

@@ -12,11 +12,15 @@ namespace {
 /// The shape of shrink_wgmma.cu for float32 weights that takes the busiest SM the fewest clocks.
 ///
 /// A stage of a CTA takes the tensor cores 6 clocks per tile and rank row, and L2 its bytes; CTAs
-/// of an SM share both, and none has a stage in less than a trip to L2 and back.
+/// of an SM share both, and none has a stage in less than its share of a trip to memory and back,
+/// by how many stages of float32 rows are on their way. The constants are fitted to 11 problems on
+/// an H100 under up to eight shapes each: what they choose takes at most 1.01 times as long as the
+/// best of them.
 ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
-  constexpr double kBytesAClock = 27;            // of an SM, from L2
-  constexpr double kTrip = 1200, kStart = 3000;  // clocks of a trip, of a CTA's start and end
-  constexpr double kFinish = 1000;               // of the kernel that adds partials
+  constexpr double kBytesAClock = 27;           // of an SM, from L2
+  constexpr double kTrip = 1500, kLeast = 200;  // clocks of a trip, and of a stage beside it
+  constexpr double kStart = 12000;              // of a CTA's start and end
+  constexpr double kFinish = 1000;              // of the kernel that adds partials
   const bool splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
   const double stages = static_cast<double>(ceil_div<std::int64_t>(s.hidden, 64));
   ShrinkPlan best;
@@ -33,7 +37,9 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
     const int rows = std::min(shape.rows, s.rank_rows());
     const double stage = std::max(6.0 * shape.rows * shape.tiles,
                                   (128.0 * 64 * shape.tiles + 256.0 * rows) / kBytesAClock);
-    double clocks = stages / static_cast<double>(shares) * std::max(an_sm * stage, rounds * kTrip) +
+    const int ahead = shape.ahead > 0 ? shape.ahead : shape.rows > 48 ? 1 : 2;
+    const double trip = kLeast + kTrip / ahead;
+    double clocks = stages / static_cast<double>(shares) * std::max(an_sm * stage, rounds * trip) +
                     rounds * kStart;
     if (leaf) {
       clocks += kFinish + 2.0 * static_cast<double>(partial_bytes(s)) / (m.sms * kBytesAClock);
@@ -99,7 +105,12 @@ ShrinkPlan choose_parts_shrink(const LoraShape& s, const Machine& m) {
 }
 
 ExpandPlan choose_parts_expand(const LoraShape& s, const Machine& m) {
-  return suits_wide_parts(s, m) ? wide_expand(kWidePartsShape) : parts_expand(s, m);
+  if (!suits_wide_parts(s, m)) return parts_expand(s, m);
+  // Two tiles share B: faster above rank 128 where they are full. (us on an H100, two and one: 142
+  // and 161, 1,334 tokens of one adapter, rank 512, 1,024 to 2 x 3,072; but 177 and 153, 1,538 of
+  // 58, rank 256, 1,024 to 2 x 768; 229 and 217, 8,965 of 7, rank 64, 3,584 to 3,584 + 2 x 512.)
+  const bool pairs = h_width(s) > kExpandPrefillMaxRank && tokens_per_adapter(s) > 64;
+  return wide_expand(pairs ? kWidePairPartsShape : kWidePartsShape);
 }
 
 }  // namespace mortar::lora

@@ -218,6 +218,7 @@ std::string describe(const LaunchPlan& plan) {
       const WgmmaShape& shape = kWgmmaShapes[c.shape];
       add(", %d tiles and %s, %d stages", shape.tiles, kShares[static_cast<int>(shape.share)],
           shape.stages);
+      if (shape.ahead > 0) add(" and %d of float32 rows", shape.ahead);
     }
     if (c.kernel == ShrinkKernel::kDecode && !c.split()) {
       add(", clusters of %d CTAs hold all of K", decode_cluster(s.hidden));

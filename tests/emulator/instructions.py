@@ -324,15 +324,21 @@ class Instructions(Conversions):
         ):
             raise Unsupported(".".join(parts))
         n = int(shape[4:-3])
-        a, b, add, scale_a, scale_b, a_major, b_major = args[1:8]
-        if args[1].startswith("{") or scale_a != "1" or scale_b != "1":
+        registers = args[1].startswith("{")
+        a, b, add, scale_a, scale_b, *majors = args[1:]
+        if scale_a != "1" or scale_b != "1":
             raise Unsupported(" ".join([*parts, *args[1:]]))
-        flags = int(a_major, 0) | int(b_major, 0) << 1
+        if registers:
+            majors.insert(0, "0")
+        flags = int(majors[0], 0) | int(majors[1], 0) << 1
         names = self.vector(args[0])
         out = [f"t->wide[{i}] = {self.read(x, 'f32')};" for i, x in enumerate(names)]
-        out.append(
-            f"emu_wgmma(t, {n}, {kind}, {self.read(a, 'u64')}, {self.read(b, 'u64')}, "
-            f"{self.read(add, 'pred')}, {flags}, {at});"
-        )
+        rest = f"{self.read(b, 'u64')}, {self.read(add, 'pred')}, {flags}, {at});"
+        if registers:
+            words = ", ".join(self.read(x, "u32") for x in self.vector(a))
+            out.append(f"{{ const u32 a[] = {{{words}}};")
+            out.append(f"emu_wgmma_registers(t, {n}, {kind}, a, {rest} }}")
+        else:
+            out.append(f"emu_wgmma(t, {n}, {kind}, {self.read(a, 'u64')}, {rest}")
         out += [self.write(x, f"t->wide[{i}]", "f32") for i, x in enumerate(names)]
         return " ".join(out)

@@ -77,6 +77,19 @@ u64 read(Fiber* f, const Operand& o, u32 first, u32 rows, u32 kind, double (*out
   return hash;
 }
 
+constexpr u32 kRegisters = 4;  ///< of the flags: the first operand is in registers
+
+/// The first operand of a warp as mma m16n8k16 takes it: four words a lane.
+void take(const Warp& w, u32 kind, double (&out)[16][16]) {
+  for (u32 lane = 0; lane < 32; ++lane) {
+    const u32 row = lane / 4, k = lane % 4 * 2;
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 r = row + i % 2 * 8, c = k + i / 2 * 8;
+      unpack(w.fibers[lane].in[9 + i], kind, out[c][r], out[c + 1][r]);
+    }
+  }
+}
+
 u64 wide(const u32* in) { return in[0] | u64{in[1]} << 32; }
 
 void run_wgmma(Warp& w, u32) {
@@ -88,7 +101,12 @@ void run_wgmma(Warp& w, u32) {
   const u32 first = f->index / 32 % 4 * 16;
   const u64 a_bits = wide(f->in + 2), b_bits = wide(f->in + 4);
   const Operand a_at(a_bits, flags & 1), b_at(b_bits, flags & 2);
-  u64 hash = read(f, a_at, first, 16, kind, a, at);
+  u64 hash = 0;
+  if (flags & kRegisters) {
+    take(w, kind, a);
+  } else {
+    hash = read(f, a_at, first, 16, kind, a, at);
+  }
   hash += read(f, b_at, 0, n, kind, b, at);
   w.products.push_back({a_bits, b_bits, hash, n, flags, at});
   for (u32 i = 0; i < 16; ++i) {
@@ -120,7 +138,10 @@ void run_wait(Warp& w, u32) {
   for (std::size_t i = 0; i < done; ++i) {
     const Product& p = w.products[i];
     const Operand a_at(p.a, p.flags & 1), b_at(p.b, p.flags & 2);
-    u64 hash = read<16>(f, a_at, f->index / 32 % 4 * 16, 16, 0, nullptr, p.at);
+    u64 hash = 0;
+    if (!(p.flags & kRegisters)) {
+      hash = read<16>(f, a_at, f->index / 32 % 4 * 16, 16, 0, nullptr, p.at);
+    }
     hash += read<256>(f, b_at, 0, p.n, 0, nullptr, p.at);
     if (hash != p.hash) fail(f, p.at, "wgmma whose operands changed before it was waited for,");
   }
@@ -146,6 +167,12 @@ void emu_wgmma(Thread* t, u32 n, u32 kind, u64 a, u64 b, u32 add, u32 flags, u32
                     at};
   std::copy(std::begin(in), std::end(in), t->in);
   collective(fiber(t), run_wgmma, ~0u, at, "wgmma of its warp");
+}
+
+void emu_wgmma_registers(Thread* t, u32 n, u32 kind, const u32* a, u64 b, u32 add, u32 flags,
+                         u32 at) {
+  std::copy(a, a + 4, t->in + 9);
+  emu_wgmma(t, n, kind, 0, b, add, flags | kRegisters, at);
 }
 
 void emu_wgmma_commit(Thread* t, u32 at) {

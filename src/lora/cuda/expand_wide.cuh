@@ -7,64 +7,19 @@
 #include <type_traits>
 
 #include "device/async_copy.cuh"
-#include "device/barrier.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "device/ring.cuh"
 #include "device/swizzle.cuh"
 #include "device/vector.cuh"
 #include "device/wgmma.cuh"
-#include "device/wgmma_parts.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_tile.cuh"
+#include "lora/cuda/expand_wide_parts.cuh"
+#include "lora/cuda/expand_wide_traits.cuh"
 #include "lora/cuda/split_rows.cuh"
-#include "lora/cuda/tile_run.cuh"
 
 namespace mortar::lora::cuda::wide_expand {
-
-inline constexpr int kStepRanks = device::kSwizzleBytes / 2;  ///< of a stage
-inline constexpr int kProducers = 128;
-inline constexpr int kGroupCols = 32;  ///< columns that are permuted together
-inline constexpr int kMmaCols = 64;    ///< of one wgmma
-
-/// kFloatH_: h is the caller's and float32 beside 16-bit weights: rounded to T as it comes.
-template <class T_, int kShape, bool kVectorY_, bool kFloatH_ = false>
-struct Traits {
-  using T = T_;
-  static constexpr WideShape kOf = kWideShapes[kShape];
-  static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
-  static constexpr int kTiles = kOf.tiles, kTokens = 64 * kTiles, kCols = kOf.cols;
-  static constexpr int kStages = kOf.stages, kMinCtas = kOf.per_sm;
-  static constexpr int kConsumers = 128 * kTiles, kThreads = kConsumers + kProducers;
-  /// B and h are float32, split into planes of parts as they come.
-  static constexpr bool kFloatWeights = kOf.float_weights;
-  static constexpr bool kFloatH = kFloatH_;
-  using TW = std::conditional_t<kFloatWeights, float, T>;
-  using TH = std::conditional_t<kFloatH, float, TW>;
-  static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes;
-  static constexpr int kPlaneBytes = kTokenBytes + kCols * device::kSwizzleBytes;
-  static constexpr int kStageBytes = (kFloatWeights ? kSplitParts : 1) * kPlaneBytes;
-  static constexpr int kRing = kStages * kStageBytes;
-  // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
-  static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
-  static constexpr int kProducerRegisters = kFloatWeights || kFloatH ? 72 : 40;
-  static_assert(!kFloatH || kTiles == 1, "no registers for more rows of h");
-  static constexpr int kConsumerRegisters =
-      kRegisters + (kRegisters - kProducerRegisters) / kTiles / 8 * 8;
-  static_assert(kCols % kMmaCols == 0 && kConsumers >= kCols, "a thread looks up a column");
-};
-
-/// What lies in shared memory behind the ring.
-template <class Tr>
-struct Shared {
-  /// Row of h from the slice on of each token, then row of B of each permuted column; null: none.
-  const void* rows[Tr::kTokens + Tr::kCols];
-  std::int64_t y[Tr::kTokens];  ///< element of y of the block's first column; negative: no token
-  device::Mbarrier full[Tr::kStages], empty[Tr::kStages];
-  TileRun<Tr::kTiles, Tr::kThreads> run;
-};
-template <class Tr>
-constexpr int kSmem = Tr::kRing + int{sizeof(Shared<Tr>)};
 
 /// 64 ranks from `first` on of kRows rows, 16 bytes at a time; zeros past `rank`. Rows of any
 /// address wait for their loads.
@@ -86,33 +41,6 @@ __device__ __forceinline__ void copy_ranks(const void* const* rows, unsigned cha
     } else {
       *reinterpret_cast<uint4*>(place) = device::load_some<T, 8>(row + at, left).piece(0);
     }
-  }
-}
-
-/// Fills the ring from rows of float32, 64 at a time: B first, as h is the predecessor's.
-template <class Tr>
-__device__ __forceinline__ void produce_parts(Shared<Tr>& shared, unsigned char* ring, int rank,
-                                              bool vector) {
-  constexpr int kRows = 64, kParts = Tr::kPlaneBytes / (kRows * device::kSwizzleBytes);
-  const int num_steps = ceil_div(rank, kStepRanks);
-  const auto rows_of = [&](int part) { return shared.rows + part * kRows; };
-  SplitRows<kRows, kProducers> rows(static_cast<int>(threadIdx.x) - Tr::kConsumers, vector);
-  rows.load(rows_of(Tr::kTiles), 0, rank);
-  device::RingCursor<Tr::kStages> at;
-#pragma unroll 1
-  for (int step = 0; step < num_steps; ++step, at.next()) {
-    if (step >= Tr::kStages) shared.empty[at.stage].wait((at.round - 1) & 1);
-#pragma unroll 1
-    for (int i = 0; i < kParts; ++i) {
-      const int own = (i + Tr::kTiles) % kParts, next = (own + 1) % kParts;
-      if (step == 0 && next == 0) device::pdl_wait();
-      rows.vector = vector || next < Tr::kTiles;  // rows of h always are
-      rows.store_and_load(ring + at.stage * Tr::kStageBytes + own * kRows * device::kSwizzleBytes,
-                          Tr::kPlaneBytes, rows_of(next),
-                          (i + 1 == kParts ? step + 1 : step) * kStepRanks, rank);
-    }
-    device::fence_async_proxy();
-    shared.full[at.stage].arrive();
   }
 }
 
@@ -221,34 +149,6 @@ __device__ __forceinline__ void consume(Shared<Tr>& shared, std::uint32_t ring, 
   device::wgmma_keep(acc);
 }
 
-/// The same of float32, in the order of expand_parts.cu.
-template <class Tr>
-__device__ __forceinline__ void consume_parts(Shared<Tr>& shared, std::uint32_t ring, int rank,
-                                              float (&acc)[Tr::kCols / 2]) {
-  constexpr std::uint64_t kPlane = Tr::kPlaneBytes / 16;
-  const int warpgroup = static_cast<int>(threadIdx.x) / 128;
-  device::WgmmaPartSums<Tr::kCols> sums;
-  sums.begin();
-  device::RingCursor<Tr::kStages> at;
-#pragma unroll 1
-  for (int left = rank; left > 0; left -= kStepRanks, at.next()) {
-    shared.full[at.stage].wait(at.round & 1);
-    device::fence_async_proxy();  // parts came through the generic proxy
-    const std::uint32_t stage = ring + at.stage * Tr::kStageBytes;
-    const auto h = device::wgmma_descriptor(stage + warpgroup * 64 * device::kSwizzleBytes);
-    const auto b = device::wgmma_descriptor(stage + Tr::kTokenBytes);
-    const int num = min(ceil_div(left, 16), kStepRanks / 16);
-#pragma unroll 1
-    for (int i = 0; i < num; ++i) {
-      sums.template add<kSplitParts, kSplitParts>(h + i * device::kDescriptorStep, kPlane,
-                                                  b + i * device::kDescriptorStep, kPlane);
-    }
-    if (threadIdx.x % 32 == 0) shared.empty[at.stage].arrive();
-  }
-#pragma unroll
-  for (int i = 0; i < Tr::kCols / 2; ++i) acc[i] = sums.total(i);
-}
-
 template <class Tr>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     expand_wide_kernel(const __grid_constant__ ExpandParams p) {
@@ -283,7 +183,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   }
   if (thread == 0) {
     for (int i = 0; i < Tr::kStages; ++i) {
-      shared.full[i].init(Tr::kFloatH ? 2 * kProducers : kProducers);
+      shared.full[i].init(Tr::kFloatH || Tr::kRawH ? 2 * kProducers : kProducers);
       shared.empty[i].init(Tr::kConsumers / 32);
     }
   }
@@ -292,8 +192,12 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   // Load
   if (thread >= Tr::kConsumers) {
     device::fewer_registers<Tr::kProducerRegisters>();
-    if constexpr (Tr::kFloatWeights) {
-      produce_parts<Tr>(shared, smem, w.rank, vector);
+    if constexpr (Tr::kRawH) {
+      vector ? produce_raw_h<Tr, true>(shared, smem, w.rank)
+             : produce_raw_h<Tr, false>(shared, smem, w.rank);
+    } else if constexpr (Tr::kFloatWeights) {
+      vector ? produce_parts<Tr, true>(shared, smem, w.rank)
+             : produce_parts<Tr, false>(shared, smem, w.rank);
     } else if constexpr (Tr::kFloatH) {
       produce_rounded<Tr>(shared, smem, w.rank, vector);
     } else {
@@ -313,7 +217,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   }
   device::pdl_wait();
   float acc[Tr::kCols / 2];
-  if constexpr (Tr::kFloatWeights) {
+  if constexpr (Tr::kRawH) {
+    consume_raw_h<Tr>(shared, smem, w.rank, acc);
+  } else if constexpr (Tr::kFloatWeights) {
     consume_parts<Tr>(shared, device::smem_address(smem), w.rank, acc);
   } else {
     consume<Tr>(shared, device::smem_address(smem), w.rank, acc);

@@ -8,12 +8,16 @@
 // FLOP   = 12 M N r: six products of parts (src/device/parts.cuh)
 // 2048 tokens of one adapter, qkv, r256: 61 MB -> 14 us of DRAM, 39 GFLOP -> 60 us
 // limit  : L2 and the tensor cores: 64 ranks of a tile take 48 KB of L2 (1,780 clocks at 27 bytes
-//          each), 1,540 clocks of tensor cores, and 620 of a scheduler to split h and B
+//          each), 1,540 clocks of tensor cores, and 620 of a scheduler to split h and B; of two
+//          tiles that share B 64 KB (2,370), 3,070 and 520
 // wrong  : ranks up to 32, where y is most of the work: expand_parts.cu has more of it in flight
 //
-// The kernel is that of expand_wide.cu. Its producers read h and B into registers, split them and
-// write planes of parts, and have the next rows on their way meanwhile. Products and sums are in
-// the order of expand_parts.cu.
+// The kernel is that of expand_wide.cu, its ring and sums those of expand_wide_parts.cuh. Producers
+// read B into registers, split it and write planes of parts, and have the next rows on their way
+// meanwhile; with one tile a CTA h as well. With two tiles h comes as it is and consumers split
+// their own rows into the registers that wgmma reads: planes of it would leave no room for a second
+// stage, and wgmma would read them from shared memory once for every product. Products and sums are
+// in the order of expand_parts.cu.
 #include "device/wgmma.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_wide.cuh"
@@ -21,11 +25,14 @@
 namespace mortar::lora::cuda {
 
 void expand_wide_parts(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
-  check(c.shape == kWidePartsShape && p.vector_y && p.y.dtype == DType::kBFloat16 &&
+  check(kWideShapes[c.shape].float_weights && p.vector_y && p.y.dtype == DType::kBFloat16 &&
             p.h.rows_by_16 && p.h.dtype == DType::kFloat32 && p.weights.dtype == DType::kFloat32,
         "lora_expand: the wide kernel of parts takes aligned rows of h and weights in float32 and "
         "an aligned bfloat16 y");
-  wide_expand::launch_traits<wide_expand::Traits<__nv_bfloat16, kWidePartsShape, true>>(p, stream);
+  using wide_expand::launch_traits, wide_expand::Traits;
+  c.shape == kWidePartsShape
+      ? launch_traits<Traits<__nv_bfloat16, kWidePartsShape, true>>(p, stream)
+      : launch_traits<Traits<__nv_bfloat16, kWidePairPartsShape, true>>(p, stream);
 }
 
 }  // namespace mortar::lora::cuda

@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   if (threadIdx.x == 0) {
     shared.octets.begin();
     for (int i = 0; i < Tr::kStages; ++i) {
-      shared.full[i].init(Tr::kFloatWeights ? 2 * kProducers : kProducers);
+      shared.full[i].init(Tr::kFloatWeights && Tr::kAhead == 0 ? 2 * kProducers : kProducers);
       shared.empty[i].init(Tr::kConsumers / 32);
     }
   }
@@ -171,7 +171,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   // Load
   if (threadIdx.x >= Tr::kConsumers) {
     device::fewer_registers<Tr::kProducerRegisters>();
-    if constexpr (Tr::kFloatWeights) {
+    if constexpr (Tr::kAhead > 0) {
+      produce_ahead<Tr>(p, shared, smem);
+    } else if constexpr (Tr::kFloatWeights) {
       produce_parts<Tr>(p, shared, smem);
     } else {
       produce<Tr>(p, shared, ring);

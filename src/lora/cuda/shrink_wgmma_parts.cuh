@@ -6,8 +6,10 @@
 // 411 tokens of one adapter, K = 28,672, R = 256: 53 MB -> 12 us of DRAM, 18 GFLOP -> 28 us
 // limit  : L2 and the tensor cores. A stage of 64 elements of K, T tiles of tokens and N rank rows:
 //          6 N T clocks of tensor cores, 8 T + N / 4 KB of L2, and 20 N instructions of warps that
-//          split A, once for all tiles. N = 96, T = 2: 1,150 clocks, 1,500 (at 27 bytes each), 500
-// wrong  : one adapter of high rank and few tokens, whose CTAs do not fill the chip
+//          split A, once for all tiles. N = 96, T = 2: 1,150 clocks, 1,500 (at 27 bytes each), 500.
+//          Where K is long and CTAs are few, trips to memory: 1,700 clocks a stage with the rows of
+//          two on their way, 900 with seven. Where K is short, a CTA's start and end: some 12,000
+// wrong  : short K, where CTAs start and end more than they multiply
 //
 // The products and the order of their sums are those of shrink_parts.cu.
 #pragma once
@@ -65,6 +67,112 @@ __device__ __forceinline__ void produce_parts(const ShrinkParams& p, Shared<Tr>&
   }
 }
 
+/// The same, where the float32 rows of several stages wait in shared memory: every thread copies
+/// and splits 16 bytes of its own rows, so that no barrier lies between. x comes as early.
+template <class Tr>
+__device__ __forceinline__ void produce_ahead(const ShrinkParams& p, Shared<Tr>& shared,
+                                              unsigned char* ring) {
+  constexpr int kStep = kProducers / 16, kCount = Tr::kRows / kStep, kBatch = 4;
+  constexpr int kAskSteps = 8;
+  static_assert(kCount % kBatch == 0 || kCount % 3 == 0);
+  constexpr int kTogether = kCount % kBatch == 0 ? kBatch : 3;  // pointers that are read together
+  const int thread = static_cast<int>(threadIdx.x) - Tr::kConsumers;
+  const int piece = thread % 8, row0 = thread / 8;    // 16 bytes of a row of x
+  const int quad = thread % 16, first = thread / 16;  // 16 bytes of a rank row
+  const Range r = range_of<Tr>(p);
+  const std::uint32_t x_to =
+      device::smem_address(ring) + Tr::kTokenRing + device::swizzled(row0, piece);
+  unsigned char* const waiting = ring + Tr::kRowRing + thread * 16;
+  unsigned char* const parts = ring + device::swizzled(first, quad / 2) + quad % 2 * 8;
+  const void* const* tokens = shared.tokens + row0;
+  const void* const* weights = shared.rows.weights + first;
+  const auto copy_rows = [&](int slot, int step) {
+    const int k = r.k_begin + step * kTileK + quad * 4, bytes = k < r.k_end ? 16 : 0;
+    const std::uint32_t to = device::smem_address(waiting) + slot * Tr::kRowBytes;
+#pragma unroll
+    for (int base = 0; base < kCount; base += kTogether) {
+      const float* row[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        row[i] = static_cast<const float*>(weights[(base + i) * kStep]);
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (row[i] == nullptr) continue;
+        device::cp_async_16(to + (base + i) * kProducers * 16, row[i] + (bytes > 0 ? k : 0), bytes);
+      }
+    }
+  };
+  const auto copy_x = [&](int slot, int step) {
+    device::copy_swizzled<typename Tr::T, Tr::kTokens, kProducers>(
+        tokens, x_to + slot * Tr::kTokenBytes, r.k_begin + step * kTileK + piece * 8, r.k_end);
+  };
+  // CTAs of the same tokens, and those of the same rank rows, share out what all of them read.
+  const auto ask_l2 = [&](int step) {
+    const int block = step / kAskSteps, k0 = r.k_begin + step * kTileK;
+    if (block % static_cast<int>(gridDim.x) == static_cast<int>(blockIdx.x)) {
+      for (int i = thread; i < Tr::kTokens * kAskSteps; i += kProducers) {
+        const auto* x = static_cast<const typename Tr::T*>(shared.tokens[i / kAskSteps]);
+        const int k = k0 + i % kAskSteps * 64;
+        if (x != nullptr && k < r.k_end) device::prefetch_l2(x + k);
+      }
+    }
+    if (block % static_cast<int>(gridDim.z) == static_cast<int>(blockIdx.z)) {
+      for (int i = thread; i < Tr::kRows * 2 * kAskSteps; i += kProducers) {
+        const auto* a = static_cast<const float*>(shared.rows.weights[i / (2 * kAskSteps)]);
+        const int k = k0 + i % (2 * kAskSteps) * 32;
+        if (a != nullptr && k < r.k_end) device::prefetch_l2(a + k);
+      }
+    }
+  };
+  if (Tr::kShare == Share::kHalf && r.num_steps > 4 * kAskSteps) {
+    ask_l2(kAskSteps);
+    ask_l2(2 * kAskSteps);
+  }
+#pragma unroll 1
+  for (int step = 0; step < Tr::kAhead; ++step) copy_rows(step, step);
+  device::pdl_wait();
+#pragma unroll 1
+  for (int step = 0; step < Tr::kAhead; ++step) {
+    copy_x(step, step);
+    device::cp_async_commit();
+  }
+  device::RingCursor<Tr::kStages> at;
+  int slot = 0, x_slot = Tr::kAhead;  // of this step's rows, and of the x that is asked for
+#pragma unroll 1
+  for (int step = 0; step < r.num_steps; ++step, at.next()) {
+    if (step >= Tr::kStages) shared.empty[at.stage].wait((at.round - 1) & 1);
+    if (Tr::kShare == Share::kHalf && step % kAskSteps == 0 && r.num_steps > 4 * kAskSteps) {
+      ask_l2(step + 3 * kAskSteps);
+    }
+    device::cp_async_wait<Tr::kAhead - 1>();
+    unsigned char* const to = parts + at.stage * Tr::kStageBytes;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const uint4 v =
+          *reinterpret_cast<const uint4*>(waiting + slot * Tr::kRowBytes + i * kProducers * 16);
+      const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      std::uint32_t part[kSplitParts][2];
+      device::split4<float>(words, part);
+#pragma unroll
+      for (int j = 0; j < kSplitParts; ++j) {
+        *reinterpret_cast<uint2*>(to + j * Tr::kPlaneBytes + i * kStep * device::kSwizzleBytes) =
+            make_uint2(part[j][0], part[j][1]);
+      }
+    }
+    device::fence_async_proxy();
+    shared.full[at.stage].arrive();
+    // The step that used this place of x has been multiplied: its parts' place was waited for.
+    if (step + Tr::kAhead < r.num_steps) {
+      copy_rows(slot, step + Tr::kAhead);
+      copy_x(x_slot, step + Tr::kAhead);
+    }
+    device::cp_async_commit();
+    if (++slot == Tr::kAhead) slot = 0;
+    if (++x_slot == Tr::kTokenStages) x_slot = 0;
+  }
+}
+
 /// Sums of a consumer warpgroup over the CTA's part of K. A leaf is the sum of four quarters: that
 /// of the first two waits in shared memory, and with Share::kHalf the sum of the leaves before it
 /// behind that.
@@ -83,9 +191,18 @@ __device__ __forceinline__ void consume_parts(const ShrinkParams& p, Shared<Tr>&
     for (float& v : total) v = 0;
   };
   clear();
-  device::WgmmaPartSums<Tr::kRows> sums;
+  constexpr int kSteps = Tr::kRows <= 32 ? 4 : Tr::kRows <= 64 ? 2 : 1;
+  device::WgmmaPartSums<Tr::kRows, kSteps> sums;
+  device::WgmmaRegisters<1> fragments[2][kSteps];  // of x, one half for the products in flight
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
   device::RingCursor<Tr::kStages> at;
-  int step = 0;
+  device::RingCursor<Tr::kTokenStages> x_at;
+  int step = 0, last = -1;  // stage of the MMAs in flight
+  const auto leave_last = [&] {
+    if (last >= 0 && signals) shared.empty[last].arrive();
+    last = -1;
+  };
 #pragma unroll 1
   for (int leaf = r.first; leaf < r.end; ++leaf) {
     const int leaf_end = min(r.num_steps, step + r.leaf / kTileK);
@@ -96,19 +213,37 @@ __device__ __forceinline__ void consume_parts(const ShrinkParams& p, Shared<Tr>&
       const int quarter_end = min(leaf_end, step + quarter_steps);
       sums.begin();
 #pragma unroll 1
-      for (; step < quarter_end; ++step, at.next()) {
+      for (; step < quarter_end; ++step, at.next(), x_at.next()) {
         shared.full[at.stage].wait(at.round & 1);
         device::fence_async_proxy();  // copies and parts came through the generic proxy
         const std::uint32_t stage = ring + at.stage * Tr::kStageBytes;
-        const auto x = device::wgmma_descriptor(stage + warpgroup * 64 * device::kSwizzleBytes);
-        const auto a = device::wgmma_descriptor(stage + Tr::kTokenBytes);
+        const std::uint32_t x_stage =
+            (Tr::kAhead > 0 ? ring + Tr::kTokenRing + x_at.stage * Tr::kTokenBytes : stage) +
+            warpgroup * 64 * device::kSwizzleBytes;
+        const auto x = device::wgmma_descriptor(x_stage);
+        const auto a = device::wgmma_descriptor(stage + (Tr::kAhead > 0 ? 0 : Tr::kTokenBytes));
 #pragma unroll
-        for (int i = 0; i < kTileK / 16; ++i) {
-          sums.template add<1, kSplitParts>(x + i * device::kDescriptorStep, 0,
-                                            a + i * device::kDescriptorStep, kPlane);
+        for (int i = 0; i < kTileK / 16; i += kSteps) {
+          if constexpr (Tr::kAhead > 0) {
+            auto& own = fragments[i / kSteps % 2];
+#pragma unroll
+            for (int j = 0; j < kSteps; ++j) {
+              device::ldmatrix_x4(own[j].part[0],
+                                  x_stage + device::swizzled(row, 2 * (i + j) + lane / 16));
+            }
+            sums.template add<1, kSplitParts>(own, a + i * device::kDescriptorStep, kPlane);
+          } else {
+            device::WgmmaPlanes own[kSteps];
+#pragma unroll
+            for (int j = 0; j < kSteps; ++j) own[j] = {x + (i + j) * device::kDescriptorStep, 0};
+            sums.template add<1, kSplitParts>(own, a + i * device::kDescriptorStep, kPlane);
+          }
+          if (i == 0) leave_last();
         }
-        if (signals) shared.empty[at.stage].arrive();
+        last = at.stage;
       }
+      sums.end();
+      leave_last();
 #pragma unroll
       for (int i = 0; i < Tr::kSums; ++i) total[i] += sums.total(i);
       if (++quarter == 2) {

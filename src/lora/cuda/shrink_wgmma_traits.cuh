@@ -38,8 +38,15 @@ struct Traits {
   /// Float32 rank rows are split into planes of parts as they come.
   static constexpr bool kFloatWeights = kOf.float_weights;
   static constexpr int kPlaneBytes = kRows * device::kSwizzleBytes;
-  static constexpr int kStageBytes = kTokenBytes + (kFloatWeights ? kSplitParts : 1) * kPlaneBytes;
-  static constexpr int kRing = kStages * kStageBytes;
+  /// Stages whose float32 rows wait to be split; x of those lies in a ring of its own.
+  static constexpr int kAhead = kOf.ahead;
+  static constexpr int kTokenStages = kAhead > 0 ? kAhead + kStages : kStages;
+  static constexpr int kRowBytes = kRows * 2 * device::kSwizzleBytes;  ///< of float32, a stage
+  static constexpr int kStageBytes =
+      (kAhead > 0 ? 0 : kTokenBytes) + (kFloatWeights ? kSplitParts : 1) * kPlaneBytes;
+  static constexpr int kTokenRing = kStages * kStageBytes;  ///< where it begins
+  static constexpr int kRowRing = kTokenRing + kTokenStages * kTokenBytes;
+  static constexpr int kRing = kAhead > 0 ? kRowRing + (kAhead * kRowBytes) : kTokenRing;
   static constexpr int kSumBytes = kConsumers * kSums * 4;
   /// Of float32 weights first those of half a leaf, then (kHalf) those of all leaves before it.
   static constexpr int kParked = kFloatWeights ? (kShare == Share::kHalf ? 2 : 1) * kSumBytes
@@ -48,10 +55,11 @@ struct Traits {
                                                           : 0;
   // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
   static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
-  static constexpr int kProducerRegisters = kFloatWeights ? 88 : 40;
+  static constexpr int kProducerRegisters = kAhead > 0 ? 64 : kFloatWeights ? 88 : 40;
   static constexpr int kConsumerRegisters =
       std::min(240, kRegisters + (kRegisters - kProducerRegisters) / kTiles / 8 * 8);
-  static_assert(kRows == 16 || kRows % 48 == 0, "there is an MMA of so many columns");
+  static_assert(kRows == 16 || kRows == 32 || kRows == 64 || kRows % 48 == 0,
+                "there is an MMA of so many columns");
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
   static_assert(!kFloatWeights || kShare != Share::kAll, "its sums would not fit beside the ring");
 };

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shapes of the wide expand: a CTA's tile, and what lies in its shared memory.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/barrier.cuh"
+#include "device/swizzle.cuh"
+#include "lora/config.h"
+#include "lora/cuda/split_rows.cuh"
+#include "lora/cuda/tile_run.cuh"
+
+namespace mortar::lora::cuda::wide_expand {
+
+inline constexpr int kStepRanks = device::kSwizzleBytes / 2;  ///< of a stage
+inline constexpr int kProducers = 128;
+inline constexpr int kGroupCols = 32;  ///< columns that are permuted together
+inline constexpr int kMmaCols = 64;    ///< of one wgmma
+
+/// kFloatH_: h is the caller's and float32 beside 16-bit weights: rounded to T as it comes.
+template <class T_, int kShape, bool kVectorY_, bool kFloatH_ = false>
+struct Traits {
+  using T = T_;
+  static constexpr WideShape kOf = kWideShapes[kShape];
+  static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
+  static constexpr int kTiles = kOf.tiles, kTokens = 64 * kTiles, kCols = kOf.cols;
+  static constexpr int kStages = kOf.stages, kMinCtas = kOf.per_sm;
+  static constexpr int kConsumers = 128 * kTiles, kThreads = kConsumers + kProducers;
+  /// B and h are float32, split into planes of parts as they come.
+  static constexpr bool kFloatWeights = kOf.float_weights;
+  static constexpr bool kFloatH = kFloatH_;
+  using TW = std::conditional_t<kFloatWeights, float, T>;
+  using TH = std::conditional_t<kFloatH, float, TW>;
+  /// Consumers split their rows of h, which lie as they came in front of the planes of B.
+  static constexpr bool kRawH = kFloatWeights && kTiles > 1;
+  static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes * (kRawH ? 2 : 1);
+  static constexpr int kPlaneBytes = kCols * device::kSwizzleBytes + (kRawH ? 0 : kTokenBytes);
+  static constexpr int kStageBytes =
+      (kFloatWeights ? kSplitParts : 1) * kPlaneBytes + (kRawH ? kTokenBytes : 0);
+  static constexpr int kRing = kStages * kStageBytes;
+  // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
+  static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
+  static constexpr int kProducerRegisters = kFloatWeights || kFloatH ? 72 : 40;
+  static_assert(!kFloatH || kTiles == 1, "no registers for more rows of h");
+  static constexpr int kConsumerRegisters =
+      kRegisters + (kRegisters - kProducerRegisters) / kTiles / 8 * 8;
+  static_assert(kCols % kMmaCols == 0 && kConsumers >= kCols, "a thread looks up a column");
+};
+
+/// What lies in shared memory behind the ring.
+template <class Tr>
+struct Shared {
+  /// Row of h from the slice on of each token, then row of B of each permuted column; null: none.
+  const void* rows[Tr::kTokens + Tr::kCols];
+  std::int64_t y[Tr::kTokens];  ///< element of y of the block's first column; negative: no token
+  device::Mbarrier full[Tr::kStages], empty[Tr::kStages];
+  TileRun<Tr::kTiles, Tr::kThreads> run;
+};
+template <class Tr>
+constexpr int kSmem = Tr::kRing + int{sizeof(Shared<Tr>)};
+
+}  // namespace mortar::lora::cuda::wide_expand
