@@ -73,7 +73,6 @@ template <class Tr>
 __device__ __forceinline__ void produce_ahead(const ShrinkParams& p, Shared<Tr>& shared,
                                               unsigned char* ring) {
   constexpr int kStep = kProducers / 16, kCount = Tr::kRows / kStep, kBatch = 4;
-  constexpr int kAskSteps = 8;
   static_assert(kCount % kBatch == 0 || kCount % 3 == 0);
   constexpr int kTogether = kCount % kBatch == 0 ? kBatch : 3;  // pointers that are read together
   const int thread = static_cast<int>(threadIdx.x) - Tr::kConsumers;
@@ -107,28 +106,6 @@ __device__ __forceinline__ void produce_ahead(const ShrinkParams& p, Shared<Tr>&
     device::copy_swizzled<typename Tr::T, Tr::kTokens, kProducers>(
         tokens, x_to + slot * Tr::kTokenBytes, r.k_begin + step * kTileK + piece * 8, r.k_end);
   };
-  // CTAs of the same tokens, and those of the same rank rows, share out what all of them read.
-  const auto ask_l2 = [&](int step) {
-    const int block = step / kAskSteps, k0 = r.k_begin + step * kTileK;
-    if (block % static_cast<int>(gridDim.x) == static_cast<int>(blockIdx.x)) {
-      for (int i = thread; i < Tr::kTokens * kAskSteps; i += kProducers) {
-        const auto* x = static_cast<const typename Tr::T*>(shared.tokens[i / kAskSteps]);
-        const int k = k0 + i % kAskSteps * 64;
-        if (x != nullptr && k < r.k_end) device::prefetch_l2(x + k);
-      }
-    }
-    if (block % static_cast<int>(gridDim.z) == static_cast<int>(blockIdx.z)) {
-      for (int i = thread; i < Tr::kRows * 2 * kAskSteps; i += kProducers) {
-        const auto* a = static_cast<const float*>(shared.rows.weights[i / (2 * kAskSteps)]);
-        const int k = k0 + i % (2 * kAskSteps) * 32;
-        if (a != nullptr && k < r.k_end) device::prefetch_l2(a + k);
-      }
-    }
-  };
-  if (Tr::kShare == Share::kHalf && r.num_steps > 4 * kAskSteps) {
-    ask_l2(kAskSteps);
-    ask_l2(2 * kAskSteps);
-  }
 #pragma unroll 1
   for (int step = 0; step < Tr::kAhead; ++step) copy_rows(step, step);
   device::pdl_wait();
@@ -142,9 +119,6 @@ __device__ __forceinline__ void produce_ahead(const ShrinkParams& p, Shared<Tr>&
 #pragma unroll 1
   for (int step = 0; step < r.num_steps; ++step, at.next()) {
     if (step >= Tr::kStages) shared.empty[at.stage].wait((at.round - 1) & 1);
-    if (Tr::kShare == Share::kHalf && step % kAskSteps == 0 && r.num_steps > 4 * kAskSteps) {
-      ask_l2(step + 3 * kAskSteps);
-    }
     device::cp_async_wait<Tr::kAhead - 1>();
     unsigned char* const to = parts + at.stage * Tr::kStageBytes;
 #pragma unroll
