@@ -240,7 +240,8 @@ TEST(LoraConfig, EveryShapeIsChosenSomewhere) {
   EXPECT_EQ(wide.size(), std::size(kWideShapes)) << ::testing::PrintToString(wide);
 }
 
-/// lora_apply is one kernel for few tokens of an adapter, one slice and K up to 4,096.
+/// lora_apply is one kernel for few tokens of an adapter, one slice and K up to 4,096, and for one
+/// token of more slices.
 TEST(LoraConfig, OneKernelIsChosenWhereItIsFaster) {
   const auto is_one = [](const LoraShape& s, const Machine& m = {}) {
     return choose(s, m).one_kernel();
@@ -253,7 +254,10 @@ TEST(LoraConfig, OneKernelIsChosenWhereItIsFaster) {
   EXPECT_FALSE(is_one(shape(16, 1, 16, 4096, {4096})));
   EXPECT_FALSE(is_one(shape(64, 64, 16, 4096, {4096})));
   EXPECT_FALSE(is_one(shape(1, 1, 16, 14336, {4096})));
-  EXPECT_FALSE(is_one(shape(1, 1, 16, 4096, {4096, 1024, 1024})));
+  EXPECT_TRUE(is_one(shape(1, 1, 16, 4096, {4096, 1024, 1024})));
+  EXPECT_EQ(choose(shape(1, 1, 16, 4096, {4096, 1024, 1024}), {}).expand.cols, 64);
+  EXPECT_FALSE(is_one(shape(8, 8, 16, 4096, {4096, 1024, 1024})));
+  EXPECT_FALSE(is_one(shape(1, 1, 16, 4096, {14336, 14336})));
   EXPECT_FALSE(is_one(shape(1, 1, 32, 4096, {4096})));
   EXPECT_FALSE(is_one(shape(1, 1, 16, 4096, {4096}), kMachines[1]));
   LoraShape s = shape(1, 1, 16, 4096, {4096});
