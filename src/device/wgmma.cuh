@@ -100,8 +100,8 @@ __device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
 /// warpgroup holds in d[4 j + 2 h + c] row 16 w + 8 h + l / 4, column 8 j + l % 4 * 2 + c.
 template <class T, int kN, Major kMajorA = Major::kDepth, Major kMajorB = Major::kDepth>
 __device__ __forceinline__ void wgmma(float* d, std::uint64_t a, std::uint64_t b, int add) {
-  static_assert(kN == 16 || kN == 32 || kN == 48 || kN == 64 || kN == 96 || kN == 128 || kN == 144 ||
-                    kN == 192 || kN == 256,
+  static_assert(kN == 16 || kN == 32 || kN == 48 || kN == 64 || kN == 96 || kN == 128 ||
+                    kN == 144 || kN == 192 || kN == 256,
                 "one of those below");
   constexpr int kA = static_cast<int>(kMajorA), kB = static_cast<int>(kMajorB);
   if constexpr (kN == 16) {
