@@ -196,28 +196,25 @@ TEST_P(LoraTrainShapes, NoProductOfPartsChangesABit) {
 
 /// Products of h and of y leave the bits of `first`; numbers of parts grow by the factor `step`.
 void expect_products_keep_bits(const TrainCase& c, TrainStep* first, int step) {
+  const auto expect = [&](const ForcedPlans& forced, const std::string& what) {
+    TrainStep other(c, first->device);
+    run_planned(&other, forced);
+    expect_same_forward(*first, other, what);
+  };
   for (const int columns : {64, 128}) {
     for (int parts = columns / 64; parts <= kLeaves; parts *= step) {
       const ShrinkPlan product = product_shrink(c.hidden, {columns, parts});
-      TrainStep other(c, first->device);
-      run_planned(&other, {&product, nullptr});
-      expect_same_forward(*first, other, describe(product));
+      expect({&product, nullptr}, describe(product));
     }
-  }
-  for (const int columns : {64, 128}) {
     for (int parts = kLeaves / most_split_leaves(columns); parts <= kLeaves; parts *= step) {
       const ShrinkPlan split = product_shrink(c.hidden, {columns, parts, 0, true});
-      TrainStep other(c, first->device);
-      run_planned(&other, {&split, nullptr});
-      expect_same_forward(*first, other, describe(split));
+      expect({&split, nullptr}, describe(split));
     }
   }
   for (const int columns : {128, 256}) {
     if (columns == 256 && c.base != BaseIs::kNone) continue;
     const ExpandPlan product = product_expand(c.widths[0], {columns, 1});
-    TrainStep other(c, first->device);
-    run_planned(&other, {nullptr, &product});
-    expect_same_forward(*first, other, describe(product));
+    expect({nullptr, &product}, describe(product));
   }
 }
 

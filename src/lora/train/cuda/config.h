@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "core/int_math.h"
@@ -216,12 +217,14 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   const int least_ranks = part_columns ? kLeastPartProductRanks : kLeastProductRanks;
   const bool products =
       dense && !masked && takes_products(rows, width, least_ranks, adapters, machine);
-  beside = beside && !part_columns && adapters == 0;
-  const BesideRowSums with_sums{rows, columns, width, machine.sms};
+  std::optional<BesideRowSums> with_sums;
+  if (beside && products && !part_columns && adapters == 0) {
+    with_sums.emplace(rows, columns, width, machine.sms);
+  }
   const auto product = [&] {
     const std::int64_t own = product_rows(rows, adapters);
-    return beside ? cut_leaves(own, columns, width, plan.leaves, true, machine.sms, with_sums)
-                  : cut_leaves(own, columns, width, plan.leaves, !part_columns, machine.sms);
+    return with_sums ? cut_leaves(own, columns, width, plan.leaves, true, machine.sms, *with_sums)
+                     : cut_leaves(own, columns, width, plan.leaves, !part_columns, machine.sms);
   };
   if (products && plan.leaves < kLeaves) return product_shrink(columns, product(), plan.leaves);
   // Of several adapters few have the largest rank: blocks of 64 ranks that one lacks cost little.
@@ -250,7 +253,7 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   }
   if (!products) return plan;
   const ProductCut cut = product();
-  if (beside) least = with_sums(least, machine.sms);
+  if (with_sums) least = (*with_sums)(least, machine.sms);
   return cut.us - (part_columns ? kProductAheadUs : kSplitAheadUs) < least
              ? product_shrink(columns, cut)
              : plan;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Into how many leaves (leaf_sums.cuh) sums over columns are cut, by sizes and dtypes alone, as
-// bits follow from it.
+// Into how many leaves sums over columns are cut, which src/device/leaf_sums.cuh adds: by sizes and
+// dtypes alone, as bits follow from it.
 #pragma once
 
 #include <algorithm>

@@ -61,6 +61,11 @@ constexpr std::int64_t product_blocks(std::int64_t rows, int width, int tile_col
          ceil_div(width, tile_columns) * parts;
 }
 
+/// Tiles of the product whose clusters share the depth: a cluster has one.
+constexpr std::int64_t split_tiles(std::int64_t rows, int width, int tile_columns) {
+  return ceil_div<std::int64_t>(rows, lora::cuda::kProductRows) * ceil_div(width, tile_columns);
+}
+
 /// A cut and its time. Parts of the depth leave partials, or (`split`) are those of a cluster.
 struct ProductCut {
   int columns = 64, parts = 1;
@@ -100,24 +105,42 @@ inline ProductCut cut_rows(std::int64_t rows, std::int64_t columns, int width) {
 /// What ds and dB take together. dB's thread blocks start where ds leaves SMs free, and what both
 /// read of dy comes from memory once: ds on half of the SMs and dB on the others may take less than
 /// one after the other on all. (8192 x 4096 and 64 ranks on an H100: 46 us for 57.)
-struct BesideRowSums {
-  std::int64_t rows, columns;
-  int width, sms;
+class BesideRowSums {
+ public:
+  BesideRowSums(std::int64_t rows, std::int64_t columns, int width, int sms)
+      : rows_(rows),
+        columns_(columns),
+        width_(width),
+        sms_(sms),
+        cut_(cut_rows(rows, columns, width)),
+        alone_us_(sums_us(sms)) {}
 
+  double operator()(double us, std::int64_t blocks) const {
+    // After ds dB's start is hidden; but it finds little of dy in L2.
+    const double read_us = 2.0 * static_cast<double>(rows_ * columns_) / kDramBytesPerUs;
+    const double after = us + alone_us_ - 2 + read_us / 2;
+    return blocks + kFewestSms > sms_ ? after
+                                      : std::min(after, std::max(us, sums_us(sms_ - blocks)));
+  }
+  /// SMs that so many thread blocks of ds leave to all of dB; 0: dB takes too long on these.
+  int free_sms(std::int64_t blocks) const {
+    const std::int64_t free = sms_ - blocks;
+    return free >= kFewestSms && sums_us(free) < 2 * alone_us_ + 8 ? static_cast<int>(free) : 0;
+  }
+
+ private:
   static constexpr int kFewestSms = 16;
 
   /// dB on so many SMs.
   double sums_us(std::int64_t on) const {
-    const ProductCut cut = cut_rows(rows, columns, width);
-    return product_us({columns, rows, width}, cut.columns, cut.parts, static_cast<int>(on),
-                      long_step_us(cut.columns), kLongL2BytesPerUs);
+    return product_us({columns_, rows_, width_}, cut_.columns, cut_.parts, static_cast<int>(on),
+                      long_step_us(cut_.columns), kLongL2BytesPerUs);
   }
-  double operator()(double us, std::int64_t blocks) const {
-    // After ds dB's start is hidden; but it finds little of dy in L2.
-    const double read_us = 2.0 * static_cast<double>(rows * columns) / kDramBytesPerUs;
-    const double after = us + sums_us(sms) - 2 + read_us / 2;
-    return blocks + kFewestSms > sms ? after : std::min(after, std::max(us, sums_us(sms - blocks)));
-  }
+
+  std::int64_t rows_, columns_;
+  int width_, sms_;
+  ProductCut cut_;
+  double alone_us_;
 };
 /// What h takes.
 struct Alone {
@@ -176,8 +199,7 @@ ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, 
   ProductCut best;
   const double bytes = 2.0 * static_cast<double>(rows) * static_cast<double>(columns + width);
   for (const int tile : {64, 128}) {
-    const std::int64_t tiles = std::max<std::int64_t>(
-        ceil_div<std::int64_t>(rows, lora::cuda::kProductRows) * ceil_div(width, tile), 1);
+    const std::int64_t tiles = std::max<std::int64_t>(split_tiles(rows, width, tile), 1);
     for (int parts = std::max(leaves / most_split_leaves(tile), 2); parts <= leaves; parts *= 2) {
       const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
       const double busy = static_cast<double>(parts * std::min(tiles, at_once));
@@ -216,17 +238,18 @@ inline int product_leaves(std::int64_t rows, std::int64_t columns, int width, bo
                           int most) {
   constexpr int kSms = 132;
   if (width < kLeastProductRanks || rows < lora::cuda::kProductRows) return most;
-  int best = most;
-  double least = 0;
-  for (const int leaves : {most, 2, 1}) {
-    const BesideRowSums total{rows, columns, width, kSms};
-    const double us = beside ? cut_leaves(rows, columns, width, leaves, true, kSms, total).us
-                             : cut_leaves(rows, columns, width, leaves, true, kSms).us;
-    if (least > 0 && us > least) continue;
-    least = us;
-    best = leaves;
-  }
-  return best;
+  const auto choose = [&](const auto& total) {
+    int best = most;
+    double least = 0;
+    for (const int leaves : {most, 2, 1}) {
+      const double us = cut_leaves(rows, columns, width, leaves, true, kSms, total).us;
+      if (least > 0 && us > least) continue;
+      least = us;
+      best = leaves;
+    }
+    return best;
+  };
+  return beside ? choose(BesideRowSums(rows, columns, width, kSms)) : choose(Alone());
 }
 
 /// y or dx: sums over ranks. `arrays`: of the output's size that pass.

@@ -7,9 +7,9 @@
 // are 12 parts M R, and leave 6 or 12 M R more.
 #include "core/check.h"
 #include "device/launch.cuh"
+#include "device/leaf_sums.cuh"
 #include "device/pdl.cuh"
 #include "lora/train/cuda/kernels.cuh"
-#include "lora/train/cuda/leaf_sums.cuh"
 #include "lora/train/cuda/part_columns.cuh"
 #include "lora/train/cuda/stream.cuh"
 

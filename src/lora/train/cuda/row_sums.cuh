@@ -34,15 +34,9 @@ inline bool makes_ds(const Problem& p, const BackwardPlan& plan, int slice) {
 inline int free_sms(const ShrinkPlan& plan, std::int64_t rows, int width, std::int64_t columns,
                     const Machine& machine) {
   if (!plan.product || !plan.fused) return 0;
-  const std::int64_t blocks = plan.parts > 1
-                                  ? ceil_div<std::int64_t>(rows, lora::cuda::kProductRows) *
-                                        ceil_div(width, plan.ranks) * plan.parts
-                                  : product_blocks(rows, width, plan.ranks, 1);
-  const BesideRowSums sums{rows, columns, width, machine.sms};
-  const std::int64_t free = machine.sms - blocks;
-  return free >= BesideRowSums::kFewestSms && sums.sums_us(free) < 2 * sums.sums_us(machine.sms) + 8
-             ? static_cast<int>(free)
-             : 0;
+  const std::int64_t blocks = plan.parts > 1 ? split_tiles(rows, width, plan.ranks) * plan.parts
+                                             : product_blocks(rows, width, plan.ranks, 1);
+  return BesideRowSums(rows, columns, width, machine.sms).free_sms(blocks);
 }
 
 class RowSums {

@@ -13,8 +13,8 @@
 // leaf, and leaves are added by the tree of LeafSums.
 #include "core/check.h"
 #include "device/launch.cuh"
+#include "device/leaf_sums.cuh"
 #include "lora/train/cuda/kernels.cuh"
-#include "lora/train/cuda/leaf_sums.cuh"
 #include "lora/train/cuda/shrink_tile.cuh"
 #include "lora/train/cuda/stream.cuh"
 #include "lora/train/cuda/tiles.cuh"
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kSplit>)
   __syncthreads();
 
   const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
-  LeafSums<kRanks / 2, kLevels> tree;
+  device::LeafSums<kRanks / 2, kLevels> tree;
   float sum[kRanks / 2];
 #pragma unroll 1
   for (int step = 0; step < Tile::kDepth - 1; ++step) {

@@ -17,11 +17,11 @@
 #include "core/check.h"
 #include "device/cluster.cuh"
 #include "device/launch.cuh"
+#include "device/leaf_sums.cuh"
 #include "device/pdl.cuh"
 #include "lora/train/cuda/float_plan.h"
 #include "lora/train/cuda/float_ring.cuh"
 #include "lora/train/cuda/kernels.cuh"
-#include "lora/train/cuda/leaf_sums.cuh"
 #include "lora/train/cuda/shrink_tile.cuh"
 
 namespace mortar::lora::train::cuda {
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, kFloatBlocks)
   };
 
   // Compute. What an MMA step multiplies is read and split while the one before it runs.
-  LeafSums<kRanks / 2, float_levels(kRanks)> tree;
+  device::LeafSums<kRanks / 2, float_levels(kRanks)> tree;
   float sum[kRanks / 2];
   const int row = lane / 4, word = lane % 4 / 2;  // of a fragment's first pair
   const std::uint32_t own_row = ring + row * 128 + lane % 2 * 8 + ((word ^ row % 4 << 1) << 4);

@@ -24,10 +24,10 @@
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
+#include "device/leaf_sums.cuh"
 #include "device/mma.cuh"
 #include "device/pdl.cuh"
 #include "lora/train/cuda/kernels.cuh"
-#include "lora/train/cuda/leaf_sums.cuh"
 #include "lora/train/cuda/shrink_stream_operands.cuh"
 
 namespace mortar::lora::train::cuda {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void add_leaves(const ShrinkParams& p, const Table<S>
   const int warp = thread / 32;
   const int warp_rank = warp / S::kWarpsM * S::kWarpRanks;
   const Fragments<S, kRowsAreRanks> fragments(warp % S::kWarpsM * S::kWarpRows, warp_rank);
-  LeafSums<S::kSums, S::kLevels> tree;
+  device::LeafSums<S::kSums, S::kLevels> tree;
   std::uint32_t stage = ring;
   int step = 0;
 #pragma unroll 1
