@@ -37,7 +37,6 @@ struct BandPlan {
   int sums_at = 0;        ///< of the CTA's part of the rows, from all CTAs
   int row_maxima_at = 0;  ///< likewise
   int rstd_at = 0;        ///< of all rows
-  int row_factors_at = 0;
   int smem = 0;
 };
 
@@ -48,7 +47,8 @@ inline BandPlan band_plan(const ForwardShape& s, const GpuShape& gpu, int cluste
   const std::int64_t tiles = ceil_div<std::int64_t>(across, cluster);
   const std::int64_t bands = ceil_div<std::int64_t>(s.rows, BandPlan::kRows);
   const bool per_group = s.scaling == Fp8Scaling::kGroup;
-  const bool scales_known = s.scaling == Fp8Scaling::kTensor ? s.given_scale : !s.given_scale;
+  const bool scales_known =
+      per_group ? !s.given_scale : s.scaling == Fp8Scaling::kTensor && s.given_scale;
   if (!gpu.clusters || !s.q_t || !scales_known || s.adds || s.stochastic || s.x_bytes > 2 ||
       tiles > BandPlan::kMostTiles || bands == 0 || bands * cluster > (1 << 30)) {
     return plan;
@@ -67,7 +67,7 @@ inline BandPlan band_plan(const ForwardShape& s, const GpuShape& gpu, int cluste
   plan.log2_groups = std::bit_width(static_cast<unsigned>(groups)) - 1;
   const int pieces = BandPlan::kColumns * s.x_bytes / 16 / 8;  // of a thread, in a row
   reserve(plan.tiles * BandPlan::kCodes * s.x_bytes);
-  plan.codes_at = reserve(s.scaling == Fp8Scaling::kRow ? 0 : BandPlan::kCodes);
+  plan.codes_at = reserve(BandPlan::kCodes);
   plan.weights_at = reserve(plan.tiles * kColumnBytes);
   plan.columns_at = reserve(s.given_scale ? 0 : plan.tiles * groups * kColumnBytes);
   plan.groups_at = reserve(per_group ? plan.tiles * groups * BandPlan::kGroupPitch * 4 : 0);
@@ -75,7 +75,6 @@ inline BandPlan band_plan(const ForwardShape& s, const GpuShape& gpu, int cluste
   plan.sums_at = reserve(pieces * 8 * BandPlan::kRows * 4);
   plan.row_maxima_at = reserve(BandPlan::kRows * 4);
   plan.rstd_at = reserve(BandPlan::kRows * 4);
-  plan.row_factors_at = reserve(BandPlan::kRows * 4);
   plan.possible = plan.smem <= gpu.max_smem - BandPlan::kStaticSmem;
   return plan;
 }

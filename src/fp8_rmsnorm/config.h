@@ -11,56 +11,10 @@
 #include "core/int_math.h"
 #include "fp8_rmsnorm/band_config.h"
 #include "fp8_rmsnorm/forward_shape.h"
+#include "fp8_rmsnorm/row_block_config.h"
+#include "fp8_rmsnorm/rows_config.h"
 
 namespace mortar::fp8_rmsnorm {
-
-/// A thread holds at most so many pieces of 16 bytes of x, of one row or of several.
-inline constexpr int kHeldPieces = 8;
-
-/// How rows are dealt out to threads: `row_threads` of a CTA share a row, of which each holds
-/// `slots` pieces at a time, and take `held_rows` rows together.
-struct RowsPlan {
-  static constexpr int kMostThreads = 512;     ///< of a row
-  static constexpr int kThreads = 256;         ///< of a CTA, unless a row needs more
-  static constexpr int kStaticSmem = 6 << 10;  ///< at most, with what the system keeps
-  static constexpr int kStages = 2;            ///< what is worked on, and what is on its way
-
-  int threads = kThreads;
-  int row_threads = 32;  ///< a power of two
-  int slots = 1, held_rows = 1;
-  int grid = 0;
-  bool shared_weights = true;  ///< weights as float32 in shared memory, else in the workspace
-  std::int64_t smem = 0;       ///< bytes
-
-  /// Rows that a CTA takes at a time.
-  MORTAR_HOST_DEVICE int rows_per_step() const { return threads / row_threads * held_rows; }
-};
-
-/// Quads of float32 weights that a piece of so many elements takes in shared memory: an odd number.
-constexpr int held_weight_quads(int elements) { return elements / 4 | 1; }
-
-/// How aligned rows of whole pieces are dealt out: `row_threads` threads share a row, of which each
-/// takes `slots` pieces. Rows are copied to shared memory, `stages` of them ahead.
-struct HeldRowsPlan {
-  static constexpr int kThreads = 512;         ///< of a CTA, the only one of its SM
-  static constexpr int kLeastThreads = 8;      ///< of a row: their pieces are a line of 128 bytes
-  static constexpr int kMostStages = 4;        ///< rows of a thread in shared memory
-  static constexpr int kStaticSmem = 8 << 10;  ///< at most, with what the system keeps
-
-  bool possible = false;
-  int row_threads = 32;  ///< a power of two
-  int slots = 1, stages = 1;
-  int grid = 0;
-  int x_bytes = 0;      ///< of a row in shared memory, zeros behind its end among them
-  int kept_bytes = 0;   ///< of these, in a place of their own
-  int scale_bytes = 0;  ///< of its scales there; 0: each thread loads its own
-  int added_bytes = 0;  ///< of a row of the residual behind them, which has x's type
-  int weight_bytes = 0;
-  std::int64_t smem = 0;  ///< bytes: weights as float32, rows
-
-  /// Rows that a CTA takes at a time.
-  MORTAR_HOST_DEVICE int rows_per_step() const { return kThreads / row_threads; }
-};
 
 /// Tiles of kRows x kColumns of y that are quantised and transposed.
 struct TilesPlan {
@@ -70,6 +24,9 @@ struct TilesPlan {
   /// where an SM then still holds two CTAs.
   static constexpr int stages(int x_bytes) { return x_bytes == 4 ? 1 : 2; }
   static constexpr int stage_bytes(int x_bytes) { return kRows * kColumns * x_bytes; }
+  /// Rows that a tile has together with the next where rows of q_t do not begin at multiples of 16
+  /// bytes: so many that each of its columns has the bytes of whole aligned pieces.
+  static constexpr int kShared = 16;
   /// CTAs of 256 threads whose registers an SM holds, by the bytes of an element of x; `turned`:
   /// with scales of q_t's own rows or groups.
   static constexpr int per_sm(int x_bytes, bool stochastic, bool turned, bool fp8_instructions) {
@@ -81,6 +38,7 @@ struct TilesPlan {
   /// 16 elements: float32 would make four blocks where one serves 8-bit x.
   static constexpr bool draws(int x_bytes, bool turned) { return x_bytes <= (turned ? 1 : 2); }
 
+  int step = kRows;  ///< rows from a tile to the next
   std::int64_t tiles = 0;
   int grid = 0;
   bool any = false;  ///< by the kernels for any rows, aligned or not
@@ -127,120 +85,29 @@ struct ForwardPlan {
   HeldRowsPlan held_plan;  ///< of the rows, where they are aligned and it is possible
   RowsPlan row_plan;       ///< else
   TilesPlan tile_plan;
-  FusedPlan fused_plan;  ///< of both, where it is possible
-  BandPlan band_plan;    ///< of all but q_t with scales of rows, where x is read once
+  FusedPlan fused_plan;     ///< of both, where it is possible
+  BandPlan band_plan;       ///< of both, where x is read once
+  RowBlockPlan block_plan;  ///< of the rows, with the maxima of columns where they are needed
   std::int64_t maxima_at = 0, column_maxima_at = 0, rstd_at = 0, weights_at = 0;  ///< bytes
+  std::int64_t partials_at = 0;  ///< of rows in strips
   std::int64_t workspace_bytes = 0;
 
   /// q comes from the tiles, with the bytes of q_t.
   bool tiles_make_q = false;
 };
 
-inline RowsPlan choose_rows(const ForwardShape& s, const GpuShape& gpu) {
-  RowsPlan plan;
-  const std::int64_t piece = 16 / s.x_bytes, pieces = ceil_div<std::int64_t>(s.hidden, piece);
-  // A warp for a row, or a part of one where the row is shorter than a warp's first pieces; more
-  // where its threads cannot hold it.
-  const std::int64_t least =
-      std::max(std::min<std::int64_t>(power_of_two_above(pieces), 32),
-               power_of_two_above(ceil_div<std::int64_t>(pieces, kHeldPieces)));
-  const std::int64_t held_by_thread =
-      kHeldPieces * (RowsPlan::kStages * 16 + (s.x_bytes == 1 ? 4 : 0) + 4);
-  const std::int64_t room = gpu.max_smem - RowsPlan::kStaticSmem;
-  const int most =
-      RowsPlan::kMostThreads * held_by_thread <= room ? RowsPlan::kMostThreads : RowsPlan::kThreads;
-  plan.row_threads = static_cast<int>(std::min<std::int64_t>(least, most));
-  // Few rows: more threads for each, until every SM has work.
-  while (plan.row_threads < RowsPlan::kThreads && plan.row_threads < pieces &&
-         ceil_div<std::int64_t>(s.rows, RowsPlan::kThreads / plan.row_threads) < gpu.num_sms) {
-    plan.row_threads *= 2;
-  }
-  plan.threads = std::max(plan.threads, plan.row_threads);
-  plan.slots = static_cast<int>(
-      std::min<std::int64_t>(ceil_div<std::int64_t>(pieces, plan.row_threads), kHeldPieces));
-  while (plan.slots * (plan.held_rows + 1) <= kHeldPieces &&
-         s.rows >= std::int64_t{2} * gpu.num_sms *
-                       (plan.rows_per_step() + plan.threads / plan.row_threads)) {
-    ++plan.held_rows;
-  }
-  const std::int64_t held = plan.threads * held_by_thread;
-  const std::int64_t weights = s.norm ? pieces * piece * 4 : 0;
-  plan.shared_weights = held + weights <= room;
-  plan.smem = held + (plan.shared_weights ? weights : 0);
-  const std::int64_t per_sm =
-      std::max<std::int64_t>(1, gpu.max_smem / (plan.smem + RowsPlan::kStaticSmem));
-  plan.grid = static_cast<int>(std::min(ceil_div<std::int64_t>(s.rows, plan.rows_per_step()),
-                                        gpu.num_sms * std::min<std::int64_t>(per_sm, 4)));
-  return plan;
-}
-
-/// The fewest threads of a row that hold it whole, with those of a group side by side.
-inline int least_held_threads(const ForwardShape& s) {
-  const std::int64_t piece = 16 / s.x_bytes, pieces = ceil_div<std::int64_t>(s.hidden, piece);
-  const std::int64_t of_group = s.scaling == Fp8Scaling::kGroup ? s.group / piece : 1;
-  return static_cast<int>(
-      std::max({std::int64_t{HeldRowsPlan::kLeastThreads}, of_group,
-                power_of_two_above(ceil_div<std::int64_t>(pieces, kHeldPieces))}));
-}
-
-/// The plan with so many threads of a row: a power of two from the fewest to kThreads.
-inline HeldRowsPlan held_rows_plan(const ForwardShape& s, const GpuShape& gpu, int row_threads) {
-  HeldRowsPlan plan;
-  const std::int64_t piece = 16 / s.x_bytes, pieces = ceil_div<std::int64_t>(s.hidden, piece);
-  plan.row_threads = row_threads;
-  const std::int64_t slots = ceil_div<std::int64_t>(pieces, row_threads);
-  if (slots > kHeldPieces || row_threads > HeldRowsPlan::kThreads) return plan;
-  plan.slots = static_cast<int>(slots);
-  const int padded = plan.slots * row_threads;  // pieces
-  plan.x_bytes = padded * 16;
-  plan.weight_bytes = 16 * held_weight_quads(static_cast<int>(piece)) * padded;
-  // Whole copies of 16 bytes of a row's scales.
-  if (s.x_group > 0 && gpu.clusters && s.hidden / s.x_group * s.x_scale_bytes % 16 == 0) {
-    plan.scale_bytes = static_cast<int>(
-        round_up<std::int64_t>(ceil_div(padded * static_cast<int>(piece), s.x_group) *
-                                   static_cast<std::int64_t>(s.x_scale_bytes),
-                               16));
-  }
-  plan.added_bytes = s.adds ? plan.x_bytes : 0;
-  const std::int64_t step =
-      std::int64_t{plan.rows_per_step()} * (plan.x_bytes + plan.scale_bytes + plan.added_bytes);
-  const std::int64_t room = gpu.max_smem - HeldRowsPlan::kStaticSmem - plan.weight_bytes;
-  plan.stages = static_cast<int>(std::min<std::int64_t>(room / step, HeldRowsPlan::kMostStages));
-  plan.possible = plan.stages > 0;
-  plan.smem = plan.weight_bytes + plan.stages * step;
-  plan.grid = static_cast<int>(
-      std::min<std::int64_t>(ceil_div<std::int64_t>(s.rows, plan.rows_per_step()), gpu.num_sms));
-  return plan;
-}
-
-inline HeldRowsPlan choose_held_rows(const ForwardShape& s, const GpuShape& gpu) {
-  constexpr int kThreads = HeldRowsPlan::kThreads;
-  const std::int64_t pieces = ceil_div<std::int64_t>(s.hidden, 16 / s.x_bytes);
-  int row_threads = std::min(least_held_threads(s), kThreads);
-  HeldRowsPlan plan = held_rows_plan(s, gpu, row_threads);
-  // Few rows, or long ones of which shared memory has too few: more threads for each.
-  while (
-      row_threads < kThreads && row_threads < pieces &&
-      (plan.stages < 2 || ceil_div<std::int64_t>(s.rows, kThreads / row_threads) < gpu.num_sms)) {
-    row_threads *= 2;
-    plan = held_rows_plan(s, gpu, row_threads);
-  }
-  // No more rows on their way than a thread has: the rest of an SM is for CTAs of the tiles, which
-  // come early and bring their first x (2048 x 4096, see README.md).
-  const std::int64_t at_once = std::int64_t{plan.grid} * plan.rows_per_step();
-  const auto of_thread = static_cast<int>(ceil_div<std::int64_t>(
-      std::max<std::int64_t>(s.rows, 1), std::max<std::int64_t>(at_once, 1)));
-  if (plan.possible && of_thread < plan.stages) {
-    plan.smem -= (plan.smem - plan.weight_bytes) / plan.stages * (plan.stages - of_thread);
-    plan.stages = of_thread;
-  }
-  return plan;
+/// The number of tiles, so many rows apart.
+inline std::int64_t count_tiles(std::int64_t rows, std::int64_t hidden, int step) {
+  return ceil_div<std::int64_t>(rows, step) * ceil_div<std::int64_t>(hidden, TilesPlan::kColumns);
 }
 
 inline TilesPlan choose_tiles(const ForwardShape& s, const GpuShape& gpu) {
   TilesPlan plan;
-  plan.tiles = ceil_div<std::int64_t>(s.rows, TilesPlan::kRows) *
-               ceil_div<std::int64_t>(s.hidden, TilesPlan::kColumns);
+  // Groups of q_t's rows lie in one tile.
+  if (s.q_t && s.rows % TilesPlan::kShared != 0 && s.scaling != Fp8Scaling::kGroup) {
+    plan.step -= TilesPlan::kShared;
+  }
+  plan.tiles = count_tiles(s.rows, s.hidden, plan.step);
   const int smem =
       TilesPlan::kSharedTile + TilesPlan::stages(s.x_bytes) * TilesPlan::stage_bytes(s.x_bytes);
   const int registers =
@@ -319,10 +186,12 @@ inline void lay_out(ForwardPlan& plan, const ForwardShape& s, const GpuShape& gp
   };
   // Who asks for the workspace need not know of the residual, which changes the held rows' grid.
   const int held_grid = static_cast<int>(std::min<std::int64_t>(s.rows, gpu.num_sms));
-  plan.maxima_at = reserve(4 * std::max({held_grid, plan.row_plan.grid, plan.tile_plan.grid,
-                                         plan.fused_plan.grid, plan.band_plan.grid}));
+  plan.maxima_at = reserve(
+      4 * std::max({held_grid, plan.row_plan.grid, plan.tile_plan.grid, plan.fused_plan.grid,
+                    plan.band_plan.grid, plan.block_plan.grid, RowBlockPlan::kFinishGrid}));
   plan.column_maxima_at = reserve(plan.columns ? 4 * s.hidden : 0);
   plan.rstd_at = reserve(plan.tiles && s.norm ? 4 * s.rows : 0);
+  plan.partials_at = reserve(4 * plan.block_plan.partials(s.rows));
   plan.weights_at =
       reserve(plan.row_plan.shared_weights ? 0 : 4 * round_up<std::int64_t>(s.hidden, 16));
   plan.workspace_bytes = bytes;
@@ -341,7 +210,10 @@ inline ForwardPlan choose_passes(const ForwardShape& s, const GpuShape& gpu) {
   plan.row_plan = choose_rows(s, gpu);
   plan.tile_plan = choose_tiles(s, gpu);
   if (plan.tiles_make_q) plan.fused_plan = choose_fused(s, gpu);
-  if (plan.rows) plan.band_plan = choose_bands(s, gpu);
+  if (plan.rows) {
+    plan.band_plan = choose_bands(s, gpu);
+    plan.block_plan = choose_row_blocks(s, gpu, plan.held_plan.possible);
+  }
   lay_out(plan, s, gpu);
   return plan;
 }
@@ -366,6 +238,11 @@ inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& p) {
     out << "bands " << bands.grid << " x " << BandPlan::kThreads << " in clusters of "
         << bands.cluster << ", " << bands.tiles << " tiles each; else ";
   }
+  if (const RowBlockPlan& blocks = p.block_plan; blocks.possible) {
+    out << "blocks of rows " << blocks.grid << " x " << blocks.threads;
+    if (blocks.strips > 1) out << ", in " << blocks.strips << " strips";
+    out << (p.columns ? ", with column maxima; else " : "; else ");
+  }
   if (p.rows && p.held_plan.possible) {
     out << "aligned rows " << p.held_plan.grid << " x " << HeldRowsPlan::kThreads << ", "
         << p.held_plan.row_threads << " threads a row, " << p.held_plan.slots << " pieces each"
@@ -381,7 +258,8 @@ inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& p) {
   if (p.columns) out << "column maxima; ";
   if (p.tiles) {
     out << "tiles " << p.tile_plan.grid << " x " << TilesPlan::kThreads << " of "
-        << p.tile_plan.tiles << (p.tile_plan.any ? ", of any rows; " : "; ");
+        << p.tile_plan.tiles << (p.tile_plan.step < TilesPlan::kRows ? " that overlap" : "")
+        << (p.tile_plan.any ? ", of any rows; " : "; ");
   }
   if (p.amax) out << "amax; ";
   return out << p.workspace_bytes << " bytes of workspace";

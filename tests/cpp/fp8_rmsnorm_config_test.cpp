@@ -75,6 +75,62 @@ TEST(Fp8RmsNormConfig, RowsAreHeldAndFit) {
   }
 }
 
+// Every piece of a row has its thread and every block of rows its CTAs; what strips leave fits the
+// workspace.
+TEST(Fp8RmsNormConfig, RowBlocksAreWholeAndFit) {
+  std::mt19937 rng(7);
+  int chosen[2] = {};
+  for (int i = 0; i < 20'000; ++i) {
+    ForwardShape s;
+    s.rows = random_size(rng, 1e6);
+    s.hidden = std::max<std::int64_t>(1, random_size(rng, 65537));
+    s.x_bytes = 1 << rng() % 3;
+    s.scaling = static_cast<Fp8Scaling>(rng() % 3);
+    s.given_scale = rng() % 2 != 0;
+    s.q_t = rng() % 4 != 0;
+    s.q = !s.q_t || rng() % 2 != 0;
+    const GpuShape& gpu = kGpus[rng() % std::size(kGpus)];
+    const ForwardPlan plan = choose_passes(s, gpu);
+    const RowBlockPlan& blocks = plan.block_plan;
+    if (!blocks.possible) continue;
+    SCOPED_TRACE(printed(plan));
+    ++chosen[blocks.strips == 1 ? 0 : 1];
+    EXPECT_TRUE(row_blocks_take(s, blocks.strips));
+    EXPECT_EQ(blocks.strips == 1, plan.columns);
+    const std::int64_t pieces = ceil_div<std::int64_t>(s.hidden, 16 / s.x_bytes);
+    EXPECT_GE(std::int64_t{blocks.threads} * s.x_bytes * blocks.strips, pieces);
+    EXPECT_EQ(blocks.threads % RowBlockPlan::kRun, 0);
+    EXPECT_LE(blocks.threads, RowBlockPlan::kMostThreads);
+    EXPECT_EQ(blocks.grid % blocks.strips, 0);
+    EXPECT_LE(blocks.grid / blocks.strips,
+              ceil_div<std::int64_t>(s.rows, RowBlockPlan::rows(s.x_bytes)));
+    EXPECT_LE(plan.partials_at + 4 * blocks.partials(s.rows), plan.workspace_bytes);
+    EXPECT_LE(plan.maxima_at + 4 * RowBlockPlan::finish_grid(s.rows), plan.workspace_bytes);
+  }
+  EXPECT_GT(chosen[0], 100);
+  EXPECT_GT(chosen[1], 100);
+}
+
+// Tiles lie over all rows; each has the bytes of its columns' aligned pieces that begin in it,
+// wherever these begin.
+TEST(Fp8RmsNormConfig, TilesCoverAllRows) {
+  for (std::int64_t rows : {1, 15, 16, 100, 112, 113, 127, 128, 129, 1000, 4096, 4097}) {
+    for (Fp8Scaling scaling : {Fp8Scaling::kTensor, Fp8Scaling::kRow, Fp8Scaling::kGroup}) {
+      ForwardShape s;
+      s.rows = rows;
+      s.hidden = 300;
+      s.scaling = scaling;
+      s.q_t = true;
+      const TilesPlan plan = choose_tiles(s, kGpus[0]);
+      const bool overlap = rows % 16 != 0 && scaling != Fp8Scaling::kGroup;
+      EXPECT_EQ(plan.step, TilesPlan::kRows - (overlap ? TilesPlan::kShared : 0));
+      EXPECT_EQ(plan.tiles % 3, 0);
+      EXPECT_GE(plan.tiles / 3 * plan.step, rows);
+      EXPECT_LT((plan.tiles / 3 - 1) * plan.step, rows);
+    }
+  }
+}
+
 // Every tile of columns has its CTA of a cluster, and what they keep fits.
 TEST(Fp8RmsNormConfig, BandsAreWholeAndFit) {
   std::mt19937 rng(5);
@@ -92,7 +148,7 @@ TEST(Fp8RmsNormConfig, BandsAreWholeAndFit) {
     const BandPlan plan = choose_bands(s, gpu);
     if (!plan.possible) continue;
     ++chosen;
-    EXPECT_TRUE(gpu.clusters && s.q_t && s.x_bytes <= 2);
+    EXPECT_TRUE(gpu.clusters && s.q_t && s.x_bytes <= 2 && s.scaling != Fp8Scaling::kRow);
     EXPECT_LE(plan.smem, gpu.max_smem - BandPlan::kStaticSmem);
     EXPECT_EQ(1 << plan.log2_cluster, plan.cluster);
     EXPECT_GE(plan.cluster, BandPlan::kLeastCluster);

@@ -94,12 +94,24 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
       use(plan, "bands");
     }
     plan = chosen;
+    for (int strips : {1, RowBlockPlan::kStrips}) {
+      plan.block_plan = row_block_plan(s, gpu_, strips);
+      if (!plan.rows || !plan.block_plan.possible || !row_blocks_take(s, strips)) continue;
+      lay_out(plan, s, gpu_);
+      use(plan, strips == 1 ? "blocks of rows" : "strips of rows");
+      plan.block_plan.grid = strips;  // one CTA, or one of each strip, takes all rows
+      use(plan, "blocks of rows by one CTA");
+    }
+    plan = chosen;
+    plan.block_plan.possible = false;
+    use(plan, "rows, and maxima of columns apart");
     plan.held_plan.possible = false;
     use(plan, "rows of any kind");
     plan.tile_plan.any = true;
     use(plan, "all of any kind");
     for (int threads = least_held_threads(s); threads <= HeldRowsPlan::kThreads; threads *= 2) {
       plan = chosen;
+      plan.block_plan.possible = false;
       plan.held_plan = held_rows_plan(s, gpu_, threads);
       if (!plan.held_plan.possible) continue;
       lay_out(plan, s, gpu_);

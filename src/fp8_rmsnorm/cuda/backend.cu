@@ -56,14 +56,22 @@ void run(ForwardParams p, Stream stream) {
   }
   const bool in_bands = plan.band_plan.possible && p.x_aligned && p.q_aligned && nearest && fast &&
                         !p.residual.given() && !p.normed.given();
-  p.maxima_count = !plan.rows ? plan.tile_plan.grid
-                   : in_bands ? plan.band_plan.grid
-                   : held     ? plan.held_plan.grid
-                              : plan.row_plan.grid;
+  const RowBlockPlan& blocks = plan.block_plan;
+  const bool in_blocks = blocks.possible && p.x_aligned && p.q_aligned && nearest && fast &&
+                         !p.residual.given() && !p.normed.given() &&
+                         reinterpret_cast<std::uintptr_t>(p.weight.data) % 16 == 0;
+  p.maxima_count = !plan.rows  ? plan.tile_plan.grid
+                   : in_bands  ? plan.band_plan.grid
+                   : in_blocks ? RowBlockPlan::finish_grid(p.input.rows)
+                   : held      ? plan.held_plan.grid
+                               : plan.row_plan.grid;
   if (in_bands) {
     bands(p, stream);
     if (p.makes_maxima()) reduce_amax(p, stream);
-    if (p.out.scaling != Fp8Scaling::kRow) return;
+    return;
+  }
+  if (in_blocks) {
+    row_blocks(p, stream);
   } else if (plan.rows && held) {
     rows(p, stream);
   } else if (plan.rows) {
@@ -83,10 +91,13 @@ void run(ForwardParams p, Stream stream) {
                                       p.out.scaling != Fp8Scaling::kTensor);
   const bool whole = !plan.tile_plan.any && p.x_aligned && p.q_aligned && !p.tiles_make_maxima() &&
                      (nearest ? fast || (p.norm && !p.out.given_scale) : fast && draws);
-  p.walk = TileWalk(plan.tile_plan.tiles,
-                    static_cast<int>(ceil_div<std::int64_t>(hidden, TilesPlan::kColumns)),
-                    plan.tile_plan.grid);
-  if (plan.columns && !in_bands) (whole ? column_maxima : any_column_maxima)(p, stream);
+  if (!whole) {  // the kernels for any rows have tiles side by side
+    p.plan.tile_plan.step = TilesPlan::kRows;
+    p.plan.tile_plan.tiles = count_tiles(p.input.rows, hidden, TilesPlan::kRows);
+  }
+  p.walk = TileWalk(p.plan.tile_plan,
+                    static_cast<int>(ceil_div<std::int64_t>(hidden, TilesPlan::kColumns)));
+  if (plan.columns && !in_blocks) (whole ? column_maxima : any_column_maxima)(p, stream);
   if (plan.tiles) (whole ? tiles : any_tiles)(p, stream);
   if (plan.amax && p.out.amax != nullptr) reduce_amax(p, stream);
 }
@@ -101,6 +112,7 @@ void set_workspace(ForwardParams& p, std::byte* workspace) {
   if (plan.tiles && p.norm && p.rstd == nullptr) {
     p.rstd = reinterpret_cast<float*>(workspace + plan.rstd_at);
   }
+  p.partials = reinterpret_cast<float*>(workspace + plan.partials_at);
   if (!plan.row_plan.shared_weights) {
     p.weights = reinterpret_cast<float*>(workspace + plan.weights_at);
   }

@@ -12,9 +12,8 @@
 
 namespace mortar::fp8_rmsnorm::cuda {
 
-/// What is made of a band: q and q_t with scales of groups; q with scales of rows, and the maxima
-/// of columns that q_t's scales need; q and q_t with a given scale.
-enum class BandPass { kGroup, kRow, kGiven };
+/// What is made of a band: q and q_t with scales of groups, or with a given scale.
+enum class BandPass { kGroup, kGiven };
 
 template <class T, BandPass kPass>
 class Band {
@@ -60,7 +59,6 @@ class Band {
   __device__ __forceinline__ float* groups() const { return floats(plan.groups_at); }
   __device__ __forceinline__ float* all_sums() const { return floats(plan.sums_at); }
   __device__ __forceinline__ float* all_rstd() const { return floats(plan.rstd_at); }
-  __device__ __forceinline__ float* all_factors() const { return floats(plan.row_factors_at); }
   __device__ __forceinline__ std::uint32_t* row_maxima() const {
     return reinterpret_cast<std::uint32_t*>(memory + plan.row_maxima_at);
   }
@@ -93,12 +91,12 @@ class Band {
   /// so far before any sends.
   __device__ __forceinline__ void init(device::Mbarrier* sums_here,
                                        device::Mbarrier* rstd_here) const {
-    constexpr bool kMaxima = kPass != BandPass::kGroup, kFactors = kPass == BandPass::kRow;
+    constexpr bool kMaxima = kPass != BandPass::kGroup;
     if (threadIdx.x == 0) {
       sums_here->init(1);
       rstd_here->init(1);
       sums_here->arrive_and_expect(kTileRows * 4 * (8 * kPieces + (kMaxima ? 1 : 0)));
-      rstd_here->arrive_and_expect(kTileRows * 4 * (kFactors ? 2 : 1));
+      rstd_here->arrive_and_expect(kTileRows * 4);
       device::Mbarrier::fence_init();
     }
     device::cluster_arrive_relaxed();
@@ -109,9 +107,8 @@ class Band {
     for (int i = 0; i < padded(); ++i) {
       const int j = ordered(i);
       if (j < tiles) {
-        Operands::template copy<kPass != BandPass::kRow>(
-            p, TilePlace{row0, column0(j)}, c, r,
-            device::smem_address(memory) + j * Operands::kStage + threadIdx.x * 16);
+        Operands::copy(p, TilePlace{row0, column0(j)}, c, r,
+                       device::smem_address(memory) + j * Operands::kStage + threadIdx.x * 16);
       }
       device::cp_async_commit();
     }
@@ -215,8 +212,8 @@ class Band {
     send(sum, most, sums_here);
   }
 
-  /// rstd of the rows that this CTA adds up, and with scales of rows what y is multiplied with for
-  /// q, to all CTAs of the cluster. Returns the largest |y| that the thread has seen.
+  /// rstd of the rows that this CTA adds up, to all CTAs of the cluster. Returns the largest |y|
+  /// that the thread has seen.
   __device__ __forceinline__ float finish_rows(device::Mbarrier* sums_here,
                                                device::Mbarrier* rstd_here) const {
     constexpr int kMost = BandPlan::kMostCluster;
@@ -249,19 +246,8 @@ class Band {
       const bool is_there = row0 + of_band < p.input.rows;
       const float rstd = is_there ? rstd_of(p, sum, p.input.hidden) : 0.0f;
       const float row_amax = __uint_as_float(most) * rstd;
-      float factor = 0.0f;
-      if constexpr (kPass == BandPass::kRow) {
-        const float scale = fast_scale(p.out, row_amax);
-        factor = finite_or_nan(rstd * inverse_of(scale));
-        if (is_there && lane == 0 && p.out.scale.given()) {
-          p.out.scale.data[(row0 + of_band) * p.out.scale.row_stride] = scale;
-        }
-      }
       for (int s = lane; s < plan.cluster; s += 8) {
         device::send_to_cluster(all_rstd() + of_band, rstd, rstd_here, s);
-        if constexpr (kPass == BandPass::kRow) {
-          device::send_to_cluster(all_factors() + of_band, factor, rstd_here, s);
-        }
       }
       if (is_there && lane == 0 && p.rstd != nullptr) p.rstd[row0 + of_band] = rstd;
       if (is_there) amax = device::max_magnitude(amax, row_amax);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bands of 128 aligned rows, each in the shared memory of a cluster of CTAs, so that x is read
-// once: q and q_t with scales of groups or a given one; q with scales of rows, and the maxima of
-// columns that q_t's scales need.
+// once: q and q_t with scales of groups or a given one.
 //
 // z[m,n] = x s     rstd[m] = 1 / sqrt(mean_n z^2 + eps)
 // y[m,n] = z rstd (w + offset)     q[m,n] = y / scale     q_t[n,m] = y / scale_t
@@ -10,8 +9,8 @@
 //          (copy roof of an H200)
 // limit  : instructions, some 15 an element, and memory, by turns: a CTA waits for its x, then for
 //          the sums of the others, and then writes. Several CTAs of an SM are at different phases
-// wrong  : rows that are not aligned, wider x, a residual, stochastic rounding, and a scale of the
-//          whole tensor that is not known yet
+// wrong  : rows that are not aligned, wider x, a residual, stochastic rounding, scales of rows, and
+//          a scale of the whole tensor that is not known yet
 #include "device/cluster_launch.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
@@ -19,6 +18,7 @@
 #include "fp8_rmsnorm/cuda/kernels.cuh"
 #include "fp8_rmsnorm/cuda/tile_codes.cuh"
 #include "fp8_rmsnorm/cuda/tile_maxima.cuh"
+#include "fp8_rmsnorm/cuda/tile_store.cuh"
 
 namespace mortar::fp8_rmsnorm::cuda {
 namespace {
@@ -71,6 +71,9 @@ __device__ __forceinline__ void measure_columns(const Band<T, kPass>& band, int 
   constexpr int kQuads = Band<T, kPass>::kQuads;
   float factor[kThreadRows];
   turned_factors(band, j, factor);
+  const auto is_row = [&](int m) {
+    return band.row0 + kThreadRows * band.r + m < band.p.input.rows;
+  };
   std::uint32_t most[kThreadQuads][4];
   uint4 raw[kThreadRows];
 #pragma unroll
@@ -79,7 +82,7 @@ __device__ __forceinline__ void measure_columns(const Band<T, kPass>& band, int 
 #pragma unroll
       for (int m = 0; m < kThreadRows; ++m) raw[m] = band.piece(j, m, k / kQuads);
     }
-    largest_of_rows<T>(raw, k % kQuads, factor, band.weights(j, k), kInfinite, most[k]);
+    largest_of_rows<T>(raw, k % kQuads, factor, band.weights(j, k), kInfinite, is_row, most[k]);
   }
   const int quad = scatter_quads(most, band.r);
   auto* columns = reinterpret_cast<std::uint32_t*>(band.columns(j)) + 4 * (8 * quad + band.c);
@@ -110,17 +113,6 @@ __device__ __forceinline__ void make_column_factors(const Band<T, kPass>& band) 
   }
 }
 
-/// The maxima of columns, of all bands.
-template <class T, BandPass kPass>
-__device__ __forceinline__ void send_column_maxima(const Band<T, kPass>& band) {
-  const ForwardParams& p = band.p;
-  for (int i = threadIdx.x; i < band.tiles * kTileColumns; i += kThreads) {
-    const int n = band.column0(i / kTileColumns) +
-                  Band<T, kPass>::Operands::column_of_weight(i % kTileColumns);
-    if (n < p.input.hidden) atomicMax(p.column_maxima + n, __float_as_uint(band.all_columns()[i]));
-  }
-}
-
 /// What the thread's pieces in tile j are multiplied with for q, but for the weights.
 template <class T, BandPass kPass>
 __device__ __forceinline__ void row_factors(const Band<T, kPass>& band, int j, float inverse,
@@ -131,7 +123,7 @@ __device__ __forceinline__ void row_factors(const Band<T, kPass>& band, int j, f
   band.read_scales(j, scale);
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) {
-    const float* from = kPass == BandPass::kGiven ? band.all_rstd() : band.all_factors();
+    const float* from = band.all_rstd();
     if constexpr (kPass == BandPass::kGroup) {
       const int of_tile = (8 * k + band.c) * (kPieces == 2 ? 1 : 2) << band.plan.log2_groups >> 4;
       const int group = (j << band.plan.log2_groups) + of_tile;
@@ -185,9 +177,7 @@ __device__ __forceinline__ void encode_tile(const Band<T, kPass>& band, int j, f
         of_rows[m] = device::pack_fp8x4<Out>(turned);
       }
     }
-    if constexpr (kPass != BandPass::kRow) {
-      store_columns(of_rows, columns + column_of<kElements>(0, k) * kTileRows, kTileRows);
-    }
+    store_columns(of_rows, columns + column_of<kElements>(0, k) * kTileRows, kTileRows);
   }
 }
 
@@ -226,14 +216,9 @@ __global__ void __launch_bounds__(kThreads, kBandsPerSm<T>)
       infinite ? measure_columns<true>(band, j) : measure_columns<false>(band, j);
     }
     __syncthreads();
-    if constexpr (kPass == BandPass::kRow) {
-      send_column_maxima(band);
-      if (!p.out.q.given()) return;
-    } else {
-      if (p.out.q.given()) make_group_factors(band);
-      make_column_factors(band);
-      __syncthreads();
-    }
+    if (p.out.q.given()) make_group_factors(band);
+    make_column_factors(band);
+    __syncthreads();
   }
 
   // Compute and store. The codes of a tile by columns take the place of the tile before it.
@@ -253,20 +238,10 @@ __global__ void __launch_bounds__(kThreads, kBandsPerSm<T>)
     if (p.out.q.given()) {
       store_rows<kElements>(p, codes, band.row0 + kThreadRows * r, column0 + c * kElements, whole);
     }
-    if constexpr (kPass != BandPass::kRow) {
-      __syncthreads();  // the columns are there, and x of this tile has been read
-      store_columns_of<kElements>(p, transposed, band.row0, column0, whole);
-      transposed = band.memory + j * TileOperands<T>::kStage;
-    }
+    __syncthreads();  // the columns are there, and x of this tile has been read
+    store_columns_of<kElements>(p, transposed, band.row0, column0, whole);
+    transposed = band.memory + j * TileOperands<T>::kStage;
   }
-}
-
-/// Zeros where the CTAs of bands take the maxima of columns.
-__global__ void clear_maxima_kernel(const __grid_constant__ ForwardParams p) {
-  device::pdl_wait();
-  device::pdl_trigger();
-  const unsigned n = blockIdx.x * blockDim.x + threadIdx.x;
-  if (n < p.input.hidden) p.column_maxima[n] = 0;
 }
 
 // ------------------------------------------------------------------------------------------- host
@@ -292,14 +267,7 @@ void launch_bands(const ForwardParams& p, Stream stream) {
 
 void bands(const ForwardParams& p, Stream stream) {
   if (p.out.scaling == Fp8Scaling::kGroup) return launch_bands<BandPass::kGroup>(p, stream);
-  if (p.out.scaling == Fp8Scaling::kTensor) return launch_bands<BandPass::kGiven>(p, stream);
-  device::Launch clear;
-  clear.threads = 256;
-  clear.grid = dim3(static_cast<unsigned>(ceil_div<std::int64_t>(p.input.hidden, 256)));
-  clear.stream = stream;
-  clear.pdl = true;
-  device::launch<clear_maxima_kernel>(p.op, clear, p);
-  launch_bands<BandPass::kRow>(p, stream);
+  launch_bands<BandPass::kGiven>(p, stream);
 }
 
 }  // namespace mortar::fp8_rmsnorm::cuda

@@ -14,15 +14,17 @@ struct TileWalk {
   int down = 0, across = 1;  ///< tiles of a column of them, of a row
   std::uint64_t magic = 0;   ///< 2^32 / across, rounded up: divides numbers below 2^32 / across
   int step_down = 0, step_across = 0;  ///< tiles back from one of a CTA to its next
+  int rows = 0;                        ///< from a tile to the one below
 
   TileWalk() = default;
-  TileWalk(std::int64_t tiles, int tiles_across, int grid)
-      : down(static_cast<int>(tiles / tiles_across)),
+  TileWalk(const TilesPlan& plan, int tiles_across)
+      : down(static_cast<int>(plan.tiles / tiles_across)),
         across(tiles_across),
         magic(((std::uint64_t{1} << 32) + static_cast<unsigned>(across) - 1) /
               static_cast<unsigned>(across)),
-        step_down(grid / across),
-        step_across(grid % across) {}
+        step_down(plan.grid / across),
+        step_across(plan.grid % across),
+        rows(plan.step) {}
 };
 
 /// A forward, or a quantisation alone: then y is x, `norm` is false and there are no weights.
@@ -39,7 +41,8 @@ struct ForwardParams {
   int maxima_count = 0;
   std::uint32_t* column_maxima = nullptr;  ///< [N], of |y|
   TileWalk walk;
-  float* weights = nullptr;  ///< [N] + offset in float32, as the rows kernel reads them
+  float* partials = nullptr;  ///< of rows in strips, see row_blocks.cu
+  float* weights = nullptr;   ///< [N] + offset in float32, as the rows kernel reads them
   /// The tiles' predecessor is of this call and does not write x: they may read it at once.
   bool x_is_there = false;
   bool scales_in_rows = false;  ///< a row's scales are whole accesses of 16 bytes too
@@ -68,6 +71,9 @@ void any_tiles(const ForwardParams& p, Stream stream);
 void bands(const ForwardParams& p, Stream stream);
 /// Both for aligned rows, with one scale for all of the tensor.
 void fused(const ForwardParams& p, Stream stream);
+/// For aligned rows: their statistics; with scales of rows q, and the maxima of the columns.
+void row_blocks(const ForwardParams& p, Stream stream);
+void clear_column_maxima(const ForwardParams& p, Stream stream);
 void column_maxima(const ForwardParams& p, Stream stream);
 void any_column_maxima(const ForwardParams& p, Stream stream);
 void reduce_amax(const ForwardParams& p, Stream stream);

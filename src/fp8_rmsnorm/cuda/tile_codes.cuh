@@ -59,22 +59,4 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p,
   }
 }
 
-/// Stores the columns of a tile to q_t, whose rows begin anywhere.
-template <int kElements>
-__device__ __forceinline__ void store_columns_of(const ForwardParams& p,
-                                                 const unsigned char* transposed, std::int64_t row0,
-                                                 int column0, bool whole) {
-  char* q_t = static_cast<char*>(p.out.q_t.data) + column0 * p.out.q_t.row_stride + row0;
-  const std::int64_t stride = p.out.q_t.row_stride;
-  const int rows = static_cast<int>(min(p.input.rows - row0, std::int64_t{kTileRows}));
-  const int columns = min(static_cast<int>(p.input.hidden) - column0, kTileColumns);
-  if (!p.q_t_aligned) {
-    store_shifted_columns<kElements>(transposed, q_t, stride, rows, columns);
-  } else if (whole) {
-    store_whole_columns<kElements>(transposed, q_t, stride);
-  } else {
-    store_aligned_columns<kElements>(transposed, q_t, stride, rows, columns);
-  }
-}
-
 }  // namespace mortar::fp8_rmsnorm::cuda

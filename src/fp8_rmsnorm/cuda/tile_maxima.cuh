@@ -9,12 +9,12 @@ namespace mortar::fp8_rmsnorm::cuda {
 
 /// The largest |y| of a thread's rows, as bits, in each of the four columns of quad k of its
 /// pieces. Rounding keeps order, so the weight of a column is multiplied with once; but not where
-/// it is infinite, as 0 times it is a NaN.
-template <class T>
+/// it is infinite, as 0 times it is a NaN: there(m) says whether row m of the thread's is one.
+template <class T, class There>
 __device__ __forceinline__ void largest_of_rows(const uint4 (&raw)[kThreadRows], int k,
                                                 const float (&factor)[kThreadRows],
                                                 const float4& weights, bool infinite,
-                                                std::uint32_t (&most)[4]) {
+                                                const There& there, std::uint32_t (&most)[4]) {
   const float by[4] = {weights.x, weights.y, weights.z, weights.w};
 #pragma unroll
   for (int j = 0; j < 4; ++j) most[j] = 0;
@@ -26,8 +26,9 @@ __device__ __forceinline__ void largest_of_rows(const uint4 (&raw)[kThreadRows],
     if (infinite) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        most[j] = max(max(most[j], device::product_bits(a[j] * factor[m], by[j])),
-                      device::product_bits(b[j] * factor[m + 1], by[j]));
+        const std::uint32_t of_a = device::product_bits(a[j] * factor[m], by[j]);
+        const std::uint32_t of_b = device::product_bits(b[j] * factor[m + 1], by[j]);
+        most[j] = max(max(most[j], there(m) ? of_a : 0u), there(m + 1) ? of_b : 0u);
       }
     } else {
 #pragma unroll

@@ -24,17 +24,17 @@ class TileCursor : public TilePlace {
     const unsigned back = blockIdx.x, across = static_cast<unsigned>(walk_->across);
     left_ = static_cast<int>(p.plan.tile_plan.tiles) - 1 - static_cast<int>(back);
     const auto up = static_cast<unsigned>(back * walk_->magic >> 32);
-    row0 = std::int64_t{walk_->down - 1 - static_cast<int>(up)} * kTileRows;
+    row0 = std::int64_t{walk_->down - 1 - static_cast<int>(up)} * walk_->rows;
     column0 = static_cast<int>(across - 1 - (back - up * across)) * kTileColumns;
   }
   __device__ __forceinline__ bool valid() const { return left_ >= 0; }
   __device__ __forceinline__ void advance() {
     left_ -= static_cast<int>(gridDim.x);
-    row0 -= walk_->step_down * kTileRows;
+    row0 -= walk_->step_down * walk_->rows;
     column0 -= walk_->step_across * kTileColumns;
     if (column0 < 0) {
       column0 += walk_->across * kTileColumns;
-      row0 -= kTileRows;
+      row0 -= walk_->rows;
     }
   }
 
@@ -64,6 +64,8 @@ struct TileOperands {
   static constexpr int kElements = kPiece<T>, kPieces = 16 / kElements;
   std::uint32_t scale[kThreadRows], rstd[kThreadRows];
   std::uint32_t weight = 0;
+  /// rstd of a row that is not there: -0, which the product with its scale is, too.
+  static constexpr std::uint32_t kNoRow = 0x80000000u;
 
   /// Bytes of a stage from one of a thread's pieces to its next.
   static constexpr int kStep = kTileThreads * 16;
@@ -71,8 +73,7 @@ struct TileOperands {
   static_assert(kStage == kThreadRows * kPieces * kStep);
 
   /// Asks for x of a tile: piece k of row m at (m * kPieces + k) * kStep behind `stage`, zeros
-  /// where there is none. The thread has used what lay there. kLast: nobody reads x again.
-  template <bool kLast = true>
+  /// where there is none. The thread has used what lay there, and nobody reads x again.
   __device__ __forceinline__ static void copy(const ForwardParams& p, const TilePlace& at, int c,
                                               int r, std::uint32_t stage) {
     const int hidden = static_cast<int>(p.input.hidden);
@@ -90,11 +91,7 @@ struct TileOperands {
         const std::uint32_t to = stage + (m * kPieces + k) * kStep;
         const bool there = whole || (m < left && column + k * 8 * kElements < hidden);
         const void* from = there ? x + k * 128 : p.input.x.data;
-        if constexpr (kLast) {
-          device::cp_async_16(to, from, there ? 16 : 0, device::kEvictFirst);
-        } else {
-          device::cp_async_16(to, from, there ? 16 : 0);
-        }
+        device::cp_async_16(to, from, there ? 16 : 0, device::kEvictFirst);
       }
     }
   }
@@ -107,7 +104,10 @@ struct TileOperands {
     const int column = at.column0 + c * kElements;
     if (left < kThreadRows || at.column0 + kTileColumns > hidden) {  // zeros outside
 #pragma unroll
-      for (int m = 0; m < kThreadRows; ++m) scale[m] = rstd[m] = 0;
+      for (int m = 0; m < kThreadRows; ++m) {
+        scale[m] = 0;
+        rstd[m] = kNoRow;
+      }
     }
     if constexpr (kIsFloat8<T>) {
       const int there = column < hidden ? left : 0;

@@ -11,14 +11,16 @@
 //          are transposed in registers 4 x 4 and meet those of other rows in shared memory, without
 //          bank conflicts. Stores of both outputs are runs of 128 bytes. The next tile of x comes
 //          to shared memory meanwhile. Stochastic rounding adds as many instructions again
-// wrong  : rows of q_t that do not begin at multiples of 16 bytes (M % 16 != 0) are stored in
-//          words, shifted into place
+// wrong  : where rows of q_t do not begin at multiples of 16 bytes (M % 16 != 0), tiles overlap by
+//          16 rows: an eighth more work for whole pieces of q_t. Scales of groups of 128 rows leave
+//          no room for that: their q_t is stored in words, shifted into place
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "fp8_rmsnorm/cuda/kernels.cuh"
 #include "fp8_rmsnorm/cuda/tile_codes.cuh"
 #include "fp8_rmsnorm/cuda/tile_maxima.cuh"
 #include "fp8_rmsnorm/cuda/tile_operands.cuh"
+#include "fp8_rmsnorm/cuda/tile_store.cuh"
 #include "fp8_rmsnorm/cuda/words.cuh"
 
 namespace mortar::fp8_rmsnorm::cuda {
@@ -168,6 +170,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
       here = there;
       there = read;
     };
+    const auto is_row = [&](int m) { return __float_as_uint(factor[m]) != Operands::kNoRow; };
     const auto weights_of = [&](int k) {
       return *reinterpret_cast<const float4*>(&tile.weights[4 * (8 * k + c)]);
     };
@@ -179,7 +182,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
 #pragma unroll
         for (int k = 0; k < kThreadQuads; ++k) {
           read(k);
-          largest_of_rows<T>(raw, k % kQuads, factor, weights_of(k), infinite, most[k]);
+          largest_of_rows<T>(raw, k % kQuads, factor, weights_of(k), infinite, is_row, most[k]);
         }
         const int quad = scatter_quads(most, r);
         *reinterpret_cast<uint4*>(&tile.inverse[warp][4 * (8 * quad + c)]) =
@@ -268,7 +271,8 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
     }
 
     // Store.
-    if (!kTurned && p.out.q.given()) {
+    const bool overlaps = p.walk.rows < kTileRows;
+    if (!kTurned && p.out.q.given() && (!overlaps || kThreadRows * r < p.walk.rows)) {
       char* q =
           static_cast<char*>(p.out.q.data) + my_row * p.out.q.row_stride + column0 + c * kElements;
 #pragma unroll
@@ -286,7 +290,11 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
     }
     step();
     __syncthreads();  // the columns are there; the weights have been read
-    if (p.out.q_t.given()) store_columns_of<kElements>(p, tile.transposed, row0, column0, whole);
+    if (overlaps) {
+      store_overlapping_columns<kElements>(p, tile.transposed, row0, column0);
+    } else if (p.out.q_t.given()) {
+      store_columns_of<kElements>(p, tile.transposed, row0, column0, whole);
+    }
   }
 }
 

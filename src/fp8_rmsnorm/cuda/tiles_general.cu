@@ -13,6 +13,7 @@
 #include "fp8_rmsnorm/cuda/kernels.cuh"
 #include "fp8_rmsnorm/cuda/quantize.cuh"
 #include "fp8_rmsnorm/cuda/tile.cuh"
+#include "fp8_rmsnorm/cuda/tile_store.cuh"
 
 namespace mortar::fp8_rmsnorm::cuda {
 namespace {
@@ -116,6 +117,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
           for (int m = 0; m < kThreadRows; ++m) {
             float y[4];
             multiply(m, k, tile.weights, y);
+            if (my_row + m >= rows) continue;  // 0 times an infinite weight is a NaN
 #pragma unroll
             for (int j = 0; j < 4; ++j) most[j] = device::max_magnitude(most[j], y[j]);
           }
