@@ -95,11 +95,20 @@ struct PanelPlan {
   RowCut chunk;   ///< rows of a partial sum, whole stages
 };
 
+/// A thread block of whole_sums.cu. No bit depends on it.
+struct WholeShape {
+  int ranks = 16, columns = kBlockColumns;
+  bool drops = false;
+};
+
 /// The backward of a call.
 struct BackwardPlan {
   bool one_pass = false;  ///< over dy, for ds and dB; else ds is a product of its own
   /// lora/cuda/product.cu sums over rows from kLeastProductRanks on, where it takes the operands.
   bool products = false;
+  /// whole_sums.cu: a thread block has all rows, and stores gradients.
+  bool whole = false;
+  WholeShape whole_shape;
   PanelPlan dy, x;
 };
 
@@ -109,6 +118,7 @@ inline std::string to_string(const PanelPlan& plan) {
                 plan.chunk.at_once > 0 ? "at least " : "", plan.chunk.rows, " rows");
 }
 inline std::string to_string(const BackwardPlan& plan) {
+  if (plan.whole) return "dy for ds, then for dB: all rows at once, with dA";
   return concat(plan.one_pass ? "ds and dB in one pass over dy: " : "dy for ds, then for dB: ",
                 to_string(plan.dy), "; dA: ", to_string(plan.x),
                 plan.products ? "; products for wide ranks" : "");
@@ -226,6 +236,41 @@ inline PanelCut choose_panels(const PanelProblem& p, bool makes_ds, int smem) {
     offer_chunks(p, i, &best);
   }
   return best;
+}
+
+/// Whether dA and dB come from thread blocks that have all rows (whole_sums.cu): of few rows, as a
+/// launch that adds partials costs more than what these take longer. Ranks above 32 are read for
+/// again, and more than 16 leave a thread block's copies fewer registers. (us of a backward on an
+/// H100, without / with: 512 x 4096 x 4096, ranks 16 and 64, 20.1 / 13.4 and 20.9 / 19.0; 1024 x
+/// 4096 x 4096, ranks 16 and 32, 24.6 / 17.5 and 27.5 / 22.4; 2048 x 4096 x 4096, rank 16, 36.9 /
+/// 32.1; 2048 x 1024 x 4096, rank 32, 27.5 / 29.5; 1024 x 2048 x 4096, rank 64, 22.5 / 23.6.)
+inline bool sums_whole(const PanelProblem& dy, const PanelProblem& x) {
+  constexpr std::int64_t kMostElements = 20 << 20, kColumnsOfManyRows = 4096;
+  const int width = std::max(dy.width, x.width);
+  const std::int64_t most_rows = width <= 16 ? 2048 : width <= 32 ? 1024 : width <= 64 ? 512 : 0;
+  if (x.rows == 0 || x.rows > most_rows || x.adapters > 0) return false;
+  std::int64_t columns = x.columns[0];
+  for (int i = 0; i < dy.matrices; ++i) columns += dy.columns[i];
+  if (x.rows > 1024 && columns < kColumnsOfManyRows) return false;
+  return x.rows * columns * (width > 32 ? 2 : 1) <= kMostElements;
+}
+
+/// Wider ones, if their shared memory fits, where as many as two for each SM would leave some for a
+/// second wave.
+constexpr WholeShape whole_shape(std::int64_t columns, int width, bool drops, int smem) {
+  constexpr int kWideSmem = 108 * 1024;
+  const bool wide = width <= 16 && !drops && smem >= kWideSmem &&
+                    columns > 2 * kPanelSms * kBlockColumns;
+  return {width <= 16 ? 16 : 32, wide ? 2 * kBlockColumns : kBlockColumns, drops};
+}
+
+/// The plan with which they do.
+inline BackwardPlan whole_plan(std::int64_t rows, const WholeShape& shape) {
+  BackwardPlan plan;
+  plan.whole = true;
+  plan.whole_shape = shape;
+  plan.dy.chunk = plan.x.chunk = RowCut{static_cast<int>(rows)};
+  return plan;
 }
 
 /// One pass over dy if its partials cost less than reading dy again. `needs_ds`: ds is wanted; that
