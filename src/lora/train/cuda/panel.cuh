@@ -71,8 +71,8 @@ struct PanelPart {
 
   /// All rows of the only adapter. Parameters miss the constant cache one after the other: what
   /// follows from the pairs comes with the operand.
-  __device__ __forceinline__ PanelPart(const PanelParams& params, int columns, int ranks)
-    requires(kWhole)
+  __device__ __forceinline__ PanelPart(const PanelParams& params, int columns,
+                                       int ranks) requires(kWhole)
       : p(params), live(nullptr) {
     first_rank = static_cast<int>(blockIdx.x) % p.groups * ranks;
     panel = static_cast<int>(blockIdx.x) / p.groups;

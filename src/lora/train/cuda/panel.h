@@ -259,8 +259,8 @@ inline bool sums_whole(const PanelProblem& dy, const PanelProblem& x) {
 /// second wave.
 constexpr WholeShape whole_shape(std::int64_t columns, int width, bool drops, int smem) {
   constexpr int kWideSmem = 108 * 1024;
-  const bool wide = width <= 16 && !drops && smem >= kWideSmem &&
-                    columns > 2 * kPanelSms * kBlockColumns;
+  const bool wide =
+      width <= 16 && !drops && smem >= kWideSmem && columns > 2 * kPanelSms * kBlockColumns;
   return {width <= 16 ? 16 : 32, wide ? 2 * kBlockColumns : kBlockColumns, drops};
 }
 

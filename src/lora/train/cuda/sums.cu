@@ -176,8 +176,8 @@ __global__ void __launch_bounds__(kThreads)
       }
 #pragma unroll
       for (int i = 0; i < kPlaces; ++i) {
-        sum[i] = make_float4(sum[i].x + v[i].x, sum[i].y + v[i].y, sum[i].z + v[i].z,
-                             sum[i].w + v[i].w);
+        sum[i] =
+            make_float4(sum[i].x + v[i].x, sum[i].y + v[i].y, sum[i].z + v[i].z, sum[i].w + v[i].w);
       }
     }
 #pragma unroll
@@ -214,9 +214,8 @@ void sum_weight_grads(WeightGradParams* p, Stream stream) {
     most = std::max(most, ceil_div<std::int64_t>(p->rows.num_rows, g.chunk.rows));
     const std::int64_t sums =
         g.side == Side::kA ? g.width * grad_stride(g.columns) : g.columns * g.width;
-    p->first_block[i + 1] =
-        p->first_block[i] +
-        static_cast<unsigned>(ceil_div<std::int64_t>(sums, kThreads * kVector * places));
+    p->first_block[i + 1] = p->first_block[i] + static_cast<unsigned>(ceil_div<std::int64_t>(
+                                                    sums, kThreads * kVector * places));
   }
   device::Launch l;
   l.grid = dim3(p->first_block[p->num_sums], p->num_adapters);

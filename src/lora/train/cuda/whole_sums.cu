@@ -45,9 +45,9 @@ struct Whole {
   static constexpr int kWarpBytes = kRing * kStageBytes;
   /// Floats of a rank's sums of all columns, and of a column's sums: lanes meet no bank twice.
   static constexpr int kRankPitch = kColumns + 4, kColumnPitch = kRanks + 8;
-  static constexpr int kSums = std::max(kRanks * kRankPitch, kColumns * kColumnPitch);
+  static constexpr int kSums = std::max(kRanks * kRankPitch, kColumns* kColumnPitch);
   static constexpr int kSmem =
-      kWarps * std::max<int>(kWarpBytes, kSums * static_cast<int>(sizeof(float)));
+      kWarps * std::max<int>(kWarpBytes, kSums* static_cast<int>(sizeof(float)));
   static_assert(kSmem <= 108 * 1024, "as whole_shape() has it");
 };
 
@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(kThreads, Whole<kRanks, kColumns, kDrops>::kBl
     for (int n = 0; n < kRankTiles; n += 2) {
       std::uint32_t b[4];
       device::ldmatrix_x4_transposed(
-          b, tile + W::kWideBytes +
-                 rank_piece_at<kRanks>(lane % 8 + matrix % 2 * 8, n + matrix / 2));
+          b,
+          tile + W::kWideBytes + rank_piece_at<kRanks>(lane % 8 + matrix % 2 * 8, n + matrix / 2));
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         std::uint32_t a[4];
@@ -156,10 +156,9 @@ __global__ void __launch_bounds__(kThreads, Whole<kRanks, kColumns, kDrops>::kBl
   constexpr int kItems = kColumns * kRanks / kGradVector;
 #pragma unroll 1
   for (int i = threadIdx.x; i < kItems; i += kThreads) {
-    const int column = of_a ? i % (kColumns / kGradVector) * kGradVector
-                            : i / (kRanks / kGradVector);
-    const int rank = of_a ? i / (kColumns / kGradVector)
-                          : i % (kRanks / kGradVector) * kGradVector;
+    const int column =
+        of_a ? i % (kColumns / kGradVector) * kGradVector : i / (kRanks / kGradVector);
+    const int rank = of_a ? i / (kColumns / kGradVector) : i % (kRanks / kGradVector) * kGradVector;
     const int j = own.first_hidden + part.first_rank + rank;
     const int slice = slice_of(p.hidden, own.slice, own.num_slices, j);
     const PairEntry pair = p.pairs.get(0, slice);
