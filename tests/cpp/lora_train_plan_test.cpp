@@ -203,20 +203,19 @@ TEST(LoraTrainPlan, FewElementsAreSummedByThreadBlocksThatHaveAllRows) {
     return sums_whole(dy, x);
   };
   EXPECT_TRUE(whole(512, 4096, 4096, 16));
-  EXPECT_TRUE(whole(512, 4096, 4096, 64));
+  EXPECT_TRUE(whole(768, 4096, 4096, 64));
   EXPECT_TRUE(whole(1024, 4096, 14336, 32));
+  EXPECT_TRUE(whole(1536, 4096, 4096, 32));
   EXPECT_TRUE(whole(2048, 4096, 4096, 16));
+  EXPECT_TRUE(whole(2048, 64, 64, 16));
+  EXPECT_FALSE(whole(2048, 2048, 8192, 16));
   EXPECT_FALSE(whole(2048, 1024, 4096, 32));
   EXPECT_FALSE(whole(3072, 2048, 2048, 8));
-  EXPECT_FALSE(whole(2048, 64, 64, 16)) << "too few thread blocks";
+  EXPECT_FALSE(whole(512, 4096, 14336, 64));
   EXPECT_FALSE(whole(1024, 7168, 2048, 64));
   EXPECT_FALSE(whole(512, 4096, 4096, 128));
   EXPECT_FALSE(whole(512, 4096, 4096, 16, 2));
   EXPECT_FALSE(whole(0, 4096, 4096, 16));
-  // One wave of thread blocks.
-  EXPECT_EQ(whole_shape(4096 + 4096, 16, false, 227 * 1024).columns, 64);
-  EXPECT_EQ(whole_shape(4096 + 14336, 16, false, 227 * 1024).columns, 128);
-  EXPECT_EQ(whole_shape(4096 + 14336, 16, false, 99 * 1024).columns, 64);
 }
 
 TEST(LoraTrainPlan, EvenTilesAreNoMoreThanThereIsRoomFor) {

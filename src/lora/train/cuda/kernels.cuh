@@ -195,10 +195,10 @@ struct PanelParams {
   bool ahead;  ///< looks_ahead(), and nothing is dropped; not if it is early
 };
 void panels(const PanelParams& p, Policy policy, Stream stream);
-struct WholeShape;
 /// The same sums over all rows of one adapter, stored as gradients: no partials, and no ds.
 /// Operands of both sides may come together.
-void whole_sums(const PanelParams& p, const WholeShape& shape, Policy policy, Stream stream);
+/// `ranks`: rank columns of a thread block, 16 or 32.
+void whole_sums(const PanelParams& p, int ranks, bool drops, Policy policy, Stream stream);
 bool takes_products(const PanelParams& p, Policy policy);
 void panel_products(const PanelParams& p, Policy policy, Stream stream);
 

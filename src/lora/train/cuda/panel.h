@@ -95,11 +95,8 @@ struct PanelPlan {
   RowCut chunk;   ///< rows of a partial sum, whole stages
 };
 
-/// A thread block of whole_sums.cu. No bit depends on it.
-struct WholeShape {
-  int ranks = 16, columns = kBlockColumns;
-  bool drops = false;
-};
+/// A thread block of whole_sums.cu has 64 columns and so many ranks. No bit depends on it.
+constexpr int whole_ranks(int width) { return width <= 16 ? 16 : 32; }
 
 /// The backward of a call.
 struct BackwardPlan {
@@ -108,7 +105,7 @@ struct BackwardPlan {
   bool products = false;
   /// whole_sums.cu: a thread block has all rows, and stores gradients.
   bool whole = false;
-  WholeShape whole_shape;
+  int whole_ranks = 16;
   PanelPlan dy, x;
 };
 
@@ -239,36 +236,28 @@ inline PanelCut choose_panels(const PanelProblem& p, bool makes_ds, int smem) {
 }
 
 /// Whether dA and dB come from thread blocks that have all rows (whole_sums.cu): of few rows, as a
-/// launch that adds partials costs more than what these take longer. Ranks above 32 are read for
-/// again, and more than 16 leave a thread block's copies fewer registers. (us of a backward on an
-/// H100, without / with: 512 x 4096 x 4096, ranks 16 and 64, 20.1 / 13.4 and 20.9 / 19.0; 1024 x
-/// 4096 x 4096, ranks 16 and 32, 24.6 / 17.5 and 27.5 / 22.4; 2048 x 4096 x 4096, rank 16, 36.9 /
-/// 32.1; 2048 x 1024 x 4096, rank 32, 27.5 / 29.5; 1024 x 2048 x 4096, rank 64, 22.5 / 23.6.)
+/// launch that adds partials costs more than what these take longer. Wide ranks take more of a
+/// thread block, and are read for again above 32. Of more rows, dy that is much wider than x is
+/// better read once, for ds and dB. (us of a backward on an H100, without / with: 2048 x 4096 x 4096
+/// and 2048 x 2048 x 8192, rank 16, 36.6 / 31.3 and 36.4 / 40.0; 4096 x 4096 x 4096, rank 16, 57.5 /
+/// 62.8; 1536 x 4096 x 4096, rank 32, 31.5 / 25.6; 2048 x 5120 x 13824, rank 32, 68.8 / 75.2; 768 x
+/// 4096 x 4096 and 512 x 4096 x 14336, rank 64, 23.5 / 21.8 and 30.9 / 31.4.)
 inline bool sums_whole(const PanelProblem& dy, const PanelProblem& x) {
-  constexpr std::int64_t kMostElements = 20 << 20, kColumnsOfManyRows = 4096;
+  constexpr std::int64_t kMostElements = 20 << 20, kMostOfWide = 7 << 20, kFewRows = 1024;
   const int width = std::max(dy.width, x.width);
-  const std::int64_t most_rows = width <= 16 ? 2048 : width <= 32 ? 1024 : width <= 64 ? 512 : 0;
+  const std::int64_t most_rows = width <= 16 ? 2048 : width <= 32 ? 1536 : width <= 64 ? 768 : 0;
   if (x.rows == 0 || x.rows > most_rows || x.adapters > 0) return false;
-  std::int64_t columns = x.columns[0];
-  for (int i = 0; i < dy.matrices; ++i) columns += dy.columns[i];
-  if (x.rows > 1024 && columns < kColumnsOfManyRows) return false;
-  return x.rows * columns * (width > 32 ? 2 : 1) <= kMostElements;
-}
-
-/// Wider ones, if their shared memory fits, where as many as two for each SM would leave some for a
-/// second wave.
-constexpr WholeShape whole_shape(std::int64_t columns, int width, bool drops, int smem) {
-  constexpr int kWideSmem = 108 * 1024;
-  const bool wide =
-      width <= 16 && !drops && smem >= kWideSmem && columns > 2 * kPanelSms * kBlockColumns;
-  return {width <= 16 ? 16 : 32, wide ? 2 * kBlockColumns : kBlockColumns, drops};
+  std::int64_t dy_columns = 0;
+  for (int i = 0; i < dy.matrices; ++i) dy_columns += dy.columns[i];
+  if (x.rows > kFewRows && dy_columns > 2 * x.columns[0]) return false;
+  return x.rows * (dy_columns + x.columns[0]) <= (width <= 32 ? kMostElements : kMostOfWide);
 }
 
 /// The plan with which they do.
-inline BackwardPlan whole_plan(std::int64_t rows, const WholeShape& shape) {
+inline BackwardPlan whole_plan(std::int64_t rows, int ranks) {
   BackwardPlan plan;
   plan.whole = true;
-  plan.whole_shape = shape;
+  plan.whole_ranks = ranks;
   plan.dy.chunk = plan.x.chunk = RowCut{static_cast<int>(rows)};
   return plan;
 }

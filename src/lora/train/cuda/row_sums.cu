@@ -42,9 +42,7 @@ BackwardPlan plan_backward(const Problem& p) {
   BackwardPlan plan = choose_backward(dy, x, needs_ds, device::current_device().max_smem);
   plan.products = sm90;
   if (p.weight != DType::kFloat32 && sums_whole(dy, x)) {
-    const std::int64_t columns = p.hidden + p.total_width;
-    const int smem = device::current_device().max_smem;
-    return whole_plan(p.num_rows, whole_shape(columns, p.hidden_width, p.drops, smem));
+    return whole_plan(p.num_rows, whole_ranks(p.hidden_width));
   }
   return plan;
 }
@@ -133,7 +131,7 @@ void RowSums::sum_x(const HiddenForms& h, const HiddenForms& ds, bool early) {
 void RowSums::run_panels(PanelParams panel) {
   panel.ahead = looks_ahead(panel.pairs, panel.rows) && !panel.masked && !panel.early;
   const Policy policy = p_.weight == DType::kFloat16 ? Policy::kFloat16 : Policy::kBFloat16;
-  if (plan_.whole) return whole_sums(panel, plan_.whole_shape, policy, stream_);
+  if (plan_.whole) return whole_sums(panel, plan_.whole_ranks, p_.drops, policy, stream_);
   const bool wide = kPanelShapes[panel.shape].ranks == kMostRanks &&
                     kPanelShapes[panel.shape].groups == 1 &&
                     panel.chunk.rows % lora::cuda::kProductStep == 0;
@@ -174,8 +172,8 @@ int RowSums::add_operand(PanelParams* to, Side side, int slice, const HiddenForm
   const int num_slices = of_a ? p_.num_slices : 1;
   const std::int64_t columns = of_a ? p_.hidden : p_.slices[slice].width;
   const PanelShape& shape = kPanelShapes[to->shape];
-  const int shape_columns = plan_.whole ? plan_.whole_shape.columns : shape.columns;
-  const int shape_ranks = plan_.whole ? plan_.whole_shape.ranks : shape.ranks;
+  const int shape_columns = plan_.whole ? kBlockColumns : shape.columns;
+  const int shape_ranks = plan_.whole ? plan_.whole_ranks : shape.ranks;
   PanelOperand& o = to->operands[to->num_operands];
   if (to->num_operands > 0) {
     const PanelOperand& before = to->operands[to->num_operands - 1];

@@ -9,7 +9,7 @@
 // latency of a launch and of a few rounds of copies. Wrong for many rows: a thread block has all of
 // them, and few columns make few thread blocks.
 //
-// A thread block has 64 or 128 columns and up to 32 ranks. Its warps take steps of 16 rows in turn,
+// A thread block has 64 columns and up to 32 ranks. Its warps take steps of 16 rows in turn,
 // each through a ring of its own, and need no barrier before the end. There each warp leaves one
 // chain over its rows, and the eight are added in order. No partials go through memory, and no
 // kernel follows that adds them.
@@ -28,8 +28,9 @@ namespace {
 
 constexpr int kWarps = kThreads / 32;
 constexpr int kRows = 16;  ///< of a warp's step
+constexpr int kRing = 4;   ///< steps of a warp on their way
 
-template <int kRanks, int kColumns, bool kDrops>
+template <int kRanks, bool kDrops>
 struct Whole {
   /// Thread blocks of an SM: those of 32 ranks have no registers for draws beside another.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -37,32 +38,27 @@ struct Whole {
 #else
   static constexpr int kBlocks = kDrops && kRanks == 32 ? 1 : 2;
 #endif
-  /// Steps of a warp on their way.
-  static constexpr int kRing = kColumns == kBlockColumns ? 4 : 3;
-  static constexpr int kBlockBytes = block_bytes(kRows);  ///< of 64 columns of a step
-  static constexpr int kWideBytes = kColumns / kBlockColumns * kBlockBytes;
+  static constexpr int kWideBytes = block_bytes(kRows);
   static constexpr int kStageBytes = kWideBytes + kRows * 2 * kRanks;
   static constexpr int kWarpBytes = kRing * kStageBytes;
-  /// Floats of a rank's sums of all columns, and of a column's sums: lanes meet no bank twice.
-  static constexpr int kRankPitch = kColumns + 4, kColumnPitch = kRanks + 8;
-  static constexpr int kSums = std::max(kRanks * kRankPitch, kColumns* kColumnPitch);
+  /// Floats of a rank's sums of 64 columns, and of a column's sums: lanes meet no bank twice.
+  static constexpr int kRankPitch = kBlockColumns + 4, kColumnPitch = kRanks + 8;
+  static constexpr int kSums = std::max(kRanks * kRankPitch, kBlockColumns* kColumnPitch);
   static constexpr int kSmem =
       kWarps * std::max<int>(kWarpBytes, kSums* static_cast<int>(sizeof(float)));
-  static_assert(kSmem <= 108 * 1024, "as whole_shape() has it");
 };
 
 /// kDrops: elements of an operand may be dropped.
-template <class T, int kRanks, int kColumns, bool kDrops>
-__global__ void __launch_bounds__(kThreads, Whole<kRanks, kColumns, kDrops>::kBlocks)
+template <class T, int kRanks, bool kDrops>
+__global__ void __launch_bounds__(kThreads, Whole<kRanks, kDrops>::kBlocks)
     whole_sums_kernel(const __grid_constant__ PanelParams p) {
-  using W = Whole<kRanks, kColumns, kDrops>;
-  constexpr int kLinePieces = kColumns / kPiece;
-  constexpr int kRowStep = 32 / kLinePieces, kPieces = kRows / kRowStep;
-  constexpr int kTiles = kColumns / 16, kRankTiles = kRanks / 8;
+  using W = Whole<kRanks, kDrops>;
+  constexpr int kRowStep = 32 / kRowPieces, kPieces = kRows / kRowStep;
+  constexpr int kTiles = kBlockColumns / 16, kRankTiles = kRanks / 8;
   extern __shared__ __align__(128) char smem[];
   device::pdl_begin(p.early);
 
-  const PanelPart<true> part(p, kColumns, kRanks);
+  const PanelPart<true> part(p, kBlockColumns, kRanks);
   if (part.rows.count == 0) return device::pdl_leave();
   __shared__ Draws draws;
   if (kDrops && part.threshold != 0) {
@@ -76,13 +72,12 @@ __global__ void __launch_bounds__(kThreads, Whole<kRanks, kColumns, kDrops>::kBl
   const int all_steps = (part.rows.count + kRows - 1) / kRows;
   const int steps = (all_steps - warp + kWarps - 1) / kWarps;
   char* ring = smem + warp * W::kWarpBytes;
-  const auto stage_of = [&](int step) { return ring + step % W::kRing * W::kStageBytes; };
+  const auto stage_of = [&](int step) { return ring + step % kRing * W::kStageBytes; };
   const auto place_of = [&](int step) { return (step * kWarps + warp) * kRows; };
-  const int piece = lane % kLinePieces, first_row = lane / kLinePieces;
+  const int piece = lane % kRowPieces, first_row = lane / kRowPieces;
   const std::int64_t c = part.column + piece * kPiece;
   const auto wide_at = [&](int step, int i) {
-    return stage_of(step) + piece / kRowPieces * W::kBlockBytes +
-           piece_at(first_row + i * kRowStep, piece % kRowPieces);
+    return stage_of(step) + piece_at(first_row + i * kRowStep, piece);
   };
   const auto fetch = [&](int step) {
     part.fetch_wide<kPieces, kRowStep>([&](int i) { return wide_at(step, i); },
@@ -90,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, Whole<kRanks, kColumns, kDrops>::kBl
     part.fetch_ranks<kRows, kRanks>(stage_of(step) + W::kWideBytes, place_of(step));
   };
 #pragma unroll 1
-  for (int step = 0; step < W::kRing; ++step) {
+  for (int step = 0; step < kRing; ++step) {
     if (step < steps) fetch(step);
     device::cp_async_commit();
   }
@@ -105,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, Whole<kRanks, kColumns, kDrops>::kBl
   const int matrix = lane / 8;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    device::cp_async_wait<W::kRing - 1>();
+    device::cp_async_wait<kRing - 1>();
     if (kDrops && part.threshold != 0) {
       part.drop<kPieces, kRowStep, true>([&](int i) { return wide_at(step, i); }, draws,
                                          place_of(step) + first_row, c);
@@ -121,13 +116,13 @@ __global__ void __launch_bounds__(kThreads, Whole<kRanks, kColumns, kDrops>::kBl
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         std::uint32_t a[4];
-        load_a_transposed(a, tile + t / 4 * W::kBlockBytes, 16 * t % kBlockColumns, 0);
+        load_a_transposed(a, tile, 16 * t, 0);
         device::mma_16816<T>(sums[t][n], a, b[0], b[1]);
         device::mma_16816<T>(sums[t][n + 1], a, b[2], b[3]);
       }
     }
     __syncwarp();
-    if (step + W::kRing < steps) fetch(step + W::kRing);
+    if (step + kRing < steps) fetch(step + kRing);
     device::cp_async_commit();
   }
   device::cp_async_wait<0>();
@@ -153,12 +148,13 @@ __global__ void __launch_bounds__(kThreads, Whole<kRanks, kColumns, kDrops>::kBl
   __syncthreads();
 
   // Store
-  constexpr int kItems = kColumns * kRanks / kGradVector;
+  constexpr int kItems = kBlockColumns * kRanks / kGradVector;
 #pragma unroll 1
   for (int i = threadIdx.x; i < kItems; i += kThreads) {
     const int column =
-        of_a ? i % (kColumns / kGradVector) * kGradVector : i / (kRanks / kGradVector);
-    const int rank = of_a ? i / (kColumns / kGradVector) : i % (kRanks / kGradVector) * kGradVector;
+        of_a ? i % (kBlockColumns / kGradVector) * kGradVector : i / (kRanks / kGradVector);
+    const int rank =
+        of_a ? i / (kBlockColumns / kGradVector) : i % (kRanks / kGradVector) * kGradVector;
     const int j = own.first_hidden + part.first_rank + rank;
     const int slice = slice_of(p.hidden, own.slice, own.num_slices, j);
     const PairEntry pair = p.pairs.get(0, slice);
@@ -181,34 +177,31 @@ __global__ void __launch_bounds__(kThreads, Whole<kRanks, kColumns, kDrops>::kBl
   }
 }
 
-template <class T, int kRanks, int kColumns, bool kDrops>
+template <class T, int kRanks, bool kDrops>
 void launch_shape(const PanelParams& p, Stream stream) {
   device::Launch l;
   l.grid = panel_grid(p);
   l.threads = kThreads;
-  l.smem = Whole<kRanks, kColumns, kDrops>::kSmem;
+  l.smem = Whole<kRanks, kDrops>::kSmem;
   l.stream = stream;
   l.pdl = true;
-  constexpr auto kKernel = whole_sums_kernel<T, kRanks, kColumns, kDrops>;
+  constexpr auto kKernel = whole_sums_kernel<T, kRanks, kDrops>;
   prefer_shared<kKernel>();
   device::launch<kKernel>("lora_train", l, p);
 }
 
 template <class T>
-void launch_type(const PanelParams& p, const WholeShape& shape, Stream stream) {
-  constexpr int kOne = kBlockColumns, kTwo = 2 * kBlockColumns;
-  if (shape.columns == kTwo) return launch_shape<T, 16, kTwo, false>(p, stream);
-  if (shape.ranks == 16 && shape.drops) return launch_shape<T, 16, kOne, true>(p, stream);
-  if (shape.ranks == 16) return launch_shape<T, 16, kOne, false>(p, stream);
-  if (shape.drops) return launch_shape<T, 32, kOne, true>(p, stream);
-  launch_shape<T, 32, kOne, false>(p, stream);
+void launch_type(const PanelParams& p, int ranks, bool drops, Stream stream) {
+  if (ranks == 16 && drops) return launch_shape<T, 16, true>(p, stream);
+  if (ranks == 16) return launch_shape<T, 16, false>(p, stream);
+  drops ? launch_shape<T, 32, true>(p, stream) : launch_shape<T, 32, false>(p, stream);
 }
 
 }  // namespace
 
-void whole_sums(const PanelParams& p, const WholeShape& shape, Policy policy, Stream stream) {
-  if (policy == Policy::kFloat16) return launch_type<__half>(p, shape, stream);
-  launch_type<__nv_bfloat16>(p, shape, stream);
+void whole_sums(const PanelParams& p, int ranks, bool drops, Policy policy, Stream stream) {
+  if (policy == Policy::kFloat16) return launch_type<__half>(p, ranks, drops, stream);
+  launch_type<__nv_bfloat16>(p, ranks, drops, stream);
 }
 
 }  // namespace mortar::lora::train::cuda
