@@ -238,10 +238,10 @@ inline PanelCut choose_panels(const PanelProblem& p, bool makes_ds, int smem) {
 /// Whether dA and dB come from thread blocks that have all rows (whole_sums.cu): of few rows, as a
 /// launch that adds partials costs more than what these take longer. Wide ranks take more of a
 /// thread block, and are read for again above 32. Of more rows, dy that is much wider than x is
-/// better read once, for ds and dB. (us of a backward on an H100, without / with: 2048 x 4096 x 4096
-/// and 2048 x 2048 x 8192, rank 16, 36.6 / 31.3 and 36.4 / 40.0; 4096 x 4096 x 4096, rank 16, 57.5 /
-/// 62.8; 1536 x 4096 x 4096, rank 32, 31.5 / 25.6; 2048 x 5120 x 13824, rank 32, 68.8 / 75.2; 768 x
-/// 4096 x 4096 and 512 x 4096 x 14336, rank 64, 23.5 / 21.8 and 30.9 / 31.4.)
+/// better read once, for ds and dB. (us of a backward on an H100, without / with: 2048 x 4096 x
+/// 4096 and 2048 x 2048 x 8192, rank 16, 36.6 / 31.3 and 36.4 / 40.0; 4096 x 4096 x 4096, rank 16,
+/// 57.5 / 62.8; 1536 x 4096 x 4096, rank 32, 31.5 / 25.6; 2048 x 5120 x 13824, rank 32, 68.8 /
+/// 75.2; 768 x 4096 x 4096 and 512 x 4096 x 14336, rank 64, 23.5 / 21.8 and 30.9 / 31.4.)
 inline bool sums_whole(const PanelProblem& dy, const PanelProblem& x) {
   constexpr std::int64_t kMostElements = 20 << 20, kMostOfWide = 7 << 20, kFewRows = 1024;
   const int width = std::max(dy.width, x.width);
