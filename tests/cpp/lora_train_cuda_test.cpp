@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of LoRA training by every launch plan, on a GPU: against float64, and the same bits
 // however the matrices lie.
+#include <memory>
+
 #include "lora_train_case.h"
 
 #if MORTAR_HAS_CUDA
@@ -165,6 +167,14 @@ std::vector<TrainCase> cases() {
     c.adapters = 4;
     c.ranks = {32, 4, 8, 17};
   });
+  // A thread that adds partials has several places.
+  add("segments_of_many_sums", [](TrainCase& c) {
+    c.by = RowsBy::kSegments;
+    c.hidden = 2072;
+    c.widths = {2100};
+    c.adapters = 9;
+    c.ranks = {32, 4, 8, 17, 1, 0, 32, 9, 31};
+  });
   add("a_frozen", [](TrainCase& c) { c.wants_da = false; });
   add("x_frozen", [](TrainCase& c) { c.wants_dx = false; });
   add("no_h", [](TrainCase& c) { c.keep_h = false; });
@@ -177,15 +187,22 @@ INSTANTIATE_TEST_SUITE_P(Cases, LoraTrainCuda,
                          ::testing::ValuesIn(has_gpu() ? cases() : std::vector<TrainCase>{}),
                          [](const auto& one) { return one.param.name; });
 
-TEST_P(LoraTrainCuda, EveryPlanIsWithinTheBound) {
-  const TrainCase& c = GetParam();
+/// dA and dB by thread blocks that have all rows, of every shape.
+std::vector<BackwardPlan> whole_plans(const TrainCase& c) {
+  std::vector<BackwardPlan> all;
+  if (c.by != RowsBy::kOne || c.w == DType::kFloat32) return all;
+  for (const int ranks : {16, 32}) {
+    all.push_back(lora::train::cuda::whole_plan(c.rows, ranks));
+  }
+  return all;
+}
+
+void expect_within_bound(const TrainCase& c, const std::vector<BackwardPlan>& all) {
   TrainStep first(c, Device{DeviceType::kCUDA, 0});
   first.run_forward();
   const lora::train::Reference want = lora::train::reference_backward(
       first.problem(true), first.backward_arguments(true), first.map);
-  int width = 0;
-  for (const int rank : c.ranks) width = std::max(width, rank);
-  for (const BackwardPlan& plan : plans(width, c.rows, c.w, c.adapters)) {
+  for (const BackwardPlan& plan : all) {
     TrainStep step(c, first.device);
     step.run_forward();
     run_backward(step, plan);
@@ -196,7 +213,33 @@ TEST_P(LoraTrainCuda, EveryPlanIsWithinTheBound) {
       if (c.wants_da) expect_near(step.da[i].host(), want.da[i], concat(name, ": da", i));
       if (c.wants_db) expect_near(step.db[i].host(), want.db[i], concat(name, ": db", i));
     }
-    if (HasFailure()) return;
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
+TEST_P(LoraTrainCuda, EveryPlanIsWithinTheBound) {
+  const TrainCase& c = GetParam();
+  int width = 0;
+  for (const int rank : c.ranks) width = std::max(width, rank);
+  expect_within_bound(c, plans(width, c.rows, c.w, c.adapters));
+}
+
+TEST_P(LoraTrainCuda, WholeSumsAreWithinTheBound) {
+  expect_within_bound(GetParam(), whole_plans(GetParam()));
+}
+
+TEST_P(LoraTrainCuda, NoShapeOfWholeSumsChangesABit) {
+  const TrainCase& c = GetParam();
+  std::unique_ptr<TrainStep> first;
+  for (const BackwardPlan& plan : whole_plans(c)) {
+    auto step = std::make_unique<TrainStep>(c, Device{DeviceType::kCUDA, 0});
+    step->run_forward();
+    run_backward(*step, plan);
+    for (std::size_t i = 0; first != nullptr && i < step->da.size(); ++i) {
+      EXPECT_TRUE(same_bytes(first->da[i].host(), step->da[i].host())) << i;
+      EXPECT_TRUE(same_bytes(first->db[i].host(), step->db[i].host())) << i;
+    }
+    if (first == nullptr) first = std::move(step);
   }
 }
 
@@ -216,7 +259,9 @@ TEST_P(LoraTrainGpu, StridesChangeNoBitOfAnyPlan) {
     TrainCase turned = plain, misaligned = plain;
     turned.transposed = true;
     misaligned.layout = {3, 1};
-    for (const BackwardPlan& plan : plans(12, plain.rows, weight)) {
+    std::vector<BackwardPlan> all = plans(12, plain.rows, weight);
+    for (const BackwardPlan& plan : whole_plans(plain)) all.push_back(plan);
+    for (const BackwardPlan& plan : all) {
       TrainStep first(plain, GetParam());
       first.run_forward();
       run_backward(first, plan);

@@ -86,7 +86,7 @@ class Call {
       run_expand(Side::kA, 0, p_.num_slices, work_.ds, p_.add_dx ? p_.dx : Matrix{}, p_.dx,
                  p_.hidden, p_.drops_input(), {p_.rng, p_.hidden, 0});
     }
-    sums.sum_x(work_.ds, p_.dx.data != nullptr);
+    sums.sum_x(work_.h, work_.ds, p_.dx.data != nullptr);
     sums.finish();
   }
 

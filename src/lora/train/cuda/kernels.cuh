@@ -147,7 +147,7 @@ void outer(const OuterParams& p, Stream stream);
 /// The same for dense float32 rows without dropout; false for any other.
 bool outer_float(const OuterParams& p, Stream stream);
 
-/// One matrix of a pass of panel.cu: x, or dy of a slice.
+/// One matrix of a pass of panel.cu or whole_sums.cu: x, or dy of a slice.
 struct PanelOperand {
   Matrix wide;
   bool async;  ///< copies_async()
@@ -157,6 +157,13 @@ struct PanelOperand {
   int first_panel, panels;
   int first_hidden, width;  ///< columns of s
   float* sums;              ///< partials, as GradSums has them; null: ds alone is wanted
+  // For whole_sums.cu, whose operands may be of both sides: what others share or look up.
+  Side side;
+  const void* s;
+  std::int64_t mask_columns;
+  const std::int64_t* rng;
+  std::uint32_t threshold;  ///< of dropout; 0: none of the operand
+  int live;                 ///< columns of s up to the last one that has a gradient
 };
 
 /// Sums over the rows of each chunk of s[row, j] wide[row, c], for operands of one 16-bit type; and
@@ -164,7 +171,7 @@ struct PanelOperand {
 struct PanelParams {
   PairTable pairs;
   RowGroups rows;
-  PanelOperand operands[kLoraMaxSlices];
+  PanelOperand operands[kLoraMaxSlices + 1];
   int num_operands;
   const void* s;  ///< h or ds: dense [M, hidden_width]
   int hidden_width;
@@ -188,6 +195,10 @@ struct PanelParams {
   bool ahead;  ///< looks_ahead(), and nothing is dropped; not if it is early
 };
 void panels(const PanelParams& p, Policy policy, Stream stream);
+/// The same sums over all rows of one adapter, stored as gradients: no partials, and no ds.
+/// Operands of both sides may come together.
+/// `ranks`: rank columns of a thread block, 16 or 32.
+void whole_sums(const PanelParams& p, int ranks, bool drops, Policy policy, Stream stream);
 bool takes_products(const PanelParams& p, Policy policy);
 void panel_products(const PanelParams& p, Policy policy, Stream stream);
 

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(panel_threads(kPanelShapes[kShape]))
   if (!p.ahead) device::pdl_begin(p.early);
 
   __shared__ int live[P::kGroups];
-  const PanelPart part(p, P::kColumns, P::kRanks, P::kMakesDs, live);
+  const PanelPart<> part(p, P::kColumns, P::kRanks, P::kMakesDs, live);
   if (part.rows.count == 0) return device::pdl_leave();
   __shared__ Draws draws;
   if (part.threshold != 0) {

@@ -29,7 +29,8 @@ __device__ __forceinline__ void gather_piece(char* to, const Matrix& m, bool the
 }
 
 /// The part of one thread block: a panel of one operand's columns, a group of rank columns, and a
-/// chunk of one adapter's rows (of count 0: it has none).
+/// chunk of one adapter's rows (of count 0: it has none). kWhole: of whole_sums.cu.
+template <bool kWhole = false>
 struct PanelPart {
   const PanelParams& p;
   int first_rank, panel;
@@ -66,6 +67,27 @@ struct PanelPart {
     }
     if (first_rank >= end) rows.count = 0;
     if (threadIdx.x % kThreads == 0) *live = end;
+  }
+
+  /// All rows of the only adapter. Parameters miss the constant cache one after the other: what
+  /// follows from the pairs comes with the operand.
+  __device__ __forceinline__ PanelPart(const PanelParams& params, int columns,
+                                       int ranks) requires(kWhole)
+      : p(params), live(nullptr) {
+    first_rank = static_cast<int>(blockIdx.x) % p.groups * ranks;
+    panel = static_cast<int>(blockIdx.x) / p.groups;
+    int o = 0;
+    while (o + 1 < p.num_operands && panel >= p.operands[o + 1].first_panel) ++o;
+    own = &p.operands[o];
+    panel -= own->first_panel;
+    column = std::int64_t{panel} * columns;
+    threshold = own->threshold;
+    if (first_rank < own->live) rows = RowTile{0, 0, static_cast<int>(p.rows.num_rows)};
+  }
+
+  __device__ __forceinline__ MaskParams mask() const {
+    return {kWhole ? own->rng : p.mask.rng, kWhole ? own->mask_columns : p.mask.columns,
+            own->mask_first};
   }
 
   /// The row at place `at` of the chunk, or -1.
@@ -141,12 +163,27 @@ struct PanelPart {
     }
   }
 
+  /// The same of a whole operand, for a warp, as rows of kRanks rank columns.
+  template <int kRows, int kRanks>
+  __device__ __forceinline__ void fetch_ranks(char* to, int first) const {
+    constexpr int kPieces = kRanks / kPiece;
+    const auto* from = static_cast<const unsigned short*>(own->s) + own->first_hidden;
+#pragma unroll
+    for (int i = static_cast<int>(threadIdx.x) % 32; i < kRows * kPieces; i += 32) {
+      const int at = i / kPieces, piece = i % kPieces, j = first_rank + piece * kPiece;
+      const bool there = j < own->width && first + at < rows.count;
+      device::cp_async_16(device::smem_address(to + rank_piece_at<kRanks>(at, piece)),
+                          there ? from + std::int64_t{first + at} * p.hidden_width + j : from,
+                          there ? 2 * kPiece : 0);
+    }
+  }
+
   /// Dropout of the kPieces pieces that fetch_wide() left at to(i), of rows kRowStep apart. The
   /// next thread has the next piece of each row, and with kPairs two rows share their draws.
   template <int kPieces, int kRowStep, bool kPairs, class To>
   __device__ __forceinline__ void drop(const To& to, const Draws& draws, int first,
                                        std::int64_t c) const {
-    const MaskParams mask{p.mask.rng, p.mask.columns, own->mask_first};
+    const MaskParams mask = this->mask();
     static_assert(kPieces % 2 == 0, "two rows share their draws");
     const bool whole = (mask.columns | mask.first) % kMaskGroup == 0 && threshold < kDropAll;
     if (!kPairs || !whole) {

@@ -95,11 +95,17 @@ struct PanelPlan {
   RowCut chunk;   ///< rows of a partial sum, whole stages
 };
 
+/// A thread block of whole_sums.cu has 64 columns and so many ranks. No bit depends on it.
+constexpr int whole_ranks(int width) { return width <= 16 ? 16 : 32; }
+
 /// The backward of a call.
 struct BackwardPlan {
   bool one_pass = false;  ///< over dy, for ds and dB; else ds is a product of its own
   /// lora/cuda/product.cu sums over rows from kLeastProductRanks on, where it takes the operands.
   bool products = false;
+  /// whole_sums.cu: a thread block has all rows, and stores gradients.
+  bool whole = false;
+  int whole_ranks = 16;
   PanelPlan dy, x;
 };
 
@@ -109,6 +115,7 @@ inline std::string to_string(const PanelPlan& plan) {
                 plan.chunk.at_once > 0 ? "at least " : "", plan.chunk.rows, " rows");
 }
 inline std::string to_string(const BackwardPlan& plan) {
+  if (plan.whole) return "dy for ds, then for dB: all rows at once, with dA";
   return concat(plan.one_pass ? "ds and dB in one pass over dy: " : "dy for ds, then for dB: ",
                 to_string(plan.dy), "; dA: ", to_string(plan.x),
                 plan.products ? "; products for wide ranks" : "");
@@ -226,6 +233,33 @@ inline PanelCut choose_panels(const PanelProblem& p, bool makes_ds, int smem) {
     offer_chunks(p, i, &best);
   }
   return best;
+}
+
+/// Whether dA and dB come from thread blocks that have all rows (whole_sums.cu): of few rows, as a
+/// launch that adds partials costs more than what these take longer. Wide ranks take more of a
+/// thread block, and are read for again above 32. Of more rows, dy that is much wider than x is
+/// better read once, for ds and dB. (us of a backward on an H100, without / with: 2048 x 4096 x
+/// 4096 and 2048 x 2048 x 8192, rank 16, 36.6 / 31.3 and 36.4 / 40.0; 4096 x 4096 x 4096, rank 16,
+/// 57.5 / 62.8; 1536 x 4096 x 4096, rank 32, 31.5 / 25.6; 2048 x 5120 x 13824, rank 32, 68.8 /
+/// 75.2; 768 x 4096 x 4096 and 512 x 4096 x 14336, rank 64, 23.5 / 21.8 and 30.9 / 31.4.)
+inline bool sums_whole(const PanelProblem& dy, const PanelProblem& x) {
+  constexpr std::int64_t kMostElements = 20 << 20, kMostOfWide = 7 << 20, kFewRows = 1024;
+  const int width = std::max(dy.width, x.width);
+  const std::int64_t most_rows = width <= 16 ? 2048 : width <= 32 ? 1536 : width <= 64 ? 768 : 0;
+  if (x.rows == 0 || x.rows > most_rows || x.adapters > 0) return false;
+  std::int64_t dy_columns = 0;
+  for (int i = 0; i < dy.matrices; ++i) dy_columns += dy.columns[i];
+  if (x.rows > kFewRows && dy_columns > 2 * x.columns[0]) return false;
+  return x.rows * (dy_columns + x.columns[0]) <= (width <= 32 ? kMostElements : kMostOfWide);
+}
+
+/// The plan with which they do.
+inline BackwardPlan whole_plan(std::int64_t rows, int ranks) {
+  BackwardPlan plan;
+  plan.whole = true;
+  plan.whole_ranks = ranks;
+  plan.dy.chunk = plan.x.chunk = RowCut{static_cast<int>(rows)};
+  return plan;
 }
 
 /// One pass over dy if its partials cost less than reading dy again. `needs_ds`: ds is wanted; that

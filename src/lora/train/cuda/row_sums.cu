@@ -41,6 +41,9 @@ BackwardPlan plan_backward(const Problem& p) {
   const bool needs_ds = (p.wants_da || p.dx.data != nullptr) && p.weight != DType::kFloat32;
   BackwardPlan plan = choose_backward(dy, x, needs_ds, device::current_device().max_smem);
   plan.products = sm90;
+  if (p.weight != DType::kFloat32 && sums_whole(dy, x)) {
+    return whole_plan(p.num_rows, whole_ranks(p.hidden_width));
+  }
   return plan;
 }
 
@@ -54,12 +57,13 @@ RowSums::RowSums(const Problem& p, const BackwardPlan& plan, Arena* arena) : p_(
     }
     if (!p.wants_db || width_of(p, s) == 0) continue;
     const bool panels_take = takes_panels(p, s);
+    if (panels_take && plan.whole) continue;
     const int chunk = panels_take ? plan.dy.chunk.rows
                                   : choose_outer(p.num_rows, columns, width_of(p, s)).chunk_rows;
     db_[s] = arena->take<float>(most_tiles(p, chunk) * width_of(p, s) * columns *
                                 (panels_take ? panel_copies(p) : 1));
   }
-  if (p.wants_da) {
+  if (p.wants_da && !(plan.whole && takes_panels(p, p.x))) {
     const bool panels_take = takes_panels(p, p.x);
     const int chunk = panels_take ? plan.x.chunk.rows
                                   : choose_outer(p.num_rows, p.hidden, p.hidden_width).chunk_rows;
@@ -87,7 +91,8 @@ void RowSums::sum_dy(const HiddenForms& h, void* ds, bool early, int free_sms) {
   for (int s = 0; s < p_.num_slices; ++s) {
     const SliceView& slice = p_.slices[s];
     if (takes_panels(p_, s)) {
-      end.panels[s] = add_operand(&all, s, 1, slice.dy, slice.width, slice.first_column, db_[s]);
+      if (plan_.whole) continue;
+      end.panels[s] = add_operand(&all, Side::kB, s, h, db_[s]);
     } else if (p_.wants_db) {
       run_outer(Side::kB, s, 1, slice.dy, h.values, slice.width, slice.first_column, db_[s], early);
     }
@@ -107,21 +112,26 @@ void RowSums::sum_dy(const HiddenForms& h, void* ds, bool early, int free_sms) {
   sum_ds(end, stream_);
 }
 
-void RowSums::sum_x(const HiddenForms& ds, bool early) {
-  if (!p_.wants_da || p_.hidden_width == 0) return;
-  if (!takes_panels(p_, p_.x)) {
-    run_outer(Side::kA, 0, p_.num_slices, p_.x, ds.values, p_.hidden, 0, da_, early);
-    return;
+void RowSums::sum_x(const HiddenForms& h, const HiddenForms& ds, bool early) {
+  PanelParams all = panel_params(Side::kA, plan_.x, ds);
+  all.early = early;
+  if (p_.wants_da && p_.hidden_width > 0) {
+    if (takes_panels(p_, p_.x)) {
+      add_operand(&all, Side::kA, 0, ds, da_);
+    } else {
+      run_outer(Side::kA, 0, p_.num_slices, p_.x, ds.values, p_.hidden, 0, da_, early);
+    }
   }
-  PanelParams x = panel_params(Side::kA, plan_.x, ds);
-  x.early = early;
-  add_operand(&x, 0, p_.num_slices, p_.x, p_.hidden, 0, da_);
-  run_panels(x);
+  for (int s = 0; plan_.whole && p_.wants_db && s < p_.num_slices; ++s) {
+    if (takes_panels(p_, s)) add_operand(&all, Side::kB, s, h, nullptr);
+  }
+  if (all.num_operands > 0) run_panels(all);
 }
 
 void RowSums::run_panels(PanelParams panel) {
   panel.ahead = looks_ahead(panel.pairs, panel.rows) && !panel.masked && !panel.early;
   const Policy policy = p_.weight == DType::kFloat16 ? Policy::kFloat16 : Policy::kBFloat16;
+  if (plan_.whole) return whole_sums(panel, plan_.whole_ranks, p_.drops, policy, stream_);
   const bool wide = kPanelShapes[panel.shape].ranks == kMostRanks &&
                     kPanelShapes[panel.shape].groups == 1 &&
                     panel.chunk.rows % lora::cuda::kProductStep == 0;
@@ -155,31 +165,48 @@ PanelParams RowSums::panel_params(Side side, const PanelPlan& plan,
   return to;
 }
 
-/// Gives the panels that it has.
-int RowSums::add_operand(PanelParams* to, int slice, int num_slices, const Matrix& wide,
-                         std::int64_t columns, std::int64_t mask_first, float* sums) {
+/// x, or dy of a slice. Gives the panels that it has.
+int RowSums::add_operand(PanelParams* to, Side side, int slice, const HiddenForms& narrow,
+                         float* sums) {
+  const bool of_a = side == Side::kA;
+  const int num_slices = of_a ? p_.num_slices : 1;
+  const std::int64_t columns = of_a ? p_.hidden : p_.slices[slice].width;
   const PanelShape& shape = kPanelShapes[to->shape];
+  const int shape_columns = plan_.whole ? kBlockColumns : shape.columns;
+  const int shape_ranks = plan_.whole ? plan_.whole_ranks : shape.ranks;
   PanelOperand& o = to->operands[to->num_operands];
   if (to->num_operands > 0) {
     const PanelOperand& before = to->operands[to->num_operands - 1];
     o.first_panel = before.first_panel + before.panels;
   }
   ++to->num_operands;
-  o.wide = wide;
-  o.async = copies_async(wide);
+  o.wide = of_a ? p_.x : p_.slices[slice].dy;
+  o.async = copies_async(o.wide);
   o.slice = slice;
   o.num_slices = num_slices;
   o.columns = columns;
-  o.mask_first = mask_first;
-  o.panels = static_cast<int>(ceil_div<std::int64_t>(columns, shape.columns));
+  o.mask_first = of_a ? 0 : p_.slices[slice].first_column;
+  o.panels = static_cast<int>(ceil_div<std::int64_t>(columns, shape_columns));
+  o.side = side;
+  o.s = narrow.values;
+  o.rng = p_.rng;
+  o.mask_columns = of_a ? p_.hidden : p_.total_width;
   const int copies = panel_copies(p_);
   o.first_hidden = copies * p_.slices[slice].first_hidden;
   o.width = copies * width(slice, num_slices);
   o.sums = sums;
-  to->groups = std::max(to->groups, ceil_div(o.width, shape.ranks));
+  to->groups = std::max(to->groups, ceil_div(o.width, shape_ranks));
+  const bool masked = of_a ? p_.drops_input() : p_.drops_delta();
+  for (int i = slice; plan_.whole && i < slice + num_slices; ++i) {
+    const Pair pair = p_.pair(0, i);
+    if (pair.rank == 0) continue;
+    if (masked) o.threshold = pair.threshold;
+    if ((of_a ? pair.da : pair.db).data == nullptr) continue;
+    o.live = p_.slices[i].first_hidden + round_up(pair.rank, kHiddenGranule) - o.first_hidden;
+  }
   // Not by the address of the sums: without rows there are none, and no workspace.
-  if (o.width > 0 && (to->side == Side::kA || p_.wants_db)) {
-    add_sums(to->side, slice, num_slices, columns, to->chunk, copies, sums);
+  if (!plan_.whole && o.width > 0 && (of_a || p_.wants_db)) {
+    add_sums(side, slice, num_slices, columns, to->chunk, copies, sums);
   }
   return o.panels;
 }

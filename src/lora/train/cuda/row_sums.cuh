@@ -50,16 +50,15 @@ class RowSums {
   /// Sums of dB, from h, where they are wanted; and ds of the slices that makes_ds() names.
   /// `early`, `free_sms`: as PanelParams has them.
   void sum_dy(const HiddenForms& h, void* ds, bool early, int free_sms);
-  /// Sums of dA, from ds.
-  void sum_x(const HiddenForms& ds, bool early);
+  /// Sums of dA, from ds; and with a plan of whole sums dA itself, and dB from h.
+  void sum_x(const HiddenForms& h, const HiddenForms& ds, bool early);
   /// dA and dB of all sums.
   void finish();
 
  private:
   void run_panels(PanelParams panel);
   PanelParams panel_params(Side side, const PanelPlan& plan, const HiddenForms& narrow) const;
-  int add_operand(PanelParams* to, int slice, int num_slices, const Matrix& wide,
-                  std::int64_t columns, std::int64_t mask_first, float* sums);
+  int add_operand(PanelParams* to, Side side, int slice, const HiddenForms& narrow, float* sums);
   void run_outer(Side side, int slice, int num_slices, const Matrix& wide, const void* narrow,
                  std::int64_t columns, std::int64_t mask_first, float* sums, bool early);
   void add_sums(Side side, int slice, int num_slices, std::int64_t columns, const RowCut& chunk,

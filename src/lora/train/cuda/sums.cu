@@ -11,13 +11,14 @@
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
+#include "lora/train/cuda/grad_store.cuh"
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/part_columns.cuh"
 
 namespace mortar::lora::train::cuda {
 namespace {
 
-inline constexpr int kVector = 4;  ///< sums of a thread
+constexpr int kVector = kGradVector;  ///< sums of a thread
 /// Partials that a thread has in flight; where there are few, fewer registers let more threads run.
 /// (us, a backward, 4 and 8: 8192 x 4096 x 4096, rank 256, 4 partials, 153 and 163; 4096 x 4096 x
 /// 4096, rank 16, 16 partials, 49.3 and 48.0, and with 16 in flight 48.2.)
@@ -81,46 +82,6 @@ __global__ void __launch_bounds__(kThreads) ds_kernel(const __grid_constant__ Ds
   device::pdl_begin(false);
 }
 
-/// Four neighbours of a gradient as one access, where they lie dense and aligned.
-__device__ inline bool moves_as_vector(const Matrix& m, std::int64_t at, std::int64_t step) {
-  return step == 1 &&
-         (reinterpret_cast<std::uintptr_t>(m.data) + at * (m.dtype == DType::kFloat32 ? 4 : 2)) %
-                 (kVector * (m.dtype == DType::kFloat32 ? 4 : 2)) ==
-             0;
-}
-
-__device__ inline void store_vector(const Matrix& m, std::int64_t at, bool adds, float4 v) {
-  if (m.dtype == DType::kFloat32) {
-    auto* to = reinterpret_cast<float4*>(static_cast<float*>(m.data) + at);
-    if (adds) {
-      const float4 old = __ldcg(to);
-      v = make_float4(old.x + v.x, old.y + v.y, old.z + v.z, old.w + v.w);
-    }
-    *to = v;
-    return;
-  }
-  auto* to = reinterpret_cast<uint2*>(static_cast<unsigned short*>(m.data) + at);
-  const bool half = m.dtype == DType::kFloat16;
-  if (adds) {
-    const uint2 old = __ldcg(to);
-    const auto two = [&](std::uint32_t word) {
-      return half ? device::unpack2<__half>(word) : device::unpack2<__nv_bfloat16>(word);
-    };
-    const float2 low = two(old.x), high = two(old.y);
-    v = make_float4(low.x + v.x, low.y + v.y, high.x + v.z, high.y + v.w);
-  }
-  *to = half ? make_uint2(device::pack2<__half>(v.x, v.y), device::pack2<__half>(v.z, v.w))
-             : make_uint2(device::pack2<__nv_bfloat16>(v.x, v.y),
-                          device::pack2<__nv_bfloat16>(v.z, v.w));
-}
-
-__device__ inline float load_one(const Matrix& m, std::int64_t at) {
-  if (m.dtype == DType::kFloat32) return __ldcg(static_cast<const float*>(m.data) + at);
-  const unsigned short raw = __ldcg(static_cast<const unsigned short*>(m.data) + at);
-  return m.dtype == DType::kFloat16 ? __half2float(__ushort_as_half(raw))
-                                    : __uint_as_float(static_cast<unsigned>(raw) << 16);
-}
-
 /// The sum of four neighbours whose ranks have kSumCopies columns each.
 __device__ inline float4 sum_in_copies(const GradSums& g, std::int64_t first_slot, int slots,
                                        std::int64_t along, std::int64_t across) {
@@ -137,7 +98,8 @@ __device__ inline float4 sum_in_copies(const GradSums& g, std::int64_t first_slo
 }
 
 /// kCopies: whether some sums come as columns of bfloat16 parts.
-template <bool kCopies, int kLoads>
+/// kPlaces: of a thread; where there are several, their loads are in flight together.
+template <bool kCopies, int kLoads, int kPlaces>
 __global__ void __launch_bounds__(kThreads)
     weight_grad_kernel(const __grid_constant__ WeightGradParams p) {
   int which = 0;
@@ -147,24 +109,39 @@ __global__ void __launch_bounds__(kThreads)
   const bool of_a = g.side == Side::kA;
   const std::int64_t inner = of_a ? grad_stride(g.columns) : g.width;
   const std::int64_t all = inner * (of_a ? g.width : g.columns);
-  const std::int64_t place =
-      (std::int64_t{blockIdx.x - p.first_block[which]} * kThreads + threadIdx.x) * kVector;
-  const std::int64_t first = min(place, all - kVector);
+  const std::int64_t begin =
+      (std::int64_t{blockIdx.x - p.first_block[which]} * kPlaces * kThreads + threadIdx.x) *
+      kVector;
   // A division of 64 bits would be a third of a thread's instructions.
   const bool small = all <= std::int64_t{1} << 31;
-  const std::int64_t along =
-      small ? static_cast<std::uint32_t>(first) / static_cast<std::uint32_t>(inner) : first / inner;
-  const std::int64_t across = first - along * inner;
-  const int j = g.first_hidden + static_cast<int>(of_a ? along : across);
-  const std::int64_t c = of_a ? across : along;
-  const int s = slice_of(p.hidden, g.first_slice, g.num_slices, j);
-  const PairEntry pair = p.pairs.get(adapter, s);
-  const int rank = j - p.hidden.first[s];
-  const Matrix out = pair.grad(of_a);
-  const bool adds = (pair.adds >> (of_a ? 0 : 1) & 1) != 0;
-  const bool wanted = place < all && rank < pair.rank && out.data != nullptr;
+  struct Place {
+    std::int64_t first, along, across;
+    Matrix out;
+    int rank, ranks;
+    bool adds, wanted;
+  };
+  const auto place_of = [&](int i) {
+    Place o;
+    const std::int64_t place = begin + std::int64_t{i} * kThreads * kVector;
+    o.first = min(place, all - kVector);
+    o.along = small ? static_cast<std::uint32_t>(o.first) / static_cast<std::uint32_t>(inner)
+                    : o.first / inner;
+    o.across = o.first - o.along * inner;
+    const int j = g.first_hidden + static_cast<int>(of_a ? o.along : o.across);
+    const int slice = slice_of(p.hidden, g.first_slice, g.num_slices, j);
+    const PairEntry pair = p.pairs.get(adapter, slice);
+    o.out = pair.grad(of_a);
+    o.rank = j - p.hidden.first[slice];
+    o.ranks = pair.rank;
+    o.adds = (pair.adds >> (of_a ? 0 : 1) & 1) != 0;
+    o.wanted = place < all && o.rank < o.ranks && o.out.data != nullptr;
+    return o;
+  };
+  bool any = false;
+#pragma unroll
+  for (int i = 0; i < kPlaces; ++i) any |= place_of(i).wanted;
   // Most adapters have fewer ranks than the largest: their warps look for no rows.
-  if (!__any_sync(0xffffffffu, wanted)) return device::pdl_leave();
+  if (!__any_sync(0xffffffffu, any)) return device::pdl_leave();
   const int chunk_rows = rows_of(p.rows, g.chunk, false);
   int first_slot = 0;
   const RowTile group =
@@ -174,25 +151,42 @@ __global__ void __launch_bounds__(kThreads)
                        [&](const RowTile& own, int, int) { return own.adapter == adapter; });
   const int slots = (group.count + chunk_rows - 1) / chunk_rows;
   device::pdl_begin(false);
-  if (!wanted || (adds && slots == 0)) return;
-
-  const float4 v = kCopies && g.copies > 1
-                       ? sum_in_copies(g, first_slot, slots, along, across)
-                       : sum_in_order<kLoads>(g.partials + first_slot * all + first, all, slots);
-  const std::int64_t step = out.col_stride;  // both ways the four neighbour along out's rows
-  const std::int64_t at = (of_a ? rank : c) * out.row_stride + (of_a ? c : rank) * step;
-  const std::int64_t left = of_a ? g.columns - c : pair.rank - rank;
-  if (left >= kVector && moves_as_vector(out, at, step)) {
-    store_vector(out, at, adds, v);
-    return;
-  }
-  const float values[kVector] = {v.x, v.y, v.z, v.w};
+  if constexpr (kPlaces == 1) {
+    const Place own = place_of(0);
+    if (!own.wanted || (own.adds && slots == 0)) return;
+    const float4 v =
+        kCopies && g.copies > 1
+            ? sum_in_copies(g, first_slot, slots, own.along, own.across)
+            : sum_in_order<kLoads>(g.partials + first_slot * all + own.first, all, slots);
+    store_grad(own.out, of_a, own.rank, own.ranks, of_a ? own.across : own.along, g.columns,
+               own.adds, v);
+  } else {
+    float4 sum[kPlaces] = {};
+    bool wanted[kPlaces];
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    if (i >= left) break;
-    const float old = adds ? load_one(out, at + i * step) : 0.0f;
-    device::store_from_float(out.data, out.dtype, at + i * step,
-                             adds ? old + values[i] : values[i]);
+    for (int i = 0; i < kPlaces; ++i) wanted[i] = place_of(i).wanted;
+    const float* from = g.partials + first_slot * all + begin;
+#pragma unroll 1
+    for (int slot = 0; slot < slots; ++slot, from += all) {
+      float4 v[kPlaces];
+#pragma unroll
+      for (int i = 0; i < kPlaces; ++i) {
+        v[i] = make_float4(0, 0, 0, 0);
+        if (wanted[i]) v[i] = __ldcg(reinterpret_cast<const float4*>(from) + i * kThreads);
+      }
+#pragma unroll
+      for (int i = 0; i < kPlaces; ++i) {
+        sum[i] =
+            make_float4(sum[i].x + v[i].x, sum[i].y + v[i].y, sum[i].z + v[i].z, sum[i].w + v[i].w);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) {
+      const Place own = place_of(i);
+      if (!wanted[i] || (own.adds && slots == 0)) continue;
+      store_grad(own.out, of_a, own.rank, own.ranks, of_a ? own.across : own.along, g.columns,
+                 own.adds, sum[i]);
+    }
   }
 }
 
@@ -208,28 +202,38 @@ void sum_ds(const DsParams& p, Stream stream) {
 }
 
 void sum_weight_grads(WeightGradParams* p, Stream stream) {
-  p->first_block[0] = 0;
   bool copies = false;
   std::int64_t most = 0;  // partials of a sum
+  for (int i = 0; i < p->num_sums; ++i) copies |= p->sums[i].copies > 1;
+  // Thread blocks of several adapters look up rows before they add anything: not in several waves.
+  constexpr int kManyPlaces = 4;
+  constexpr std::int64_t kOneWave = 4 * 132;
+  std::int64_t all = 0;
+  for (int i = 0; i < p->num_sums; ++i) all += p->sums[i].width * p->sums[i].columns;
+  const bool waves = all * p->num_adapters > 2 * kOneWave * kThreads * kVector;
+  const int places = p->num_adapters > 1 && !copies && waves ? kManyPlaces : 1;
+  p->first_block[0] = 0;
   for (int i = 0; i < p->num_sums; ++i) {
     const GradSums& g = p->sums[i];
-    copies |= g.copies > 1;
     most = std::max(most, ceil_div<std::int64_t>(p->rows.num_rows, g.chunk.rows));
     const std::int64_t sums =
         g.side == Side::kA ? g.width * grad_stride(g.columns) : g.columns * g.width;
-    p->first_block[i + 1] =
-        p->first_block[i] + static_cast<unsigned>(ceil_div<std::int64_t>(sums, kThreads * kVector));
+    p->first_block[i + 1] = p->first_block[i] + static_cast<unsigned>(ceil_div<std::int64_t>(
+                                                    sums, kThreads * kVector * places));
   }
   device::Launch l;
   l.grid = dim3(p->first_block[p->num_sums], p->num_adapters);
   l.threads = kThreads;
   l.stream = stream;
   l.pdl = true;
-  if (copies) return device::launch<weight_grad_kernel<true, kFewLoads>>("lora_train", l, *p);
-  if (most <= kFewLoads) {
-    return device::launch<weight_grad_kernel<false, kFewLoads>>("lora_train", l, *p);
+  if (copies) return device::launch<weight_grad_kernel<true, kFewLoads, 1>>("lora_train", l, *p);
+  if (places > 1) {
+    return device::launch<weight_grad_kernel<false, kFewLoads, kManyPlaces>>("lora_train", l, *p);
   }
-  device::launch<weight_grad_kernel<false, kMostLoads>>("lora_train", l, *p);
+  if (most <= kFewLoads) {
+    return device::launch<weight_grad_kernel<false, kFewLoads, 1>>("lora_train", l, *p);
+  }
+  device::launch<weight_grad_kernel<false, kMostLoads, 1>>("lora_train", l, *p);
 }
 
 }  // namespace mortar::lora::train::cuda
