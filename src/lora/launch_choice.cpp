@@ -212,6 +212,10 @@ bool runs_wide(const LoraShape& s, const Machine& m) {
   return m.arch == 90 && takes_h && (s.one_type || (s.float_weights && s.aligned_y));
 }
 
+bool runs_wide_walk(const LoraShape& s, const Machine& m) {
+  return runs_wide(s, m) && s.op == Op::kApply && s.one_type && s.aligned_y;
+}
+
 bool rounds_h(const LoraShape& s) { return s.op == Op::kExpand && s.one_type && s.float_h; }
 
 bool runs_wgmma(const LoraShape& s, const Machine& m) {
@@ -310,12 +314,30 @@ bool suits_wide(const LoraShape& s, const Machine& m) {
   if (h_width(s) <= kExpandPrefillMaxRank || !runs_wide(s, m)) return false;
   const std::int64_t ctas =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kWideShapes[0].cols);
-  return best_tile_tokens(s) == 64 || 4 * ctas >= 3 * m.sms;
+  const bool tiles = best_tile_tokens(s) == 64 && (s.num_tokens > 64 || 4 * ctas >= m.sms);
+  return tiles || 4 * ctas >= 3 * m.sms;
+}
+
+/// Ranks above 64 where a CTA has several steps. (us on an H100, the persistent kernel and the one
+/// chosen otherwise: 8,860 tokens of 5 adapters, rank 256, 1,280 to 5,120, 119 and 147; 1,571 of
+/// one, 8,192 to 8,192, 64 and 73; 737 of 60, 28,672 to 8,192, 420 and 445; 7,000 of one, rank 128,
+/// 4,096 to 4,096, 78 and 82; but 913 of 4, rank 256, 3,584 to 3,584, two steps a CTA, 23.9 and
+/// 23.0; 12,612 of 27, rank 64, qkv, 165 and 157.)
+bool suits_wide_walk(const LoraShape& s, const Machine& m) {
+  constexpr int kLeastRank = 65, kLeastSteps = 3;
+  // Of an adapter, above rank 128 and up to there: fewer were not measured.
+  const std::int64_t least_tokens = h_width(s) > kExpandPrefillMaxRank ? 10 : 64;
+  return runs_wide_walk(s, m) && h_width(s) >= kLeastRank && best_tile_tokens(s) == 64 &&
+         tokens_per_adapter(s) >= least_tokens &&
+         likely_runs(s, kWideShapes[kWideWalkShape].tiles) *
+                 static_cast<double>(column_blocks(s, kWideShapes[kWideWalkShape].cols)) >=
+             kLeastSteps * m.sms;
 }
 
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
   if (!s.one_type) return choose_parts_expand(s, m);
   const bool direct = suits_direct(s);
+  if (suits_wide_walk(s, m)) return wide_expand(kWideWalkShape);
   if (!direct && suits_prefill(s, m)) return prefill_expand(s, m);
   if (suits_wide(s, m)) {
     if (rounds_h(s)) return wide_expand(kWideRoundedShape);
