@@ -16,6 +16,13 @@ constexpr std::int64_t kSmallTileTokens = 256;
 /// 11.9 against 9.8.)
 constexpr std::int64_t kHeavyRanks = 12000;
 
+/// Above rank 128 fewer, where an adapter has so many tokens, and so many elements of A. (us on an
+/// H100, tiles of 64 and of 16: 63 tokens of one adapter, rank 256, 28,672 to 8,192, 18.9 and 36.9;
+/// qkv, 32 of one 12.2 and 13.9, 48 of two 13.9 and 20.8, 40 of one, rank 512, 17.8 and 32.5; but
+/// 40 of one, rank 512, 1,024 to 1,024, 11.5 and 8.6. Float32 adapters, as heavy as those of 16
+/// bits: qkv, 200 of one, rank 64, 16.7 and 27.4, rank 256, 54 and 125.)
+constexpr std::int64_t kHighRanks = 7000, kHighTokens = 24, kHighWeights = 1 << 20;
+
 /// Tokens of an adapter, and those times ranks, up to which tiles of 16 pay for more tokens than
 /// that: tiles of 64 would be mostly empty. (512 tokens, gate_up, rank 16: 256 adapters 140 us
 /// against 401, 21 adapters 36 against 42, 16 adapters 36 against 33. In parts, 1,024 tokens, down:
@@ -23,6 +30,22 @@ constexpr std::int64_t kHeavyRanks = 12000;
 constexpr std::int64_t kLightTokens = 26, kLightPartsTokens = 17, kLightRanks = 1100;
 
 constexpr std::int64_t kLightBatch = 16 * 1024;  ///< more were not measured
+
+/// Bytes of weights that all tiles of 16 together read, and tokens, up to which they pay too: two
+/// kernels in place of three, or of two that start later. (us on an H100, tiles of 16 and of 64:
+/// 449 tokens of 7 adapters, rank 4, 3,072 to 1,024, 1 MB, 4.9 and 10.7; 820 of 20, rank 8, 2,048
+/// to 2,048, 4 MB, 6.2 and 9.6; 492 of 6, ranks up to 16, 4,096 to 4,096, 8 MB, 7.1 and 10.2; 327
+/// of 2, rank 64, 768 to 1,024, 5 MB, 5.2 and 6.2; but 465 of one, rank 32, 8,192 to 2,048, 20 MB,
+/// 11.3 and 11.3; 1,180 of 18, rank 32, 2,048 to 1,024, 13 MB, 11.8 and 10.7.)
+constexpr std::int64_t kLightReads = 12 << 20, kLightReadTokens = 1024;
+
+/// Whether tiles of 16 read so little.
+bool reads_little(const LoraShape& s) {
+  const std::int64_t bytes = 2 * max_tiles(s.num_tokens, s.num_adapters, 16) * s.max_rank *
+                             (s.num_slices * s.hidden + s.sum_widths());
+  return s.op == Op::kApply && s.one_type && s.num_tokens <= kLightReadTokens &&
+         bytes <= kLightReads;
+}
 
 /// Elements of B from which on a CTA of the decode kernel has long to stream.
 constexpr std::int64_t kLongStream = 16 * 1024;
@@ -44,8 +67,12 @@ int best_tile_tokens(const LoraShape& s) {
   if (s.num_tokens <= kSmallTileTokens) {
     const bool heavy =
         s.num_tokens > 64 && tokens >= 32 && s.num_tokens * s.max_rank >= kHeavyRanks;
-    return s.one_type && heavy ? 64 : 16;
+    const bool high = s.one_type && s.max_rank > kExpandPrefillMaxRank && tokens >= kHighTokens &&
+                      s.num_tokens * s.max_rank >= kHighRanks &&
+                      s.rank_rows() * s.hidden >= kHighWeights;
+    return (s.one_type || s.float_weights) && (heavy || high) ? 64 : 16;
   }
+  if (reads_little(s)) return 16;
   // Without partials a CTA of tiles of 16 walks over all of K.
   const int ranks = s.max_rank > kExpandPrefillMaxRank ? 64 : s.max_rank;
   const int walk = partials_are_light(s) || s.hidden <= 4096 ? 1 : 2;
