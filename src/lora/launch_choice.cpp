@@ -50,6 +50,12 @@ bool reads_little(const LoraShape& s) {
 /// Elements of B from which on a CTA of the decode kernel has long to stream.
 constexpr std::int64_t kLongStream = 16 * 1024;
 
+/// Columns that a CTA of it takes at most: there may be far fewer tiles than the host has to
+/// assume. (us on an H100: 1,260 tokens of 468 adapters, Zipf, ranks up to 64, 13,312 to 16,384,
+/// all 16,384 columns 351, 4,096 299; 2,109 of 127, rank 64, 16,384 to 16,384, 5,504 columns 250,
+/// 4,096 240.)
+constexpr std::int64_t kMostDecodeCols = 4096;
+
 /// Tiles from which on CTAs of the decode expand are many and short: those that come last leave
 /// fewer SMs idle. (us, two or three CTAs an SM and five: 230 tokens of 135 adapters, rank 4, 5,120
 /// to 2 x 13,824, 71 and 54; 1,308 of 110, rank 4, 1,024 to 2 x 3,072, 21 and 18; 1,024 of 64,
@@ -279,6 +285,7 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   if (per_sm == 2 && s.max_rank <= 32 && cols * s.max_rank >= kLongStream) {
     cols = ceil_div<std::int64_t>(2 * cols, 3);
   }
+  cols = std::min(cols, kMostDecodeCols);
   // A stage of the ring is a block of B of 8 to 32 KB. A step takes some 0.7 us whatever its
   // columns, so wide blocks are better, as long as two CTAs fit an SM. (us, ranks 65 to 128, blocks
   // of 32 and of these widths: 74 tokens of 16 adapters, 3,584 to 2 x 18,944, 92 and 62; 112 of
@@ -368,7 +375,12 @@ ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
   if (!direct && suits_prefill(s, m)) return prefill_expand(s, m);
   if (suits_wide(s, m)) {
     if (rounds_h(s)) return wide_expand(kWideRoundedShape);
-    return wide_expand(tokens_per_adapter(s) > 64 ? 1 : 0);
+    // Two tiles share B, if their CTAs fill half of the chip. (us on an H100, one tile and two: 90
+    // tokens of one adapter, rank 512, 16,384 to 4,096 + 2 x 256, 36 CTAs of two, 43.0 and 46.4.)
+    const bool pairs =
+        tokens_per_adapter(s) > 64 &&
+        2 * likely_runs(s, 2) * static_cast<double>(column_blocks(s, kWideShapes[1].cols)) > m.sms;
+    return wide_expand(pairs ? 1 : 0);
   }
   ExpandPlan c = direct ? choose_direct(s, m) : decode_expand(s, m);
   // Tiles of 64 tokens come in quarters: where tiles of 16 would be more than a grid has rows.
