@@ -352,20 +352,21 @@ bool suits_wide(const LoraShape& s, const Machine& m) {
   return tiles || 4 * ctas >= 3 * m.sms;
 }
 
-/// Ranks above 64 where a CTA has several steps. (us on an H100, the persistent kernel and the one
-/// chosen otherwise: 8,860 tokens of 5 adapters, rank 256, 1,280 to 5,120, 119 and 147; 1,571 of
-/// one, 8,192 to 8,192, 64 and 73; 737 of 60, 28,672 to 8,192, 420 and 445; 7,000 of one, rank 128,
-/// 4,096 to 4,096, 78 and 82; but 913 of 4, rank 256, 3,584 to 3,584, two steps a CTA, 23.9 and
-/// 23.0; 12,612 of 27, rank 64, qkv, 165 and 157.)
+/// Ranks above 64 where a CTA has several steps, up to 128 of rows of y that are not very long. (us
+/// on an H100, the persistent kernel and the one chosen otherwise: 8,860 tokens of 5 adapters, rank
+/// 256, 1,280 to 5,120, 119 and 147; 1,571 of one, 8,192 to 8,192, 64 and 73; 737 of 60, 28,672 to
+/// 8,192, 420 and 445; 7,000 of one, rank 128, 4,096 to 4,096, 78 and 82; but 913 of 4, rank 256,
+/// 3,584 to 3,584, two steps a CTA, 23.9 and 23.0; 1,024 of 8, rank 128, gate_up, 81 and 78; 12,612
+/// of 27, rank 64, qkv, 165 and 157.)
 bool suits_wide_walk(const LoraShape& s, const Machine& m) {
   constexpr int kLeastRank = 65, kLeastSteps = 3;
-  // Of an adapter, above rank 128 and up to there: fewer were not measured.
-  const std::int64_t least_tokens = h_width(s) > kExpandPrefillMaxRank ? 10 : 64;
+  const WideShape& shape = kWideShapes[kWideWalkShape];
+  const std::int64_t blocks = column_blocks(s, shape.cols);
+  const bool high = h_width(s) > kExpandPrefillMaxRank;
+  const std::int64_t least_tokens = high ? 10 : 64;  // of an adapter: fewer were not measured
   return runs_wide_walk(s, m) && h_width(s) >= kLeastRank && best_tile_tokens(s) == 64 &&
-         tokens_per_adapter(s) >= least_tokens &&
-         likely_runs(s, kWideShapes[kWideWalkShape].tiles) *
-                 static_cast<double>(column_blocks(s, kWideShapes[kWideWalkShape].cols)) >=
-             kLeastSteps * m.sms;
+         tokens_per_adapter(s) >= least_tokens && (high || 5 * blocks < 3 * m.sms) &&
+         likely_runs(s, shape.tiles) * static_cast<double>(blocks) >= kLeastSteps * m.sms;
 }
 
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {

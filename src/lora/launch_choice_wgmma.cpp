@@ -23,11 +23,12 @@ struct Costs {
   double start, shape;   ///< of a CTA's start and end, and for every tile and rank row
 };
 constexpr Costs kCosts{45, 4000, 300, 4, 0, 12000, 0};
-/// Those of ranks above 64, where L2 is asked for more than it gives: fitted to the three or four
+/// Those of ranks above 128, where L2 is asked for more than it gives: fitted to the three or four
 /// best shapes of 35 problems on an H100 of ranks 128 to 512. What they choose takes the whole call
-/// 1.008 times as long as the best of them, on average, what the others do 1.027 times. (us: 3,673
-/// tokens of 18 adapters, rank 256, 28,672 to 8,192, 247 and 298; 790 of 6, 3,584 to 3,584 + 2 x
-/// 512, 51 and 59; 10,873 of 10, 4,096 to 4,096, 203 and 217.)
+/// 1.008 times as long as the best of them, on average, what the others do 1.027 times. (us, theirs
+/// and the others': 3,673 tokens of 18 adapters, rank 256, 28,672 to 8,192, 247 and 298; 790 of 6,
+/// 3,584 to 3,584 + 2 x 512, 51 and 59; 8,192 of 16, down, 240 and 258; but 2,048 of 4, rank 128,
+/// qkv, 50 and 48.)
 constexpr Costs kHighCosts{31, 3100, 430, 3.4, 16, 10000, 11.5};
 
 /// Clocks in which an SM with `ctas` CTAs, of which `resident` run at once, takes stages of so many
@@ -101,7 +102,7 @@ double likely_runs(const LoraShape& s, int tiles) {
 
 ShrinkPlan wgmma_shrink(const LoraShape& s, const Machine& m) {
   const bool splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
-  const Costs& costs = s.max_rank > 64 ? kHighCosts : kCosts;
+  const Costs& costs = s.max_rank > kExpandPrefillMaxRank ? kHighCosts : kCosts;
   ShrinkPlan best;
   double least = 0;
   for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {

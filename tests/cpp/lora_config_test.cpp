@@ -307,6 +307,8 @@ TEST(LoraConfig, WideExpandWalksOverManySteps) {
   EXPECT_TRUE(walks(shape(7000, 1, 128, 4096, {4096})));
   EXPECT_FALSE(walks(shape(913, 4, 256, 3584, {3584})));
   EXPECT_FALSE(walks(shape(7000, 1, 64, 4096, {4096})));
+  EXPECT_TRUE(walks(shape(7200, 1, 256, 3584, {18944, 18944})));
+  EXPECT_FALSE(walks(shape(8192, 1, 128, 4096, {14336, 14336})));
   EXPECT_FALSE(walks(shape(8860, 5, 256, 1280, {5120}), kMachines[1]));
 }
 
