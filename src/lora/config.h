@@ -88,19 +88,25 @@ struct ShrinkPlan {
 };
 
 /// Shapes of expand_wide.cu: tiles of 64 tokens and columns of a CTA, stages of its ring, and CTAs
-/// per SM; of float32 weights, or of those of y's type.
+/// per SM; of float32 weights, or of those of y's type; and whether CTAs are as many as fit at once
+/// and walk over tiles and columns (expand_wide_walk.cu).
 struct WideShape {
   int tiles, cols, stages, per_sm;
-  bool float_weights = false;
+  bool float_weights = false, walks = false;
 };
-inline constexpr WideShape kWideShapes[] = {
-    {1, 128, 4, 2}, {2, 128, 3, 2}, {1, 128, 1, 2, true}, {2, 128, 2, 1, true}};
+inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2},
+                                            {2, 128, 3, 2},
+                                            {1, 128, 1, 2, true},
+                                            {2, 128, 2, 1, true},
+                                            {2, 128, 5, 1, false, true}};
 /// Those of float32 weights: of one tile and of two.
 inline constexpr int kWidePartsShape = 2, kWidePairPartsShape = 3;
 static_assert(kWideShapes[kWidePartsShape].float_weights &&
               kWideShapes[kWidePartsShape].tiles == 1);
 static_assert(kWideShapes[kWidePairPartsShape].float_weights);
 inline constexpr int kWideRoundedShape = 0;  ///< the one that rounds the caller's h of float32
+inline constexpr int kWideWalkShape = 4;
+static_assert(kWideShapes[kWideWalkShape].walks);
 
 struct ExpandPlan {
   ExpandKernel kernel = ExpandKernel::kDecode;

@@ -16,6 +16,13 @@ constexpr std::int64_t kSmallTileTokens = 256;
 /// 11.9 against 9.8.)
 constexpr std::int64_t kHeavyRanks = 12000;
 
+/// Above rank 128 fewer, where an adapter has so many tokens, and so many elements of A. (us on an
+/// H100, tiles of 64 and of 16: 63 tokens of one adapter, rank 256, 28,672 to 8,192, 18.9 and 36.9;
+/// qkv, 32 of one 12.2 and 13.9, 48 of two 13.9 and 20.8, 40 of one, rank 512, 17.8 and 32.5; but
+/// 40 of one, rank 512, 1,024 to 1,024, 11.5 and 8.6. Float32 adapters, as heavy as those of 16
+/// bits: qkv, 200 of one, rank 64, 16.7 and 27.4, rank 256, 54 and 125.)
+constexpr std::int64_t kHighRanks = 7000, kHighTokens = 24, kHighWeights = 1 << 20;
+
 /// Tokens of an adapter, and those times ranks, up to which tiles of 16 pay for more tokens than
 /// that: tiles of 64 would be mostly empty. (512 tokens, gate_up, rank 16: 256 adapters 140 us
 /// against 401, 21 adapters 36 against 42, 16 adapters 36 against 33. In parts, 1,024 tokens, down:
@@ -24,8 +31,30 @@ constexpr std::int64_t kLightTokens = 26, kLightPartsTokens = 17, kLightRanks = 
 
 constexpr std::int64_t kLightBatch = 16 * 1024;  ///< more were not measured
 
+/// Bytes of weights that all tiles of 16 together read, and tokens, up to which they pay too: two
+/// kernels in place of three, or of two that start later. (us on an H100, tiles of 16 and of 64:
+/// 449 tokens of 7 adapters, rank 4, 3,072 to 1,024, 1 MB, 4.9 and 10.7; 820 of 20, rank 8, 2,048
+/// to 2,048, 4 MB, 6.2 and 9.6; 492 of 6, ranks up to 16, 4,096 to 4,096, 8 MB, 7.1 and 10.2; 327
+/// of 2, rank 64, 768 to 1,024, 5 MB, 5.2 and 6.2; but 465 of one, rank 32, 8,192 to 2,048, 20 MB,
+/// 11.3 and 11.3; 1,180 of 18, rank 32, 2,048 to 1,024, 13 MB, 11.8 and 10.7.)
+constexpr std::int64_t kLightReads = 12 << 20, kLightReadTokens = 1024;
+
+/// Whether tiles of 16 read so little.
+bool reads_little(const LoraShape& s) {
+  const std::int64_t bytes = 2 * max_tiles(s.num_tokens, s.num_adapters, 16) * s.max_rank *
+                             (s.num_slices * s.hidden + s.sum_widths());
+  return s.op == Op::kApply && s.one_type && s.num_tokens <= kLightReadTokens &&
+         bytes <= kLightReads;
+}
+
 /// Elements of B from which on a CTA of the decode kernel has long to stream.
 constexpr std::int64_t kLongStream = 16 * 1024;
+
+/// Columns that a CTA of it takes at most: there may be far fewer tiles than the host has to
+/// assume. (us on an H100: 1,260 tokens of 468 adapters, Zipf, ranks up to 64, 13,312 to 16,384,
+/// all 16,384 columns 351, 4,096 299; 2,109 of 127, rank 64, 16,384 to 16,384, 5,504 columns 250,
+/// 4,096 240.)
+constexpr std::int64_t kMostDecodeCols = 4096;
 
 /// Tiles from which on CTAs of the decode expand are many and short: those that come last leave
 /// fewer SMs idle. (us, two or three CTAs an SM and five: 230 tokens of 135 adapters, rank 4, 5,120
@@ -44,8 +73,12 @@ int best_tile_tokens(const LoraShape& s) {
   if (s.num_tokens <= kSmallTileTokens) {
     const bool heavy =
         s.num_tokens > 64 && tokens >= 32 && s.num_tokens * s.max_rank >= kHeavyRanks;
-    return s.one_type && heavy ? 64 : 16;
+    const bool high = s.one_type && s.max_rank > kExpandPrefillMaxRank && tokens >= kHighTokens &&
+                      s.num_tokens * s.max_rank >= kHighRanks &&
+                      s.rank_rows() * s.hidden >= kHighWeights;
+    return (s.one_type || s.float_weights) && (heavy || high) ? 64 : 16;
   }
+  if (reads_little(s)) return 16;
   // Without partials a CTA of tiles of 16 walks over all of K.
   const int ranks = s.max_rank > kExpandPrefillMaxRank ? 64 : s.max_rank;
   const int walk = partials_are_light(s) || s.hidden <= 4096 ? 1 : 2;
@@ -212,6 +245,10 @@ bool runs_wide(const LoraShape& s, const Machine& m) {
   return m.arch == 90 && takes_h && (s.one_type || (s.float_weights && s.aligned_y));
 }
 
+bool runs_wide_walk(const LoraShape& s, const Machine& m) {
+  return runs_wide(s, m) && s.op == Op::kApply && s.one_type && s.aligned_y;
+}
+
 bool rounds_h(const LoraShape& s) { return s.op == Op::kExpand && s.one_type && s.float_h; }
 
 bool runs_wgmma(const LoraShape& s, const Machine& m) {
@@ -248,6 +285,7 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   if (per_sm == 2 && s.max_rank <= 32 && cols * s.max_rank >= kLongStream) {
     cols = ceil_div<std::int64_t>(2 * cols, 3);
   }
+  cols = std::min(cols, kMostDecodeCols);
   // A stage of the ring is a block of B of 8 to 32 KB. A step takes some 0.7 us whatever its
   // columns, so wide blocks are better, as long as two CTAs fit an SM. (us, ranks 65 to 128, blocks
   // of 32 and of these widths: 74 tokens of 16 adapters, 3,584 to 2 x 18,944, 92 and 62; 112 of
@@ -310,16 +348,40 @@ bool suits_wide(const LoraShape& s, const Machine& m) {
   if (h_width(s) <= kExpandPrefillMaxRank || !runs_wide(s, m)) return false;
   const std::int64_t ctas =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kWideShapes[0].cols);
-  return best_tile_tokens(s) == 64 || 4 * ctas >= 3 * m.sms;
+  const bool tiles = best_tile_tokens(s) == 64 && (s.num_tokens > 64 || 4 * ctas >= m.sms);
+  return tiles || 4 * ctas >= 3 * m.sms;
+}
+
+/// Ranks above 64 where a CTA has several steps, up to 128 of rows of y that are not very long. (us
+/// on an H100, the persistent kernel and the one chosen otherwise: 8,860 tokens of 5 adapters, rank
+/// 256, 1,280 to 5,120, 119 and 147; 1,571 of one, 8,192 to 8,192, 64 and 73; 737 of 60, 28,672 to
+/// 8,192, 420 and 445; 7,000 of one, rank 128, 4,096 to 4,096, 78 and 82; but 913 of 4, rank 256,
+/// 3,584 to 3,584, two steps a CTA, 23.9 and 23.0; 1,024 of 8, rank 128, gate_up, 81 and 78; 12,612
+/// of 27, rank 64, qkv, 165 and 157.)
+bool suits_wide_walk(const LoraShape& s, const Machine& m) {
+  constexpr int kLeastRank = 65, kLeastSteps = 3;
+  const WideShape& shape = kWideShapes[kWideWalkShape];
+  const std::int64_t blocks = column_blocks(s, shape.cols);
+  const bool high = h_width(s) > kExpandPrefillMaxRank;
+  const std::int64_t least_tokens = high ? 10 : 64;  // of an adapter: fewer were not measured
+  return runs_wide_walk(s, m) && h_width(s) >= kLeastRank && best_tile_tokens(s) == 64 &&
+         tokens_per_adapter(s) >= least_tokens && (high || 5 * blocks < 3 * m.sms) &&
+         likely_runs(s, shape.tiles) * static_cast<double>(blocks) >= kLeastSteps * m.sms;
 }
 
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
   if (!s.one_type) return choose_parts_expand(s, m);
   const bool direct = suits_direct(s);
+  if (suits_wide_walk(s, m)) return wide_expand(kWideWalkShape);
   if (!direct && suits_prefill(s, m)) return prefill_expand(s, m);
   if (suits_wide(s, m)) {
     if (rounds_h(s)) return wide_expand(kWideRoundedShape);
-    return wide_expand(tokens_per_adapter(s) > 64 ? 1 : 0);
+    // Two tiles share B, if their CTAs fill half of the chip. (us on an H100, one tile and two: 90
+    // tokens of one adapter, rank 512, 16,384 to 4,096 + 2 x 256, 36 CTAs of two, 43.0 and 46.4.)
+    const bool pairs =
+        tokens_per_adapter(s) > 64 &&
+        2 * likely_runs(s, 2) * static_cast<double>(column_blocks(s, kWideShapes[1].cols)) > m.sms;
+    return wide_expand(pairs ? 1 : 0);
   }
   ExpandPlan c = direct ? choose_direct(s, m) : decode_expand(s, m);
   // Tiles of 64 tokens come in quarters: where tiles of 16 would be more than a grid has rows.

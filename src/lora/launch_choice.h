@@ -37,6 +37,8 @@ int least_log_run(const LoraShape& s);
 /// Whether the wide expand can run: it reads aligned rows of h, and of float32 weights it writes
 /// aligned y alone.
 bool runs_wide(const LoraShape& s, const Machine& m);
+/// Whether the persistent one can: of lora_apply's own h and aligned y.
+bool runs_wide_walk(const LoraShape& s, const Machine& m);
 /// Whether expand rounds an h of float32 as it reads it.
 bool rounds_h(const LoraShape& s);
 /// Rank rows that a CTA of the decode shrink may take: a ring of 128 rows, which leaves of 512

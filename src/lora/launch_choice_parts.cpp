@@ -25,6 +25,10 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
   // model has it. (us on an H100, these and 64 rows of two tiles: 438 tokens of one adapter, rank
   // 4, qkv of 4,096, 17.2 and 19.1; 366 of 3, rank 8, 5,120 to 2 x 13,824, 32.7 and 35.7.)
   constexpr int kFewRows = 48;
+  // Partials that L2 holds beside them. (us on an H100, with 4.4 to 5.6 MB of them and without:
+  // 1,431 tokens of 3 adapters, rank 8, 16,384 to 4,096 + 2 x 256, 48 and 84; 839 of 24, rank 16,
+  // 53,248 to 16,384, 172 and 263.)
+  constexpr std::int64_t kFewPartials = 8 << 20;
   const bool splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
   const double stages = static_cast<double>(ceil_div<std::int64_t>(s.hidden, 64));
   ShrinkPlan best;
@@ -49,7 +53,7 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
     if (leaf) {
       clocks += kFinish + 2.0 * static_cast<double>(partial_bytes(s)) / (m.sms * kBytesAClock);
       // Many partials also push x and A out of L2: only where they save a fifth by this count.
-      if (!partials_are_light(s)) clocks *= 1.25;
+      if (partial_bytes(s) > kFewPartials && !partials_are_light(s)) clocks *= 1.25;
     }
     if (least != 0 && clocks >= least) continue;
     least = clocks;

@@ -15,22 +15,35 @@
 namespace mortar::lora {
 namespace {
 
-constexpr double kBytesAClock = 45;  // of an SM, from L2
-constexpr double kTrip = 4000;       // clocks of a trip to memory and back of a stage, all loaded
+struct Costs {
+  double bytes_a_clock;  ///< of an SM, from L2
+  double trip;           ///< clocks of a trip to memory and back of a stage, all loaded
+  double least;          ///< of a stage
+  double product, step;  ///< of a stage for every tile and rank row of the shape, and besides
+  double start, shape;   ///< of a CTA's start and end, and for every tile and rank row
+};
+constexpr Costs kCosts{45, 4000, 300, 4, 0, 12000, 0};
+/// Those of ranks above 128, where L2 is asked for more than it gives: fitted to the three or four
+/// best shapes of 35 problems on an H100 of ranks 128 to 512. What they choose takes the whole call
+/// 1.008 times as long as the best of them, on average, what the others do 1.027 times. (us, theirs
+/// and the others': 3,673 tokens of 18 adapters, rank 256, 28,672 to 8,192, 247 and 298; 790 of 6,
+/// 3,584 to 3,584 + 2 x 512, 51 and 59; 8,192 of 16, down, 240 and 258; but 2,048 of 4, rank 128,
+/// qkv, 50 and 48.)
+constexpr Costs kHighCosts{31, 3100, 430, 3.4, 16, 10000, 11.5};
 
 /// Clocks in which an SM with `ctas` CTAs, of which `resident` run at once, takes stages of so many
 /// bytes and products, each no faster than `least`.
-double stage_clocks(double ctas, double resident, double bytes, int stages, double products,
-                    double least) {
+double stage_clocks(const Costs& costs, double ctas, double resident, double bytes, int stages,
+                    double products, double least) {
   const double in_flight = std::min(ctas, resident) * stages * bytes;
-  const double rate = std::min(kBytesAClock, in_flight / kTrip);
+  const double rate = std::min(costs.bytes_a_clock, in_flight / costs.trip);
   return std::max({ctas * bytes / rate, ctas * products, std::ceil(ctas / resident) * least});
 }
 
-double wgmma_clocks(const LoraShape& s, const Machine& m, const WgmmaShape& shape, double runs) {
-  constexpr double kStart = 12000;  // clocks of a CTA's start and end
-  constexpr double kFinish = 1000;  // of the kernel that adds partials
-  constexpr double kLeast = 300;    // of a stage
+double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
+                    const WgmmaShape& shape, double runs) {
+  constexpr double kFinish = 1000;  // clocks of the kernel that adds partials
+  constexpr std::int64_t kFewPartials = 10 << 20;
   const int columns = std::max(1, ceil_div(s.rank_rows(), shape.rows));
   const bool leaf = shape.share == Share::kLeaf;
   const double parts = leaf                          ? static_cast<double>(num_leaves(s.hidden))
@@ -39,28 +52,30 @@ double wgmma_clocks(const LoraShape& s, const Machine& m, const WgmmaShape& shap
   const double ctas = std::ceil(runs * columns * parts / m.sms);
   const double tokens = std::min(64.0 * shape.tiles, static_cast<double>(s.num_tokens) / runs);
   const double bytes = 128 * (tokens + static_cast<double>(s.rank_rows()) / columns);
-  // Four clocks of the tensor cores for every tile and rank row.
-  const double clocks = stage_clocks(ctas, shape.per_sm, bytes, shape.stages,
-                                     4.0 * shape.rows * shape.tiles, kLeast) *
+  const double size = shape.rows * shape.tiles;
+  const double clocks = stage_clocks(costs, ctas, shape.per_sm, bytes, shape.stages,
+                                     costs.product * size + costs.step, costs.least) *
                             std::ceil(static_cast<double>(s.hidden) / (64 * parts)) +
-                        std::ceil(ctas / shape.per_sm) * kStart;
+                        std::ceil(ctas / shape.per_sm) * (costs.start + costs.shape * size);
   if (!leaf) return clocks;
   const double all =
-      clocks + kFinish + 2 * static_cast<double>(partial_bytes(s)) / (m.sms * kBytesAClock);
-  // Many partials also push x and A out of L2: only where they save a third by this count.
-  return partials_are_light(s) ? all : 1.5 * all;
+      clocks + kFinish + 2 * static_cast<double>(partial_bytes(s)) / (m.sms * kCosts.bytes_a_clock);
+  // Many partials also push x and A out of L2: only where they save a third by this count. (Of
+  // 8.8 MB, us on an H100: 319 tokens of one adapter, rank 256, 13,824 to 5,120, 26 and 33.)
+  return partials_are_light(s) || partial_bytes(s) <= kFewPartials ? all : 1.5 * all;
 }
 
 /// The host does not know how tokens are shared out: between all runs full and the last one of each
 /// adapter half full. (8,192 tokens of 16 adapters, all full, rank 64, qkv: 124 us, and 136 by a
 /// shape that suits the other.)
-double wgmma_clocks(const LoraShape& s, const Machine& m, const WgmmaShape& shape) {
+double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
+                    const WgmmaShape& shape) {
   constexpr double kFull = 0.7;
   const auto least =
       static_cast<double>(std::max(std::min(s.num_tokens, s.num_adapters),
                                    ceil_div<std::int64_t>(s.num_tokens, 64 * shape.tiles)));
-  return kFull * wgmma_clocks(s, m, shape, least) +
-         (1 - kFull) * wgmma_clocks(s, m, shape, likely_runs(s, shape.tiles));
+  return kFull * wgmma_clocks(costs, s, m, shape, least) +
+         (1 - kFull) * wgmma_clocks(costs, s, m, shape, likely_runs(s, shape.tiles));
 }
 
 double mma_clocks(const LoraShape& s, const Machine& m) {
@@ -71,7 +86,7 @@ double mma_clocks(const LoraShape& s, const Machine& m) {
   const double ctas = std::ceil(tiles * columns / m.sms);
   const double tokens = std::min(16.0, static_cast<double>(s.num_tokens) / tiles);
   const double bytes = 256 * (tokens + static_cast<double>(s.rank_rows()) / columns);
-  return stage_clocks(ctas, kPerSm, bytes, kShape.stages - 1, 0, kLeast) *
+  return stage_clocks(kCosts, ctas, kPerSm, bytes, kShape.stages - 1, 0, kLeast) *
              std::ceil(static_cast<double>(s.hidden) / 128) +
          std::ceil(ctas / kPerSm) * kStart;
 }
@@ -87,13 +102,14 @@ double likely_runs(const LoraShape& s, int tiles) {
 
 ShrinkPlan wgmma_shrink(const LoraShape& s, const Machine& m) {
   const bool splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
+  const Costs& costs = s.max_rank > kExpandPrefillMaxRank ? kHighCosts : kCosts;
   ShrinkPlan best;
   double least = 0;
   for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
     const WgmmaShape& shape = kWgmmaShapes[i];
     const bool leaf = shape.share == Share::kLeaf;
     if (shape.float_weights || (leaf && !splits)) continue;
-    const double clocks = wgmma_clocks(s, m, shape);
+    const double clocks = wgmma_clocks(costs, s, m, shape);
     if (least != 0 && clocks >= least) continue;
     least = clocks;
     best = {ShrinkKernel::kWgmma, i, 64, shape.rows, leaf ? Partials::kFinish : Partials::kNone, 0};
@@ -104,7 +120,7 @@ ShrinkPlan wgmma_shrink(const LoraShape& s, const Machine& m) {
 ShrinkPlan walking_shrink(const LoraShape& s, const Machine& m) {
   if (runs_wgmma(s, m)) {
     const ShrinkPlan c = wgmma_shrink(s, m);
-    if (wgmma_clocks(s, m, kWgmmaShapes[c.shape]) < mma_clocks(s, m)) return c;
+    if (wgmma_clocks(kCosts, s, m, kWgmmaShapes[c.shape]) < mma_clocks(s, m)) return c;
   }
   ShrinkPlan c;
   c.rows = kMmaShapes[0].rows();

@@ -70,6 +70,7 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
   std::vector<ExpandPlan> plans;
   for (int i = 0; i < static_cast<int>(std::size(kWideShapes)) && runs_wide(s, m); ++i) {
     if (kWideShapes[i].float_weights != s.float_weights) continue;
+    if (kWideShapes[i].walks && !runs_wide_walk(s, m)) continue;
     if (!rounds_h(s) || i == kWideRoundedShape) plans.push_back(wide_expand(i));
   }
   if (!s.one_type) {
@@ -239,7 +240,8 @@ std::string describe(const LaunchPlan& plan) {
       if (c.cluster > 1) add(", h by clusters of %d CTAs", c.cluster);
     }
     if (c.kernel == ExpandKernel::kWide) {
-      add(", %d tiles, %d stages", kWideShapes[c.shape].tiles, kWideShapes[c.shape].stages);
+      add(", %d tiles, %d stages%s", kWideShapes[c.shape].tiles, kWideShapes[c.shape].stages,
+          kWideShapes[c.shape].walks ? ", persistent CTAs" : "");
     }
     if (c.kernel == ExpandKernel::kPrefill) add(", runs of %d tiles", 1 << c.log_run);
     if (c.per_sm > 0) add(", %d CTA an SM", c.per_sm);

@@ -279,6 +279,39 @@ TEST(LoraConfig, StagesOfTheDecodeShrinkFollowItsCtas) {
   EXPECT_NE(text.find("48 rank rows, 2 stages"), std::string::npos) << text;
 }
 
+/// Tiles of 16 tokens where these read few weights, tiles of 64 where ranks are high.
+TEST(LoraConfig, TilesFollowWhatTheyRead) {
+  const auto decodes = [](const LoraShape& s, const Machine& m = {}) {
+    return choose(s, m).shrink.kernel == ShrinkKernel::kDecode;
+  };
+  EXPECT_TRUE(decodes(shape(449, 7, 4, 3072, {1024})));
+  EXPECT_TRUE(decodes(shape(492, 6, 16, 4096, {4096})));
+  EXPECT_FALSE(decodes(shape(465, 1, 32, 8192, {2048})));
+  EXPECT_FALSE(decodes(shape(512, 10, 16, 4096, {14336, 14336})));
+  EXPECT_TRUE(decodes(shape(30, 1, 128, 28672, {8192})));
+  EXPECT_FALSE(decodes(shape(30, 1, 256, 28672, {8192})));
+  EXPECT_TRUE(decodes(shape(40, 1, 512, 1024, {1024})));
+  LoraShape s = shape(200, 1, 64, 4096, {4096, 1024, 1024});
+  s.one_type = false;
+  s.float_weights = true;
+  EXPECT_EQ(choose(s, {}).shrink.kernel, ShrinkKernel::kWgmma);
+  EXPECT_EQ(choose(s, kMachines[1]).shrink.kernel, ShrinkKernel::kParts);
+}
+
+/// The persistent wide expand for several steps a CTA.
+TEST(LoraConfig, WideExpandWalksOverManySteps) {
+  const auto walks = [](const LoraShape& s, const Machine& m = {}) {
+    return choose(s, m).expand == wide_expand(kWideWalkShape);
+  };
+  EXPECT_TRUE(walks(shape(8860, 5, 256, 1280, {5120})));
+  EXPECT_TRUE(walks(shape(7000, 1, 128, 4096, {4096})));
+  EXPECT_FALSE(walks(shape(913, 4, 256, 3584, {3584})));
+  EXPECT_FALSE(walks(shape(7000, 1, 64, 4096, {4096})));
+  EXPECT_TRUE(walks(shape(7200, 1, 256, 3584, {18944, 18944})));
+  EXPECT_FALSE(walks(shape(8192, 1, 128, 4096, {14336, 14336})));
+  EXPECT_FALSE(walks(shape(8860, 5, 256, 1280, {5120}), kMachines[1]));
+}
+
 TEST(LoraConfig, APlanSaysWhichKernelsRun) {
   EXPECT_EQ(describe(choose(shape(8192, 16, 64, 4096, {4096, 1024, 1024}), {})).find("lora_apply"),
             0u);

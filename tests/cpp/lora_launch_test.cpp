@@ -315,7 +315,50 @@ TEST_P(LoraLaunch, EveryPlanOfExpandGivesTheSameBits) {
     expect(float_weights, DType::kBFloat16);
   }
   const bool has_wide = this_machine().arch == 90;
-  EXPECT_EQ(wide_ran_.size(), has_wide ? std::size(lora::kWideShapes) : 0u);
+  const auto walks = std::count_if(std::begin(lora::kWideShapes), std::end(lora::kWideShapes),
+                                   [](const lora::WideShape& shape) { return shape.walks; });
+  EXPECT_EQ(wide_ran_.size(), has_wide ? std::size(lora::kWideShapes) - walks : 0u);
+}
+
+/// Of the persistent wide expand, whose steps are several to a CTA: full and short runs of one tile
+/// and of two, adapters without weights, ranks of a part of a block and of several, other ranks in
+/// each slice, rows of B of any address, y overwritten.
+TEST_P(LoraLaunch, PersistentCtasTakeSeveralSteps) {
+  if (this_machine().arch != 90) GTEST_SKIP() << "no wgmma";
+  const auto expect = [&](LoraCase c, int least_steps) {
+    const std::int64_t blocks =
+        ceil_div<std::int64_t>(c.widths[0], 128) +
+        (c.widths.size() > 1 ? ceil_div<std::int64_t>(c.widths[1], 128) : 0);
+    c.tokens += 128 * ceil_div<std::int64_t>(least_steps * this_machine().sms, blocks);
+    LoraOperands op(c, GetParam());
+    const GuardedTensor original = op.y;
+    expect_apply_matches(op);
+    const std::vector<std::uint8_t> want = bytes_of(op.y);
+    LaunchPlan plan = lora::choose(shape_of(op), this_machine());
+    if (plan.shrink.split()) plan.shrink.partials = lora::Partials::kFinish;
+    for (int i = 0; i < static_cast<int>(std::size(lora::kWideShapes)); ++i) {
+      const lora::WideShape& shape = lora::kWideShapes[i];
+      if (shape.float_weights) continue;
+      plan.expand = {lora::ExpandKernel::kWide, i, 64, shape.cols};
+      plan.workspace_bytes = lora::workspace_of(plan);
+      const lora::cuda::InjectedPlan injected(plan);
+      restore_y(op, original);
+      run_apply(op);
+      op.y.download();
+      EXPECT_TRUE(op.y.guards_intact()) << describe(plan);
+      EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
+    }
+  };
+  expect(case_of(77, 40, {264, 40}, {72, 0, 136, 8}), 3);
+  LoraCase half = case_of(200, 40, {520}, {130, 65, 64}, DType::kFloat16);
+  half.add = false;
+  expect(half, 2);
+  LoraCase table = case_of(1, 40, {136, 264}, {16, 0, 200});
+  table.table = true;
+  expect(table, 2);
+  LoraCase alone = case_of(60, 40, {648}, {512});
+  alone.map = Map::kOneAdapter;
+  expect(alone, 2);
 }
 
 TEST_P(LoraLaunch, AnotherProblemsPlanIsRefused) {

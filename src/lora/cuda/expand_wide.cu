@@ -28,10 +28,10 @@ namespace {
 using namespace wide_expand;
 using Launch = void (*)(const ExpandParams&, Stream);
 
-/// Float32 weights are those of expand_wide_parts.cu.
+/// Others are those of expand_wide_parts.cu and expand_wide_walk.cu.
 template <class T, int kShape, bool kVectorY>
 constexpr Launch launch_of() {
-  if constexpr (kWideShapes[kShape].float_weights) {
+  if constexpr (kWideShapes[kShape].float_weights || kWideShapes[kShape].walks) {
     return nullptr;
   } else {
     return launch_traits<Traits<T, kShape, kVectorY>>;
@@ -53,6 +53,7 @@ void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
   check(!p.h.raw && p.tiles.tile_tokens == 64 && static_cast<std::size_t>(c.shape) < kCount,
         "lora_expand: the wide kernel needs tiles of 64 tokens and a finished h");
   if (kWideShapes[c.shape].float_weights) return expand_wide_parts(p, c, stream);
+  if (kWideShapes[c.shape].walks) return expand_wide_walk(p, stream);
   if (p.h.dtype == DType::kFloat32) return expand_wide_rounded(p, c, stream);
   check(p.h.vector, "lora_expand: the wide kernel needs an h of aligned 16-bit rows");
   device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {

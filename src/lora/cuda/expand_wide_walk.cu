@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: Apache-2.0
+// y (+)= h B^T for high ranks and many tokens of an adapter, B, h and y of one 16-bit type: the
+// persistent kernel of lora_apply.
+//
+// y[t, n] (+)= sum_r h[s, t, r] B_{a(t), s}[n, r]        N hidden out, r rank
+// bytes  = 4 M sum_s N_s (y read and written) + 2 sum_a sum_s r N_s (B of adapters in use) + h; of
+//          B from L2, for tiles of 128 tokens: 2 r M N / 128
+// FLOP   = 2 M N r
+// 7,200 tokens of one adapter, 2 x 18,944 columns, r256: 1.1 GB -> 360 us, 140 GFLOP -> 180 us
+// limit  : DRAM; above rank 256 L2 and the tensor cores beside it
+// wrong  : few tokens of an adapter, or few columns: a CTA has one step or two
+//
+// The grid is as large as fits at once. A CTA walks over steps of up to 128 tokens of one adapter
+// and 128 columns. h of the tokens stays in shared memory for as long as they and the slice do,
+// while B comes through a ring of 64 ranks a stage. y of a step comes to L2 during the step before,
+// and to the registers of the two warpgroups that multiply while they do. The sum is one chain over
+// ranks from zero, as in the other kernels; the permutation of columns is theirs too.
+#include <algorithm>
+#include <cstdint>
+
+#include "device/async_copy.cuh"
+#include "device/launch.cuh"
+#include "device/pdl.cuh"
+#include "device/ring.cuh"
+#include "device/swizzle.cuh"
+#include "device/vector.cuh"
+#include "device/wgmma.cuh"
+#include "lora/cuda/backend.cuh"
+#include "lora/cuda/expand_tile.cuh"
+#include "lora/cuda/expand_wide_walk.cuh"
+
+namespace mortar::lora::cuda {
+namespace {
+
+using namespace wide_walk;
+
+/// A producer's part of the copies: 16 bytes of every 16th row.
+template <class T>
+struct Copier {
+  static constexpr int kStep = kProducers / 8, kCopies = kTokens / kStep;
+  static_assert(kStep == 16);
+  int piece, row0;
+  std::uint32_t to;
+
+  __device__ __forceinline__ explicit Copier(std::uint32_t ring) {
+    const int thread = static_cast<int>(threadIdx.x) - kConsumers;
+    piece = thread % 8;
+    row0 = thread / 8;
+    to = ring + device::swizzled(row0, piece);
+  }
+  __device__ __forceinline__ void h(int slot, int first, const Step& t, std::int64_t stride) const {
+    const int left = t.rank - first - piece * 8, bytes = piece_bytes(left), count = t.count;
+    const T* from = static_cast<const T*>(t.h) + (left > 0 ? first + piece * 8 : 0) + row0 * stride;
+    const std::uint32_t dst = to + slot * kBlockBytes;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (row0 + i * kStep < count) {
+        device::cp_async_16(dst + i * kStep * device::kSwizzleBytes, from + i * kStep * stride,
+                            bytes);
+      }
+    }
+  }
+  /// The column whose row lies in place row0; those kStep places further are 4 and 28 columns on.
+  __device__ __forceinline__ void b(int stage, int first, const Step& t) const {
+    const int left = t.rank - first - piece * 8, bytes = piece_bytes(left), cols = t.cols;
+    const std::int64_t stride = t.b_stride;
+    const int col0 = (row0 >> 1 & 3) * 8 + (row0 >> 3) * 2 + (row0 & 1);
+    const T* from = static_cast<const T*>(t.b) + (left > 0 ? first + piece * 8 : 0);
+    const std::uint32_t dst = to + (kHBlocks + stage) * kBlockBytes;
+    const auto column = [col0](int i) { return col0 + i / 2 * 32 + i % 2 * 4; };
+    if (!t.vector) {
+#pragma unroll 1
+      for (int i = 0; i < kCopies; ++i) {
+        if (column(i) >= cols) continue;
+        *static_cast<uint4*>(__cvta_shared_to_generic(dst + i * kStep * device::kSwizzleBytes)) =
+            device::load_some<T, 8>(from + column(i) * stride, left).piece(0);
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (column(i) < cols) {
+        device::cp_async_16(dst + i * kStep * device::kSwizzleBytes, from + column(i) * stride,
+                            bytes);
+      }
+    }
+  }
+};
+
+template <class T>
+__device__ __forceinline__ void produce(const ExpandParams& p, Shared& shared, Scout& scout,
+                                        std::uint32_t ring) {
+  const Copier<T> copy(ring);
+  device::RingCursor<kSteps> now;
+  device::RingCursor<kStages> at;
+  device::RingCursor<kHBlocks> h_at;
+  scout.tell();
+  scout.tell();
+  shared.told[0].wait(0);
+  // B of the first step does not depend on the predecessor.
+  const int ahead = min(ceil_div(shared.steps[0].rank, kStepRanks), kStages);
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) copy.b(i, i * kStepRanks, shared.steps[0]);
+  device::pdl_wait();
+  bool first = true;
+#pragma unroll 1
+  for (;; now.next()) {
+    shared.told[now.stage].wait(now.round & 1);
+    const Step& t = shared.steps[now.stage];
+    if (t.rank == 0) return;
+#pragma unroll 1
+    for (int rank = 0; rank < t.rank; rank += kStepRanks, at.next()) {
+      if (t.fresh) {
+        if (h_at.round > 0) shared.h_empty[h_at.stage].wait((h_at.round - 1) & 1);
+        copy.h(h_at.stage, rank, t, p.h.row_stride);
+        shared.h_full[h_at.stage].arrive_after_copies();
+        h_at.next();
+      }
+      if (!first || rank >= ahead * kStepRanks) {
+        if (at.round > 0) shared.empty[at.stage].wait((at.round - 1) & 1);
+        copy.b(at.stage, rank, t);
+      }
+      if (t.vector) {
+        shared.full[at.stage].arrive_after_copies();
+      } else {
+        device::cp_async_commit();
+        device::cp_async_wait<0>();
+        shared.full[at.stage].arrive();
+      }
+    }
+    first = false;
+    scout.tell();
+  }
+}
+
+/// y of a thread's two rows, 8 columns of each group of 32.
+struct YPart {
+  static constexpr int kGroups = kCols / kGroupCols;
+  uint4 v[2][kGroups];
+
+  template <class T>
+  __device__ __forceinline__ void load(const T* y, const Step& t, int row0, int col0, bool wanted) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::int64_t at = t.y[row0 + 8 * half];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const bool there = wanted && at >= 0 && t.cols > g * kGroupCols + col0;
+        v[half][g] = make_uint4(0, 0, 0, 0);
+        device::load_if(there, v[half][g], y + at + g * kGroupCols + col0);
+      }
+    }
+  }
+};
+
+template <class T>
+struct Consumer {
+  const ExpandParams& p;
+  Shared& shared;
+  std::uint32_t ring;
+  T* y;
+  int row0, col0;
+  device::RingCursor<kSteps> now;
+  device::RingCursor<kStages> at;
+  device::RingCursor<kHBlocks> h_first;
+
+  /// acc = h B^T of a warpgroup's 64 tokens and all columns.
+  __device__ __forceinline__ void multiply(const Step& t, float (&acc)[kCols / 2]) {
+    const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+    const int rank = __shfl_sync(0xffffffffu, t.rank, 0);
+    const bool live = __shfl_sync(0xffffffffu, t.count, 0) > warpgroup * 64;
+    const bool signals = threadIdx.x % 32 == 0, fresh = t.fresh, leaves = t.last && signals;
+#pragma unroll
+    for (float& v : acc) v = 0;
+    device::RingCursor<kHBlocks> h_at = h_first;
+    int last = -1, last_h = 0;  // stages of the products in flight
+#pragma unroll 1
+    for (int first = 0; first < rank; first += kStepRanks, at.next(), h_at.next()) {
+      if (fresh) shared.h_full[h_at.stage].wait(h_at.round & 1);
+      shared.full[at.stage].wait(at.round & 1);
+      if (live) {
+        device::fence_async_proxy();  // cp.async wrote through the generic proxy
+        device::wgmma_keep(acc);
+        device::wgmma_fence();
+        const auto h = device::wgmma_descriptor(ring + h_at.stage * kBlockBytes +
+                                                warpgroup * 64 * device::kSwizzleBytes);
+        const auto b = device::wgmma_descriptor(ring + (kHBlocks + at.stage) * kBlockBytes);
+#pragma unroll
+        for (int i = 0; i < kStepRanks / 16; ++i) {
+          device::wgmma<T, kCols>(acc, h + i * device::kDescriptorStep,
+                                  b + i * device::kDescriptorStep, 1);
+        }
+        device::wgmma_commit();
+        device::wgmma_wait<1>();
+      }
+      if (last >= 0 && signals) shared.empty[last].arrive();
+      if (last >= 0 && leaves) shared.h_empty[last_h].arrive();
+      last = at.stage;
+      last_h = h_at.stage;
+    }
+    device::wgmma_wait<0>();
+    device::wgmma_keep(acc);
+    if (signals) shared.empty[last].arrive();
+    if (leaves) shared.h_empty[last_h].arrive();
+    if (t.last) h_first = h_at;
+  }
+
+  /// y of a step to L2, whatever a predecessor may still write there: two lines a row and two
+  /// threads.
+  __device__ __forceinline__ void ask_for(const Step& t) const {
+    if (t.rank == 0 || !p.add_inputs) return;
+    const std::int64_t row = t.y[threadIdx.x / 2];
+    const int col = static_cast<int>(threadIdx.x) % 2 * 64;
+    if (row >= 0 && col < t.cols) device::prefetch_l2(y + row + col);
+  }
+
+  /// Computes a step whose y is on its way, and asks for that of the next one; false after the last
+  /// one. (Of two steps in registers at once the compiler waits for both.)
+  __device__ __forceinline__ bool step(YPart& own) {
+    const int slot = now.stage;
+    const Step& t = shared.steps[slot];
+    now.next();
+    shared.told[now.stage].wait(now.round & 1);
+    const Step& coming = shared.steps[now.stage];
+    const bool more = coming.rank > 0;
+    ask_for(coming);
+    float acc[kCols / 2];
+    multiply(t, acc);
+    // Store
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::int64_t row = t.y[row0 + 8 * half];
+#pragma unroll
+      for (int g = 0; g < YPart::kGroups; ++g) {
+        if (row < 0 || t.cols <= g * kGroupCols + col0) continue;
+        const auto& products = reinterpret_cast<const float(&)[4][4]>(acc[g * 16]);
+        *reinterpret_cast<uint4*>(y + row + g * kGroupCols + col0) =
+            add_products<T>(own.v[half][g], products, half, t.scale, p.add_inputs);
+      }
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.used[slot].arrive();
+    if (more) own.load(y, coming, row0, col0, p.add_inputs);
+    return more;
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1)
+    expand_wide_walk_kernel(const __grid_constant__ ExpandParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char smem[];
+  auto& shared = *reinterpret_cast<Shared*>(smem + kRing);
+  const std::uint32_t ring = device::smem_address(smem);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  device::pdl_begin(p.early);
+
+  // The CTA's steps, and the tile of the first one
+  const int4 head = __ldcg(reinterpret_cast<const int4*>(p.groups.plan));
+  const auto* list = reinterpret_cast<const int4*>(p.groups.plan + p.tiles.list);
+  const bool of_batch = is_plan_of(head, p.tiles, p.weights.num_adapters);
+  const int num_tiles = of_batch ? min(head.w, p.tiles.num) : 0;
+  int runs = 0;
+  for (int base = 0; base < num_tiles; base += kThreads) {
+    const int i = base + thread;
+    runs += __syncthreads_count(i < num_tiles && leads(__ldcg(list + i)));
+  }
+  const int blocks = p.block_start[p.weights.num_slices];
+  const Range range(runs, blocks);
+  if (range.begin >= range.end) return device::pdl_leave();
+  const std::int64_t run = range.begin / blocks;
+  for (int base = 0, before = 0; before <= run; base += kThreads) {
+    const int i = base + thread;
+    const bool is_leader = i < num_tiles && leads(__ldcg(list + i));
+    const unsigned leaders = __ballot_sync(0xffffffffu, is_leader);
+    if (lane == 0) shared.warp_leaders[warp] = __popc(leaders);
+    __syncthreads();
+    int place = before + __popc(leaders & ((1u << lane) - 1));
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < warp) place += shared.warp_leaders[w];
+      before += shared.warp_leaders[w];
+    }
+    if (is_leader && place == run) shared.first = i;
+    __syncthreads();
+  }
+  if (thread == 0) {
+    for (int i = 0; i < kSteps; ++i) {
+      shared.told[i].init(kProducers);
+      shared.used[i].init(kConsumers / 32);
+    }
+    for (int i = 0; i < kHBlocks; ++i) {
+      shared.h_full[i].init(kProducers);
+      shared.h_empty[i].init(kConsumers / 32);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      shared.full[i].init(kProducers);
+      shared.empty[i].init(kConsumers / 32);
+    }
+  }
+  __syncthreads();
+
+  // Load
+  if (thread >= kConsumers) {
+    device::fewer_registers<kProducerRegisters>();
+    Scout scout{p,
+                shared,
+                num_tiles,
+                shared.first,
+                static_cast<int>(range.begin - run * blocks),
+                range.stride,
+                range.begin,
+                range.end};
+    scout.find_run();
+    produce<T>(p, shared, scout, ring);
+    return;
+  }
+
+  // Compute
+  device::more_registers<kConsumerRegisters>();
+  T* const y = static_cast<T*>(p.y.data);
+  Consumer<T> consumer{p, shared, ring, y, thread / 32 * 16 + thread % 32 / 4, thread % 4 * 8};
+  shared.told[0].wait(0);
+  const Step& first = shared.steps[0];
+  consumer.ask_for(first);
+  device::pdl_wait();
+  if (first.rank == 0) return;
+  YPart own;
+  own.load(y, first, consumer.row0, consumer.col0, p.add_inputs);
+#pragma unroll 1
+  while (consumer.step(own)) {
+  }
+#endif
+}
+
+}  // namespace
+
+// ---- host ---------------------------------------------------------------------------------------
+
+void expand_wide_walk(const ExpandParams& p, Stream stream) {
+  check(p.groups.plan != nullptr && p.h.by_position && p.h.vector && p.vector_y &&
+            p.tiles.first == 0 && p.cols == kCols,
+        "lora_apply: the persistent wide kernel needs a plan, its own h and aligned y");
+  static_assert(kSmem + 1024 <= 228 * 1024, "a CTA fits an SM");
+  const std::int64_t steps = max_tiles(p.tiles.num_tokens, p.weights.num_adapters, kTokens) *
+                             p.block_start[p.weights.num_slices];
+  device::Launch l;
+  l.grid =
+      dim3(static_cast<unsigned>(std::min<std::int64_t>(steps, device::current_device().num_sms)));
+  l.threads = kThreads;
+  l.smem = kSmem;
+  l.stream = stream;
+  l.pdl = true;
+  device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
+    device::launch<expand_wide_walk_kernel<typename decltype(tag)::type>>("lora_expand", l, p);
+  });
+}
+
+}  // namespace mortar::lora::cuda
