@@ -19,6 +19,7 @@ using fp8_rmsnorm::BandPlan;
 using fp8_rmsnorm::ForwardPlan;
 using fp8_rmsnorm::ForwardShape;
 using fp8_rmsnorm::HeldRowsPlan;
+using fp8_rmsnorm::RowBlockPlan;
 
 inline constexpr Fp8Scaling kScalings[] = {Fp8Scaling::kTensor, Fp8Scaling::kRow,
                                            Fp8Scaling::kGroup};
