@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pass over blocks of aligned rows that are held in registers: q with scales of rows, and the maxima
-// of the columns for those of q_t; or the statistics of rows that are too long for one CTA.
+// Pass over blocks of aligned rows that are held in registers: q with scales of rows, and the
+// maxima of the columns for those of q_t; or the statistics of rows too long for one CTA.
 //
 // z[m,n] = x s     rstd[m] = 1 / sqrt(mean_n z^2 + eps)     y[m,n] = z rstd (w + offset)
 // q = y / scale[m]     column maxima[n] = max_m |y|
