@@ -11,8 +11,8 @@
 namespace mortar::fp8_rmsnorm {
 
 /// A thread has the same 16 columns of several adjacent rows. A CTA has all columns of a block of
-/// rows, or one of n = kStrips strips of them: strip j has the runs of 512 bytes with the numbers j,
-/// j + n, j + 2 n, ...
+/// rows, or one of n = kStrips strips of them: strip j has the runs of 512 bytes with the numbers
+/// j, j + n, j + 2 n, ...
 struct RowBlockPlan {
   static constexpr int kPieces = 8;  ///< of 16 bytes, that a thread holds
   static constexpr int kColumns = 16;

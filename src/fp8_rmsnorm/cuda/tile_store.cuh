@@ -165,8 +165,8 @@ __device__ __forceinline__ uint4 shift_bytes(const uint4& low, const uint4& high
 /// Stores columns of a tile that has its last rows together with the next tile, to rows of q_t that
 /// begin anywhere: of each column the aligned pieces of 16 bytes that begin in its first
 /// kTileRows - 16 bytes behind what the tile before has stored; and the bytes before the first
-/// piece of a row, and behind its last. Eight threads share a column: thread t has the piece that begins
-/// at byte 16 (t - 1) + `head`, made of two pieces of the column.
+/// piece of a row, and behind its last. Eight threads share a column: thread t has the piece that
+/// begins at byte 16 (t - 1) + `head`, made of two pieces of the column.
 template <int kElements>
 __device__ __forceinline__ void store_overlapping_columns(const ForwardParams& p,
                                                           const unsigned char* transposed,
