@@ -17,6 +17,10 @@ struct RowBlockPlan {
   static constexpr int kPieces = 8;  ///< of 16 bytes, that a thread holds
   static constexpr int kColumns = 16;
   static constexpr int kMostThreads = 512;
+  /// Threads of a CTA, at most: conversions by integers take more registers.
+  static constexpr int most_threads(bool fp8_instructions) {
+    return fp8_instructions ? kMostThreads : kMostThreads / 2;
+  }
   static constexpr int kMostWarps = kMostThreads / 32;
   static constexpr int kStrips = 16;
   static constexpr int kRun = 32;          ///< pieces of a run, as many sums as a strip leaves
@@ -57,7 +61,8 @@ inline RowBlockPlan row_block_plan(const ForwardShape& s, const GpuShape& gpu, i
   std::int64_t threads = RowBlockPlan::kRun * ceil_div<std::int64_t>(runs, s.x_bytes);
   // Of a thread's pieces of a row the upper half is added to the lower: a power of two apart.
   if (s.x_bytes > 1) threads = power_of_two_above(std::max<std::int64_t>(threads, 1));
-  if (threads == 0 || threads > RowBlockPlan::kMostThreads || s.rows == 0) return plan;
+  if (threads == 0 || threads > RowBlockPlan::most_threads(gpu.clusters) || s.rows == 0)
+    return plan;
   plan.possible = true;
   plan.threads = static_cast<int>(threads);
   plan.strips = strips;

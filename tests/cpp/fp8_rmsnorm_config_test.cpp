@@ -100,7 +100,7 @@ TEST(Fp8RmsNormConfig, RowBlocksAreWholeAndFit) {
     const std::int64_t pieces = ceil_div<std::int64_t>(s.hidden, 16 / s.x_bytes);
     EXPECT_GE(std::int64_t{blocks.threads} * s.x_bytes * blocks.strips, pieces);
     EXPECT_EQ(blocks.threads % RowBlockPlan::kRun, 0);
-    EXPECT_LE(blocks.threads, RowBlockPlan::kMostThreads);
+    EXPECT_LE(blocks.threads, RowBlockPlan::most_threads(gpu.clusters));
     EXPECT_EQ(blocks.grid % blocks.strips, 0);
     EXPECT_LE(blocks.grid / blocks.strips,
               ceil_div<std::int64_t>(s.rows, RowBlockPlan::rows(s.x_bytes)));

@@ -46,7 +46,7 @@ __device__ __forceinline__ float finish_row(const ForwardParams& p, std::int64_t
 }
 
 template <class T, BlockPass kPass>
-__global__ void __launch_bounds__(kMostThreads, 1)
+__global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCTIONS), 1)
     row_blocks_kernel(const __grid_constant__ ForwardParams p) {
   constexpr int kElements = kPiece<T>, kQuads = kElements / 4, kSlots = sizeof(T);
   constexpr int kRows = RowBlockPlan::rows(sizeof(T));
@@ -214,13 +214,9 @@ __global__ void __launch_bounds__(kMostThreads, 1)
               unpack4<T>(raw[r][s], k, z);
 #pragma unroll
               for (int j = 0; j < 4; ++j) {
-                const float by = w[s][4 * k + j];
-                y[j] = z[j] * factor * by;
+                y[j] = z[j] * factor * w[s][4 * k + j];
                 std::uint32_t& most = of_columns[s][4 * k + j];
-                // The weight of a column is multiplied with once, at the end; but 0 times an
-                // infinite one is a NaN.
-                most = max(most, infinite ? device::product_bits(z[j] * to_y, by)
-                                          : device::product_bits(z[j], to_y));
+                most = max(most, device::product_bits(z[j], to_y));  // without its weight
               }
               codes[k] = device::pack_fp8x4<Out>(y);
             }
@@ -234,6 +230,29 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         quantize(TypeTag<Float8E4M3>());
       } else {
         quantize(TypeTag<Float8E5M2>());
+      }
+      // A weight of a column is multiplied with once, at the end; but 0 times an infinite one is a
+      // NaN, which then is the maximum.
+      if (infinite) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          if (row0 + r >= rows) break;
+          const float scale = kIsFloat8<T> ? scale_of_word(narrow, scale_word[r]) : 1.0f;
+          const float to_y = finite_or_nan(scale * of_rows[r].y);
+#pragma unroll
+          for (int s = 0; s < kSlots; ++s) {
+#pragma unroll
+            for (int k = 0; k < kQuads; ++k) {
+              float z[4];
+              unpack4<T>(raw[r][s], k, z);
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {
+                const bool nan = fabsf(w[s][4 * k + j]) > kLargestFloat && z[j] * to_y == 0.0f;
+                if (nan) of_columns[s][4 * k + j] = 0x7fffffffu;
+              }
+            }
+          }
+        }
       }
     }
     row0 += step;
@@ -249,8 +268,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const float most = __uint_as_float(of_columns[slot][in_piece + i]);
-        sums[i][thread] =
-            infinite ? most : __uint_as_float(device::product_bits(most, w[slot][in_piece + i]));
+        sums[i][thread] = __uint_as_float(device::product_bits(most, w[slot][in_piece + i]));
       }
       __syncthreads();
       for (int i = thread; i < kRows * threads; i += threads) {
