@@ -27,7 +27,7 @@ class Arithmetic(Operands):
                 form = f"emu_flush(emu_flush({{a}}) {sign} emu_flush({{b}}))"
             if "sat" in parts:
                 form = f"emu_min(emu_max({form}, 0.0f), 1.0f)"
-            return self._binary(args, kind, form)
+            return self._binary(args, kind, self._one_nan(kind, form))
         if kind in ("f16", "bf16", "f16x2", "bf16x2"):
             return self._halves(args, kind, f"({{0}} {sign} {{1}})")
         if "cc" in parts or parts[0] in ("addc", "subc"):
@@ -35,6 +35,10 @@ class Arithmetic(Operands):
         if "sat" in parts:
             raise Unsupported(".".join(parts))
         return self._binary(args, u(kind).replace("u", "b"), f"({{a}} {sign} {{b}})")
+
+    @staticmethod
+    def _one_nan(kind, value):
+        return f"emu_one_nan({value})" if kind == "f32" else value
 
     def _carry(self, parts, args, sign):
         kind = parts[-1]
@@ -113,7 +117,7 @@ class Arithmetic(Operands):
         value = f"{call}({a}, {b}, {c})"
         if "ftz" in parts:
             value = f"emu_flush({call}(emu_flush({a}), emu_flush({b}), emu_flush({c})))"
-        return self.write(args[0], value, kind)
+        return self.write(args[0], self._one_nan(kind, value), kind)
 
     def do_div(self, parts, args, at):
         kind = parts[-1]
@@ -188,9 +192,10 @@ class Arithmetic(Operands):
     def _function(self, parts, args, form):
         kind = parts[-1]
         a = self.read(args[1], kind)
+        value = form.format(a)
         if "ftz" in parts:
-            return self.write(args[0], f"emu_flush({form.format(f'emu_flush({a})')})", kind)
-        return self.write(args[0], form.format(a), kind)
+            value = f"emu_flush({form.format(f'emu_flush({a})')})"
+        return self.write(args[0], self._one_nan(kind, value), kind)
 
     def do_sqrt(self, parts, args, at):
         return self._function(

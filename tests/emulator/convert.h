@@ -58,6 +58,8 @@ EMU_INLINE f32 emu_max_nan(f32 a, f32 b) {
 EMU_INLINE f32 emu_min_nan(f32 a, f32 b) {
   return a != a || b != b ? BITS(f32, 0x7fffffffu) : emu_min(a, b);
 }
+/// The one NaN that float32 arithmetic of a GPU makes.
+EMU_INLINE f32 emu_one_nan(f32 v) { return v != v ? BITS(f32, 0x7fffffffu) : v; }
 /// Denormal numbers become zeros of their sign.
 EMU_INLINE f32 emu_flush(f32 v) {
   return (BITS(u32, v) & 0x7f800000u) == 0 ? BITS(f32, BITS(u32, v) & 0x80000000u) : v;
