@@ -188,7 +188,7 @@ inline void lay_out(ForwardPlan& plan, const ForwardShape& s, const GpuShape& gp
   const int held_grid = static_cast<int>(std::min<std::int64_t>(s.rows, gpu.num_sms));
   plan.maxima_at = reserve(
       4 * std::max({held_grid, plan.row_plan.grid, plan.tile_plan.grid, plan.fused_plan.grid,
-                    plan.band_plan.grid, plan.block_plan.grid, RowBlockPlan::kFinishGrid}));
+                    plan.band_plan.grid, plan.block_plan.finish_grid}));
   plan.column_maxima_at = reserve(plan.columns ? 4 * s.hidden : 0);
   plan.rstd_at = reserve(plan.tiles && s.norm ? 4 * s.rows : 0);
   plan.partials_at = reserve(4 * plan.block_plan.partials(s.rows));

@@ -23,21 +23,16 @@ struct RowBlockPlan {
   }
   static constexpr int kMostWarps = kMostThreads / 32;
   static constexpr int kStrips = 16;
-  static constexpr int kRun = 32;          ///< pieces of a run, as many sums as a strip leaves
-  static constexpr int kFinishRows = 8;    ///< of a CTA that adds up strips, at a time
-  static constexpr int kFinishGrid = 132;  ///< such CTAs, at most
+  static constexpr int kRun = 32;        ///< pieces of a run, as many sums as a strip leaves
+  static constexpr int kFinishRows = 8;  ///< of a CTA that adds up strips, at a time
 
   bool possible = false;
   int threads = 0;
   int strips = 1;
-  int grid = 0;  ///< a multiple of the strips
+  int grid = 0;         ///< a multiple of the strips
+  int finish_grid = 0;  ///< CTAs that add up strips
 
   MORTAR_HOST_DEVICE static constexpr int rows(int x_bytes) { return kPieces / x_bytes; }
-  /// CTAs that add up the strips of so many rows.
-  static int finish_grid(std::int64_t rows) {
-    return static_cast<int>(
-        std::min<std::int64_t>(ceil_div<std::int64_t>(rows, kFinishRows), kFinishGrid));
-  }
   /// Floats that strips leave: their sums, and a maximum.
   std::int64_t partials(std::int64_t rows) const {
     return strips > 1 ? rows * strips * (kRun + 1) : 0;
@@ -55,20 +50,22 @@ inline bool row_blocks_take(const ForwardShape& s, int strips) {
 
 inline RowBlockPlan row_block_plan(const ForwardShape& s, const GpuShape& gpu, int strips) {
   RowBlockPlan plan;
+  if (s.rows == 0 || s.hidden == 0) return plan;
   const std::int64_t piece = 16 / s.x_bytes, pieces = ceil_div<std::int64_t>(s.hidden, piece);
   const std::int64_t runs =
       ceil_div(ceil_div<std::int64_t>(pieces, RowBlockPlan::kRun), std::int64_t{strips});
   std::int64_t threads = RowBlockPlan::kRun * ceil_div<std::int64_t>(runs, s.x_bytes);
   // Of a thread's pieces of a row the upper half is added to the lower: a power of two apart.
-  if (s.x_bytes > 1) threads = power_of_two_above(std::max<std::int64_t>(threads, 1));
-  if (threads == 0 || threads > RowBlockPlan::most_threads(gpu.clusters) || s.rows == 0)
-    return plan;
+  if (s.x_bytes > 1) threads = power_of_two_above(threads);
+  if (threads > RowBlockPlan::most_threads(gpu.clusters)) return plan;
   plan.possible = true;
   plan.threads = static_cast<int>(threads);
   plan.strips = strips;
   const std::int64_t blocks = ceil_div<std::int64_t>(s.rows, RowBlockPlan::rows(s.x_bytes));
   const int at_once = gpu.num_sms * (RowBlockPlan::kMostThreads / plan.threads);
   plan.grid = strips * static_cast<int>(std::clamp<std::int64_t>(at_once / strips, 1, blocks));
+  plan.finish_grid = static_cast<int>(std::min<std::int64_t>(
+      ceil_div<std::int64_t>(s.rows, RowBlockPlan::kFinishRows), gpu.num_sms));
   return plan;
 }
 

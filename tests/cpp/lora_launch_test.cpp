@@ -55,6 +55,17 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
     return c;
   }
 
+  /// lora_apply by this plan makes `want` of the `original` y.
+  static void expect_plan_gives(const std::vector<std::uint8_t>& want, const LaunchPlan& plan,
+                                LoraOperands& op, const GuardedTensor& original) {
+    const lora::cuda::InjectedPlan injected(plan);
+    restore_y(op, original);
+    run_apply(op);
+    op.y.download();
+    EXPECT_TRUE(op.y.guards_intact()) << describe(plan);
+    EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
+  }
+
   /// y after each candidate, all of which must have the same bits; those of the first agree with
   /// fp64. Adds what ran to `ran_`.
   void expect_same_bits(const LoraCase& c) {
@@ -71,12 +82,7 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
       if (!(plan.expand == all[0].expand) && !(plan.expand == all.back().expand) && !first &&
           !plan.one_kernel())
         continue;
-      const lora::cuda::InjectedPlan injected(plan);
-      restore_y(op, original);
-      run_apply(op);
-      op.y.download();
-      EXPECT_TRUE(op.y.guards_intact()) << describe(plan);
-      EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
+      expect_plan_gives(want, plan, op, original);
       if (plan.one_kernel()) {
         one_ran_.insert(plan.expand.cols);
         continue;
@@ -341,12 +347,7 @@ TEST_P(LoraLaunch, PersistentCtasTakeSeveralSteps) {
       if (!has_wide || shape.float_weights) continue;
       plan.expand = {lora::ExpandKernel::kWide, i, 64, shape.cols};
       plan.workspace_bytes = lora::workspace_of(plan);
-      const lora::cuda::InjectedPlan injected(plan);
-      restore_y(op, original);
-      run_apply(op);
-      op.y.download();
-      EXPECT_TRUE(op.y.guards_intact()) << describe(plan);
-      EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
+      expect_plan_gives(want, plan, op, original);
     }
   };
   expect(case_of(77, 40, {264, 40}, {72, 0, 136, 8}), 3);

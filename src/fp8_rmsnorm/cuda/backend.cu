@@ -62,7 +62,7 @@ void run(ForwardParams p, Stream stream) {
                          reinterpret_cast<std::uintptr_t>(p.weight.data) % 16 == 0;
   p.maxima_count = !plan.rows  ? plan.tile_plan.grid
                    : in_bands  ? plan.band_plan.grid
-                   : in_blocks ? RowBlockPlan::finish_grid(p.input.rows)
+                   : in_blocks ? blocks.finish_grid
                    : held      ? plan.held_plan.grid
                                : plan.row_plan.grid;
   if (in_bands) {

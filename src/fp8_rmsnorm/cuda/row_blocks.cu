@@ -82,21 +82,21 @@ __global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCT
   const int group_shift = kIsFloat8<T> ? log2_of(p.input.x_group) : 0;
   uint4 raw[kRows][kSlots];
   std::uint32_t scale_word[kRows] = {};
-  const auto load = [&] {
-    const T* x = static_cast<const T*>(p.input.x.data) + row0 * stride;
+  const auto load = [&](std::int64_t first) {
+    const T* x = static_cast<const T*>(p.input.x.data) + first * stride;
 #pragma unroll
     for (int r = 0; r < kRows; ++r, x += stride) {
 #pragma unroll
       for (int s = 0; s < kSlots; ++s) {
         raw[r][s] = make_uint4(0, 0, 0, 0);
-        if (row0 + r < rows && piece_of(s) < pieces) {
+        if (first + r < rows && piece_of(s) < pieces) {
           raw[r][s] = __ldcg(reinterpret_cast<const uint4*>(x + piece_of(s) * kElements));
         }
       }
       if constexpr (kIsFloat8<T>) {
-        const bool there = row0 + r < rows && piece_of(0) < pieces;
+        const bool there = first + r < rows && piece_of(0) < pieces;
         const std::int64_t at =
-            (row0 + r) * p.input.x_scale.row_stride + (piece_of(0) * kElements >> group_shift);
+            (first + r) * p.input.x_scale.row_stride + (piece_of(0) * kElements >> group_shift);
         const char* scales = static_cast<const char*>(p.input.x_scale.data);
         if (narrow) {
           load_word_if<true>(there, scale_word[r], scales + at * 2);
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCT
       }
     }
   };
-  load();
+  load(row0);
   float w[kSlots][kElements];
   bool infinite = false;
 #pragma unroll
@@ -255,9 +255,7 @@ __global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCT
         }
       }
     }
-    row0 += step;
-    load();
-    row0 -= step;
+    load(row0 + step);
   }
 
   if constexpr (kQuantizes) {

@@ -45,13 +45,7 @@ struct PanelPart {
   __device__ __forceinline__ PanelPart(const PanelParams& params, int columns, int ranks,
                                        bool makes_ds, int* live_of_groups)
       : p(params), live(live_of_groups + threadIdx.x / kThreads) {
-    first_rank = static_cast<int>(blockIdx.x) % p.groups * ranks;
-    panel = static_cast<int>(blockIdx.x) / p.groups;
-    int o = 0;
-    while (o + 1 < p.num_operands && panel >= p.operands[o + 1].first_panel) ++o;
-    own = &p.operands[o];
-    panel -= own->first_panel;
-    column = std::int64_t{panel} * columns;
+    find_panel(columns, ranks);
     if (first_rank < own->width) {
       rows = row_tile(p.rows, static_cast<int>(blockIdx.y), p.chunk, false);
     }
@@ -74,6 +68,13 @@ struct PanelPart {
   __device__ __forceinline__ PanelPart(const PanelParams& params, int columns,
                                        int ranks) requires(kWhole)
       : p(params), live(nullptr) {
+    find_panel(columns, ranks);
+    threshold = own->threshold;
+    if (first_rank < own->live) rows = RowTile{0, 0, static_cast<int>(p.rows.num_rows)};
+  }
+
+  /// The operand and the columns of this thread block, and its rank columns.
+  __device__ __forceinline__ void find_panel(int columns, int ranks) {
     first_rank = static_cast<int>(blockIdx.x) % p.groups * ranks;
     panel = static_cast<int>(blockIdx.x) / p.groups;
     int o = 0;
@@ -81,8 +82,6 @@ struct PanelPart {
     own = &p.operands[o];
     panel -= own->first_panel;
     column = std::int64_t{panel} * columns;
-    threshold = own->threshold;
-    if (first_rank < own->live) rows = RowTile{0, 0, static_cast<int>(p.rows.num_rows)};
   }
 
   __device__ __forceinline__ MaskParams mask() const {

@@ -16,6 +16,8 @@
 //
 // It starts beside the expand before it, which writes none of its operands, and waits for that one
 // before it stores.
+#include <algorithm>
+
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
