@@ -161,7 +161,11 @@ inline FusedPlan choose_fused(const ForwardShape& s, const GpuShape& gpu) {
   const std::int64_t least = ceil_div<std::int64_t>(s.rows, gpu.num_sms);
   const std::int64_t rows = round_up<std::int64_t>(least, 64);
   if (least == 0 || rows > 1024 || 10 * s.rows < 9 * rows * gpu.num_sms) return {};
-  return fused_plan(s, gpu, static_cast<int>(rows));
+  const FusedPlan plan = fused_plan(s, gpu, static_cast<int>(rows));
+  // What is not kept is to come from L2: else rows and tiles are faster, which read it from the end
+  // (16384 x 4096 in 108.8 us for 110.3, 131072 x 256 in 58.0 for 60.3; 8192 x 4096 in 52.3 for
+  // 49.1).
+  return s.rows * (s.hidden - plan.held.kept_bytes) > HeldRowsPlan::kReadAgain ? FusedPlan() : plan;
 }
 
 /// As much as one CTA does at once: a call then costs one launch and no workspace.
@@ -197,6 +201,24 @@ inline void lay_out(ForwardPlan& plan, const ForwardShape& s, const GpuShape& gp
   plan.workspace_bytes = bytes;
 }
 
+/// What rows do beside tiles: plan.held_plan's, once the others are there.
+inline void set_beside_tiles(ForwardPlan& plan, const ForwardShape& s, const GpuShape& gpu) {
+  HeldRowsPlan& held = plan.held_plan;
+  if (!held.possible || !plan.tiles) return;
+  held.late_rows = HeldRowsPlan::kReadAgain / held.x_bytes;
+  // Where a CTA makes two tiles or three, one of theirs comes early beside one of rows, and rows of
+  // the next call need not wait for the last tiles (4096 x 2304 in 17.7 us for 18.7, 4097 x 4096 in
+  // 30.8 for 33.5). With one for each they all come at once when the rows are done (2048 x 4096 in
+  // 15.1 for 16.2); with more the last ones count for little (8192 x 4096 in 52.6 for 54.4).
+  const TilesPlan& tiles = plan.tile_plan;
+  const int of_tiles =
+      TilesPlan::kSharedTile + TilesPlan::stages(s.x_bytes) * TilesPlan::stage_bytes(s.x_bytes);
+  const std::int64_t room = gpu.max_smem - HeldRowsPlan::kStaticSmem;
+  if (s.x_bytes > 1 || held.smem + of_tiles > room) return;
+  held.alone = tiles.tiles <= tiles.grid || tiles.tiles > 3 * std::int64_t{tiles.grid};
+  if (held.alone) held.smem = room;
+}
+
 /// The plan of passes over rows and tiles, for any number of elements.
 inline ForwardPlan choose_passes(const ForwardShape& s, const GpuShape& gpu) {
   ForwardPlan plan;
@@ -209,6 +231,7 @@ inline ForwardPlan choose_passes(const ForwardShape& s, const GpuShape& gpu) {
   plan.held_plan = choose_held_rows(s, gpu);
   plan.row_plan = choose_rows(s, gpu);
   plan.tile_plan = choose_tiles(s, gpu);
+  set_beside_tiles(plan, s, gpu);
   if (plan.tiles_make_q) plan.fused_plan = choose_fused(s, gpu);
   if (plan.rows) {
     plan.band_plan = choose_bands(s, gpu);
@@ -246,7 +269,8 @@ inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& p) {
   if (p.rows && p.held_plan.possible) {
     out << "aligned rows " << p.held_plan.grid << " x " << HeldRowsPlan::kThreads << ", "
         << p.held_plan.row_threads << " threads a row, " << p.held_plan.slots << " pieces each"
-        << (p.held_plan.added_bytes > 0 ? ", with the residual; " : "; ");
+        << (p.held_plan.added_bytes > 0 ? ", with the residual" : "")
+        << (p.held_plan.alone ? "; " : ", beside tiles; ");
   }
   if (p.rows) {
     out << (p.held_plan.possible ? "else rows " : "rows ") << p.row_plan.grid << " x "

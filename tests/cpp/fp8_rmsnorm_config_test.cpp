@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <random>
+#include <tuple>
 
 #include "fp8_rmsnorm_config_case.h"
 
@@ -109,6 +110,38 @@ TEST(Fp8RmsNormConfig, RowBlocksAreWholeAndFit) {
   }
   EXPECT_GT(chosen[0], 100);
   EXPECT_GT(chosen[1], 100);
+}
+
+// A CTA of tiles comes early beside one of rows only where it fits there and has two or three of
+// them to make; one kernel does both only where L2 holds what its shared memory does not.
+TEST(Fp8RmsNormConfig, RowsBesideTilesAndInOneKernel) {
+  const GpuShape& gpu = kGpus[0];
+  const auto plan_of = [&](std::int64_t rows, std::int64_t hidden, int x_bytes = 1) {
+    ForwardShape s;
+    s.rows = rows;
+    s.hidden = hidden;
+    s.x_bytes = x_bytes;
+    s.x_group = x_bytes == 1 ? 16 : 0;
+    s.x_scale_bytes = x_bytes == 1 ? 2 : 0;
+    s.q_t = true;
+    return choose_passes(s, gpu);
+  };
+  for (const auto& [rows, hidden, beside] : {std::tuple{2048, 4096, false},
+                                             {4096, 2304, true},
+                                             {4097, 4096, true},
+                                             {16384, 4096, false},
+                                             {4096, 12288, false}}) {
+    const ForwardPlan plan = plan_of(rows, hidden);
+    SCOPED_TRACE(printed(plan));
+    EXPECT_EQ(plan.held_plan.alone, !beside);
+    EXPECT_LE(plan.held_plan.smem, gpu.max_smem - HeldRowsPlan::kStaticSmem);
+    const bool all_late = plan.held_plan.late_rows >= rows;
+    EXPECT_EQ(all_late, std::int64_t{rows} * hidden <= HeldRowsPlan::kReadAgain);
+  }
+  EXPECT_TRUE(plan_of(4096, 2304, 2).held_plan.alone);
+  EXPECT_TRUE(plan_of(8192, 4096).fused_plan.possible);
+  EXPECT_FALSE(plan_of(16384, 4096).fused_plan.possible);
+  EXPECT_FALSE(plan_of(131072, 256).fused_plan.possible);
 }
 
 // Tiles lie over all rows; each has the bytes of its columns' aligned pieces that begin in it,

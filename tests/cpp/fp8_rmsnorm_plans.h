@@ -119,6 +119,8 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
       use(plan, "threads of a row");
       plan.held_plan.grid = 1;  // a CTA goes over all rows, and another over all tiles
       plan.tile_plan.grid = 1;
+      plan.held_plan.late_rows = 2;  // all others are marked for eviction
+      plan.held_plan.alone = false;
       use(plan, "one CTA");
       plan.held_plan.grid = std::min(3, held_rows_plan(s, gpu_, threads).grid);
       plan.tile_plan.grid = static_cast<int>(std::min<std::int64_t>(5, plan.tile_plan.tiles));
@@ -132,6 +134,7 @@ class Fp8RmsNormCuda : public ::testing::TestWithParam<Device> {
     for (int rows : {16, 32, 48, 64, 128, 192}) {
       ForwardPlan plan = choose_passes(s, gpu_);
       plan.fused_plan = fused_plan(s, gpu_, rows);
+      plan.fused_plan.held.late_rows = 5;
       if (s.stochastic || !plan.tiles_make_q || !plan.fused_plan.possible) continue;
       lay_out(plan, s, gpu_);
       use(plan, "one kernel");

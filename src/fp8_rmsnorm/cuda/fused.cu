@@ -13,7 +13,8 @@
 //          adjacent rows. It takes each row's sum and maximum as it comes, and keeps its first
 //          columns in shared memory. Tiles of these columns are made from there; of the others x is
 //          read again, while it is still in L2
-// wrong  : few rows, M % 16 != 0, wider x (as fast by two kernels), and what rows.cu does not do
+// wrong  : few rows, M % 16 != 0, more x than L2 holds beside what is kept, wider x (as fast by two
+//          kernels), and what rows.cu does not do
 #include <cooperative_groups.h>
 
 #include "device/launch.cuh"

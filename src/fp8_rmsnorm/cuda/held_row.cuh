@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "device/bulk_copy.cuh"
+#include "device/cache_policy.cuh"
 #include "fp8_rmsnorm/cuda/row_ring.cuh"
 #include "fp8_rmsnorm/cuda/row_weights.cuh"
 #include "fp8_rmsnorm/cuda/words.cuh"
@@ -91,6 +91,23 @@ class HeldRows {
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(scale), "r"(0) : "memory");
       }
     }
+  }
+
+  /// Asks for the first row in L2.
+  __device__ __forceinline__ void prefetch() const {
+    if (next_ >= end_) return;
+    const auto of_row = [&](const Rows& rows, int bytes, int size) {
+      const char* row = static_cast<const char*>(rows.data) + next_ * rows.row_stride * size;
+      for (int at = lane_ * 128; at < bytes; at += plan_.row_threads * 128) {
+        device::prefetch_l2(row + at);
+      }
+    };
+    of_row(p_.input.x, pieces_ * 16, static_cast<int>(sizeof(T)));
+    if constexpr (kIsFloat8<T>) {
+      const int size = narrow() ? 2 : 4;
+      of_row(p_.input.x_scale, (pieces_ >> shift_) * size, size);
+    }
+    if constexpr (kAdds) of_row(p_.residual, pieces_ * 16, static_cast<int>(sizeof(T)));
   }
 
   /// Asks for the first row.
@@ -208,8 +225,13 @@ class HeldRows {
           others += bytes;
         }
         const int kept = min(kept_bytes(), bytes);
-        if (kKeeps && kept > 0) device::copy_bulk(fill_kept_, x, kept, barrier);
-        if (!kKeeps || bytes > kept) device::copy_bulk(to, x + kept, bytes - kept, barrier);
+        // What is kept is not read again, nor what L2 has no room for.
+        const std::uint64_t policy =
+            end_ - next_ > plan.late_rows ? device::kEvictFirst : device::kEvictNormal;
+        if (kKeeps && kept > 0) {
+          device::copy_bulk(fill_kept_, x, kept, barrier, device::kEvictFirst);
+        }
+        if (!kKeeps || bytes > kept) device::copy_bulk(to, x + kept, bytes - kept, barrier, policy);
         barrier->arrive_and_expect(bytes + others);
       }
     } else {

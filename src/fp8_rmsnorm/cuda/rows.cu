@@ -136,6 +136,7 @@ __global__ void __launch_bounds__((kRegisterThreads<T, kPass>), 1)
   // Load.
   held.init();
   SharedWeights<kElements>::prefetch(p, pieces);
+  if (kRegisterThreads<T, kPass> == kThreads || plan.alone) held.prefetch();
   device::pdl_wait();
   device::pdl_trigger();
   if (p.makes_maxima() && thread == 0) p.maxima[blockIdx.x] = 0;
