@@ -144,10 +144,10 @@ TEST(Fp8RmsNormConfig, RowsBesideTilesAndInOneKernel) {
   EXPECT_FALSE(plan_of(131072, 256).fused_plan.possible);
 }
 
-// Tiles lie over all rows; each has the bytes of its columns' aligned pieces that begin in it,
-// wherever these begin.
+// Tiles lie over all rows; each has the bytes of its columns' sectors that begin in it, or before
+// the next one's first, wherever these begin.
 TEST(Fp8RmsNormConfig, TilesCoverAllRows) {
-  for (std::int64_t rows : {1, 15, 16, 100, 112, 113, 127, 128, 129, 1000, 4096, 4097}) {
+  for (std::int64_t rows : {1, 15, 16, 96, 97, 112, 113, 127, 128, 129, 1000, 1008, 4096, 4097}) {
     for (Fp8Scaling scaling : {Fp8Scaling::kTensor, Fp8Scaling::kRow, Fp8Scaling::kGroup}) {
       ForwardShape s;
       s.rows = rows;
@@ -155,8 +155,8 @@ TEST(Fp8RmsNormConfig, TilesCoverAllRows) {
       s.scaling = scaling;
       s.q_t = true;
       const TilesPlan plan = choose_tiles(s, kGpus[0]);
-      const bool overlap = rows % 16 != 0 && scaling != Fp8Scaling::kGroup;
-      EXPECT_EQ(plan.step, TilesPlan::kRows - (overlap ? TilesPlan::kShared : 0));
+      const bool overlap = rows % 32 != 0 && scaling != Fp8Scaling::kGroup;
+      EXPECT_EQ(plan.step, !overlap ? 128 : rows % 16 == 0 ? 112 : 96);
       EXPECT_EQ(plan.tiles % 3, 0);
       EXPECT_GE(plan.tiles / 3 * plan.step, rows);
       EXPECT_LT((plan.tiles / 3 - 1) * plan.step, rows);

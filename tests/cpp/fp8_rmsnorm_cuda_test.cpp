@@ -196,20 +196,26 @@ TEST_P(Fp8RmsNormCuda, LaunchChoicesOfStochasticRoundingChangeNoBit) {
   expect_same_bits({.rows = 131, .columns = 264, .x = kF16, .norm = false, .stochastic = true});
 }
 
-// q_t's rows begin at every address modulo 16 and end at any; tiles are whole or not.
+// q_t's rows begin at every address modulo 32 and end at any; tiles are whole or not.
 TEST_P(Fp8RmsNormCuda, LaunchChoicesOfUnalignedColumnsChangeNoBit) {
-  for (std::int64_t rows : {1, 2, 3, 5, 8, 129, 131, 136, 257}) {
+  for (std::int64_t rows : {1, 2, 3, 5, 8, 95, 97, 129, 131, 136, 257}) {
     for (const auto& [x, columns] : {std::pair{kE4M3, 272}, {kBF16, 136}, {kF32, 132}}) {
       expect_same_bits({.rows = rows, .columns = columns, .x = x});
     }
   }
 }
 
-// The same where they are aligned.
+// The same where they begin at sectors or at half of one.
 TEST_P(Fp8RmsNormCuda, LaunchChoicesOfAlignedColumnsChangeNoBit) {
   for (const auto& [x, columns] : {std::pair{kE4M3, 272}, {kBF16, 136}, {kF32, 132}}) {
-    expect_same_bits({.rows = 272, .columns = columns, .x = x});
+    for (std::int64_t rows : {16, 112, 240, 272, 288}) {
+      expect_same_bits({.rows = rows, .columns = columns, .x = x});
+    }
   }
+  // Strides that the number of rows does not tell of.
+  expect_same_bits({.rows = 272, .columns = 136, .x = kBF16, .layout = {.row_gap = 8}});
+  expect_same_bits({.rows = 272, .columns = 272, .x = kE4M3, .layout = {.row_gap = 16}});
+  expect_same_bits({.rows = 257, .columns = 132, .x = kF32, .layout = {.row_gap = 4}});
 }
 
 // One captured call, replayed after x has changed, does what a fresh call with the new x does.

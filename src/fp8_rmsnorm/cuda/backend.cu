@@ -91,10 +91,13 @@ void run(ForwardParams p, Stream stream) {
                                       p.out.scaling != Fp8Scaling::kTensor);
   const bool whole = !plan.tile_plan.any && p.x_aligned && p.q_aligned && !p.tiles_make_maxima() &&
                      (nearest ? fast || (p.norm && !p.out.given_scale) : fast && draws);
+  TilesPlan& tile_plan = p.plan.tile_plan;
   if (!whole) {  // the kernels for any rows have tiles side by side
-    p.plan.tile_plan.step = TilesPlan::kRows;
-    p.plan.tile_plan.tiles = count_tiles(p.input.rows, hidden, TilesPlan::kRows);
+    tile_plan.step = TilesPlan::kRows;
+  } else if (tile_plan.step < TilesPlan::kRows && !p.q_t_aligned) {
+    tile_plan.step = TilesPlan::kRows - TilesPlan::shared(false);
   }
+  tile_plan.tiles = count_tiles(p.input.rows, hidden, tile_plan.step);
   p.walk = TileWalk(p.plan.tile_plan,
                     static_cast<int>(ceil_div<std::int64_t>(hidden, TilesPlan::kColumns)));
   if (plan.columns && !in_blocks) (whole ? column_maxima : any_column_maxima)(p, stream);

@@ -163,10 +163,10 @@ __device__ __forceinline__ uint4 shift_bytes(const uint4& low, const uint4& high
 }
 
 /// Stores columns of a tile that has its last rows together with the next tile, to rows of q_t that
-/// begin anywhere: of each column the aligned pieces of 16 bytes that begin in its first
-/// kTileRows - 16 bytes behind what the tile before has stored; and the bytes before the first
-/// piece of a row, and behind its last. Eight threads share a column: thread t has the piece that
-/// begins at byte 16 (t - 1) + `head`, made of two pieces of the column.
+/// begin anywhere: of each column the sectors that begin in its first p.walk.rows bytes, or before
+/// the next tile's first; and the bytes before the first sector of a row, and behind its last. Eight
+/// threads share a column: thread t has the t-th aligned piece of 16 bytes of it, made of two pieces
+/// of the column where these are not aligned; then that of thread 0 begins before the column.
 template <int kElements>
 __device__ __forceinline__ void store_overlapping_columns(const ForwardParams& p,
                                                           const unsigned char* transposed,
@@ -174,7 +174,7 @@ __device__ __forceinline__ void store_overlapping_columns(const ForwardParams& p
   constexpr int kStep = kTileThreads / 8;
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));  // what follows from it is made anew, not kept for all tiles
-  const int piece = thread % 8;
+  const int piece = thread % 8, step = p.walk.rows;
   const std::int64_t stride = p.out.q_t.row_stride;
   const auto rows = static_cast<int>(min(p.input.rows - row0, std::int64_t{kTileRows}));
   int left = static_cast<int>(p.input.hidden) - column0 - thread / 8;  // columns
@@ -189,16 +189,22 @@ __device__ __forceinline__ void store_overlapping_columns(const ForwardParams& p
       low = *reinterpret_cast<const uint4*>(
           transposed + device::transposed_offset<kElements>(column, piece - 1));
     }
-    const unsigned head = -static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(to)) % 16;
-    const uint4 v = shift_bytes(low, high, head);
-    const int first = 16 * (piece - 1) + static_cast<int>(head), there = rows - first;
+    constexpr unsigned kSector = TilesPlan::kSector;
+    const unsigned before = -static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(to));
+    const unsigned head = before % 16;
+    const uint4 v = head == 0 ? high : shift_bytes(low, high, head);
+    const int first = 16 * piece - static_cast<int>(-head % 16), there = rows - first;
+    // The sectors of this tile, from its first byte.
+    const auto begin = static_cast<int>(before % kSector);
+    const int end = step + static_cast<int>((before - static_cast<unsigned>(step)) % kSector);
+    if (first >= end || (first < begin && row0 > 0)) continue;
     if (first >= 0 && there >= 16) {
       __stcs(reinterpret_cast<uint4*>(to + first), v);
     } else if (first >= 0) {
       if (there > 0) store_first_bytes(to + first, v, there);
-    } else if (row0 == 0 && there >= 16) {
+    } else if (there >= 16) {
       store_last_bytes(to + first, v, static_cast<int>(head));
-    } else if (row0 == 0) {  // fewer rows than the bytes before the first piece
+    } else {  // fewer rows than the bytes before the first piece
       store_unaligned(to, high, rows);
     }
   }

@@ -11,9 +11,9 @@
 //          are transposed in registers 4 x 4 and meet those of other rows in shared memory, without
 //          bank conflicts. Stores of both outputs are runs of 128 bytes. The next tile of x comes
 //          to shared memory meanwhile. Stochastic rounding adds as many instructions again
-// wrong  : where rows of q_t do not begin at multiples of 16 bytes (M % 16 != 0), tiles overlap by
-//          16 rows: an eighth more work for whole pieces of q_t. Scales of groups of 128 rows leave
-//          no room for that: their q_t is stored in words, shifted into place
+// wrong  : where rows of q_t do not begin at sectors of 32 bytes (M % 32 != 0), tiles overlap by 32
+//          rows, or 16: a third more work for whole sectors of q_t. Scales of groups of 128 rows
+//          leave no room for that: their q_t is stored in words, shifted into place
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "fp8_rmsnorm/cuda/kernels.cuh"
