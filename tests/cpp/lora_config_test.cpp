@@ -122,7 +122,7 @@ LoraShape random_shape(std::mt19937& random) {
   std::vector<std::int64_t> widths(1 + random() % 3);
   for (std::int64_t& width : widths) width = 8 * log_uniform(4000);
   LoraShape s = shape(log_uniform(1 << 20), log_uniform(4096), static_cast<int>(log_uniform(512)),
-                      8 * log_uniform(2000), widths);
+                      8 * log_uniform(8000), widths);
   s.op = static_cast<Op>(random() % 3);
   s.one_type = random() % 4 != 0;
   s.float_weights = !s.one_type && random() % 4 != 0;
