@@ -26,12 +26,13 @@ struct Costs {
   double many;           ///< factor of many partials, which also push x and A out of L2
 };
 constexpr Costs kCosts{45, 4000, 300, 4, 0, 12000, 0, 12000, 1000, 1.5};
-/// Those of ranks up to 64, whose CTAs are short and start behind others that end: fitted to the
-/// plans of 167 random problems on an H100. What they choose takes the whole call 1.024 times as
-/// long as the best plan tried, on average, what the others do 1.040 times. (us, theirs and the
-/// others': 913 tokens of 16 adapters, ranks up to 64, 4,736 to 3,584, 15.4 and 18.5; 345 of 6,
-/// 18,944 to 3,584, 16.5 and 19.6; but 12,484 of 9, 14,336 to 4,096, 201 and 171; of rank 128 140
-/// and 107, 10,157 of 6, 4,096 to 1,024 + 2 x 256.)
+/// Those of ranks up to 64 and so many tokens, whose CTAs are short and start behind others that
+/// end: fitted to the plans of 167 random problems on an H100. What they choose takes the whole
+/// call 1.024 times as long as the best plan tried, on average, what the others do 1.040 times.
+/// (us, theirs and the others': 913 tokens of 16 adapters, ranks up to 64, 4,736 to 3,584, 15.4 and
+/// 18.5; 345 of 6, 18,944 to 3,584, 16.5 and 19.6; but 12,484 of 9, 14,336 to 4,096, 201 and 171; of
+/// rank 128 140 and 107, 10,157 of 6, 4,096 to 1,024 + 2 x 256.)
+constexpr std::int64_t kLowTokens = 4096;
 constexpr Costs kLowCosts{84, 1294, 161, 2.3, 0.8, 12000, 0.2, 2550, 0, 1.1};
 /// Those of ranks above 128, where L2 is asked for more than it gives: fitted to the three or four
 /// best shapes of 35 problems on an H100 of ranks 128 to 512. What they choose takes the whole call
@@ -42,7 +43,8 @@ constexpr Costs kLowCosts{84, 1294, 161, 2.3, 0.8, 12000, 0.2, 2550, 0, 1.1};
 constexpr Costs kHighCosts{31, 3100, 430, 3.4, 16, 10000, 11.5, 10000, 1000, 1.5};
 
 const Costs& costs_of(const LoraShape& s) {
-  return s.max_rank > kExpandPrefillMaxRank ? kHighCosts : s.max_rank > 64 ? kCosts : kLowCosts;
+  const bool low = s.max_rank <= 64 && s.num_tokens <= kLowTokens;
+  return s.max_rank > kExpandPrefillMaxRank ? kHighCosts : low ? kLowCosts : kCosts;
 }
 
 /// Clocks in which an SM with `ctas` CTAs, of which `resident` run at once, takes stages of so many
