@@ -298,6 +298,28 @@ TEST(LoraConfig, TilesFollowWhatTheyRead) {
   EXPECT_EQ(choose(s, kMachines[1]).shrink.kernel, ShrinkKernel::kParts);
 }
 
+/// Chunks of K on wgmma for few tokens of several slices, read by expand in tiles of 16.
+TEST(LoraConfig, FewTokensOfSeveralSlicesTakeChunksOnWgmma) {
+  const auto chunks = [](const LoraShape& s, const Machine& m = {}) {
+    const ShrinkPlan c = choose(s, m).shrink;
+    return c.kernel == ShrinkKernel::kWgmma && kWgmmaShapes[c.shape].share == Share::kLeaf;
+  };
+  EXPECT_TRUE(chunks(shape(122, 1, 64, 16384, {16384, 1024, 1024})));
+  EXPECT_FALSE(chunks(shape(122, 8, 64, 16384, {16384, 1024, 1024})));
+  EXPECT_FALSE(chunks(shape(141, 1, 32, 14336, {4096})));
+  EXPECT_FALSE(chunks(shape(122, 1, 64, 16384, {16384, 1024, 1024}), kMachines[1]));
+}
+
+/// CTAs of the decode expand neither leave most of the chip idle where half of the tiles are there,
+/// nor make a second round for a few.
+TEST(LoraConfig, ColumnsSuitEvenAndUnevenBatches) {
+  const auto cols = [](const LoraShape& s) { return choose(s, {}).expand.cols; };
+  EXPECT_LE(cols(shape(66, 66, 16, 2048, {8192, 8192})), 2048);
+  EXPECT_LE(cols(shape(104, 150, 128, 2048, {8192, 8192})), 1024);
+  EXPECT_GE(cols(shape(12, 13, 64, 3584, {3584})), 256);
+  EXPECT_EQ(cols(shape(240, 81, 4, 3584, {3584, 512, 512})) % 512, 0);
+}
+
 /// The persistent wide expand for several steps a CTA.
 TEST(LoraConfig, WideExpandWalksOverManySteps) {
   const auto walks = [](const LoraShape& s, const Machine& m = {}) {
