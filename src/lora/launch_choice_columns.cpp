@@ -91,12 +91,9 @@ ExpandPlan balanced_expand(const LoraShape& s, const Machine& m, const ExpandPla
         s.max_rank > 64 ? cols > 320 || !decode_ring_fits(s, m, cols, widest) : 2 * cols <= widest;
     plan.block_cols = narrow ? widest / 2 : widest;
     plan.cols = round_up(cols, plan.block_cols);
-    for (const int per_sm : {0, kDenseExpandPerSm}) {
-      if (per_sm != 0 && !runs_dense(s)) continue;
-      plan.per_sm = per_sm;
-      plan.stages = decode_stages(s, plan, m);
-      const double us = cost(plan);
-      if (us >= least) continue;
+    plan.stages = decode_stages(s, plan, m);
+    const double us = cost(plan);
+    if (us < least) {
       least = us;
       best = plan;
     }
