@@ -159,6 +159,7 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
     c.rows = kMmaShapes[0].rows();
     return c;
   }
+  if (suits_leaves(s, m)) return leaf_shrink(s, m, c.partials);
   c.kernel = ShrinkKernel::kDecode;
   // Of very many rows, or of long K, a CTA takes few, all of them in flight at once. (us, 32 rows
   // and all: 9 tokens of 191 adapters, rank 512, 5,120 to 3 x 1,280, 71 and 85; 8 of 11, rank 256,
@@ -323,7 +324,7 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   // Unaligned y has two kernels for all ranks, whose blocks are narrow.
   if (!s.aligned_y) c.block_cols = 32;
   c.stages = decode_stages(s, c, m);
-  return c;
+  return suits_balance(s) && h_cluster(s, m, c) == 1 ? balanced_expand(s, m, c) : c;
 }
 
 /// Tiles of 64, unless they would be mostly empty, or too few to fill the chip. (us, prefill
@@ -356,17 +357,17 @@ bool suits_wide(const LoraShape& s, const Machine& m) {
 /// on an H100, the persistent kernel and the one chosen otherwise: 8,860 tokens of 5 adapters, rank
 /// 256, 1,280 to 5,120, 119 and 147; 1,571 of one, 8,192 to 8,192, 64 and 73; 737 of 60, 28,672 to
 /// 8,192, 420 and 445; 7,000 of one, rank 128, 4,096 to 4,096, 78 and 82; but 913 of 4, rank 256,
-/// 3,584 to 3,584, two steps a CTA, 23.9 and 23.0; 1,024 of 8, rank 128, gate_up, 81 and 78; 12,612
-/// of 27, rank 64, qkv, 165 and 157.)
+/// 3,584 to 3,584, two steps a CTA, 23.9 and 23.0; 1,404 of one, 1,024 to 2,048 + 2 x 1,024, 2.7
+/// steps, 27.5 and 31.6; 1,024 of 8, rank 128, gate_up, 81 and 78.)
 bool suits_wide_walk(const LoraShape& s, const Machine& m) {
-  constexpr int kLeastRank = 65, kLeastSteps = 3;
+  constexpr int kLeastRank = 65;
   const WideShape& shape = kWideShapes[kWideWalkShape];
   const std::int64_t blocks = column_blocks(s, shape.cols);
   const bool high = h_width(s) > kExpandPrefillMaxRank;
   const std::int64_t least_tokens = high ? 10 : 64;  // of an adapter: fewer were not measured
   return runs_wide_walk(s, m) && h_width(s) >= kLeastRank && best_tile_tokens(s) == 64 &&
          tokens_per_adapter(s) >= least_tokens && (high || 5 * blocks < 3 * m.sms) &&
-         likely_runs(s, shape.tiles) * static_cast<double>(blocks) >= kLeastSteps * m.sms;
+         likely_runs(s, shape.tiles) * static_cast<double>(blocks) >= (high ? 2.5 : 3) * m.sms;
 }
 
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {

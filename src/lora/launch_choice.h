@@ -60,10 +60,17 @@ bool runs_wgmma(const LoraShape& s, const Machine& m);
 double likely_runs(const LoraShape& s, int tiles);
 /// The shape of it that takes one 16-bit type the fewest clocks.
 ShrinkPlan wgmma_shrink(const LoraShape& s, const Machine& m);
+/// The shape of one K chunk a CTA, and where it leaves partials sooner than the decode kernel does.
+ShrinkPlan leaf_shrink(const LoraShape& s, const Machine& m, Partials partials);
+bool suits_leaves(const LoraShape& s, const Machine& m);
 /// That, or tiles of 16 tokens of which a CTA sums all of K.
 ShrinkPlan walking_shrink(const LoraShape& s, const Machine& m);
 ExpandPlan wide_expand(int shape);
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m);
+/// `c` of the decode expand, or the columns that finish sooner, whether adapters have equally many
+/// tokens or not; and where that is asked for.
+ExpandPlan balanced_expand(const LoraShape& s, const Machine& m, const ExpandPlan& c);
+bool suits_balance(const LoraShape& s);
 /// With so many columns a CTA.
 ExpandPlan direct_expand(int cols);
 /// With columns that suit it, and where it is faster.

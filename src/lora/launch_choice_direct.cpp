@@ -15,8 +15,9 @@ namespace {
 constexpr int kDirectRank = 8;
 /// Columns of all tiles from which on it does: below, what counts is the time to the first result.
 /// (us, direct and decode, rank 8: one token, 8,192 to 2 x 28,672, 5.0 and 3.8; 10 tokens of 76
-/// adapters, 2,048 to 2 x 8,192, 4.4 and 5.2.)
-constexpr std::int64_t kDirectColumns = 140000;
+/// adapters, 2,048 to 2 x 8,192, 4.4 and 5.2; on an H100 119 of 119, 1,024 to 512 + 2 x 256, 6.7
+/// and 7.8.)
+constexpr std::int64_t kDirectColumns = 100000;
 
 /// Tokens of an adapter and columns of all tiles up to which it takes what tiles of 64 would take
 /// otherwise. (us, direct and prefill: 776 tokens of 22 adapters, rank 4, qkv, 12.9 and 15.4; 431
@@ -50,6 +51,12 @@ ExpandPlan choose_direct(const LoraShape& s, const Machine& m) {
          (c.cols + kDirectCols) * column_bytes <= kMostBytes) {
     c.cols += kDirectCols;
   }
+  // Whole rounds of the groups of columns that a warp has in flight. (us on an H100, 240 tokens of
+  // 81 adapters, rank 4, 3,584 to 3,584 + 2 x 512, 1,024 columns 9.4, 1,280 10.5; 453 of 24, 5,120
+  // to 2 x 13,824, 31.7 and 35.0; but 98 of 69, 8,192 to 8,192 + 2 x 1,024, 1,536 columns 17.3,
+  // 1,664 14.8.)
+  constexpr int kRound = 4 * kDirectCols;
+  if (c.cols > kRound) c.cols = c.cols / kRound * kRound;
   return c;
 }
 

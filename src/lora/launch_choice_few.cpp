@@ -92,7 +92,8 @@ void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandP
   }
   const std::int64_t expand_sms =
       expand.per_sm == 1 ? expand_ctas : ceil_div(expand_ctas, kExpandPerSm);
-  if (shrink_ctas + expand_sms <= m.sms) shrink.per_sm = 1;
+  const bool decode = shrink.kernel == ShrinkKernel::kDecode;
+  if (decode && shrink_ctas + expand_sms <= m.sms) shrink.per_sm = 1;
 }
 
 }  // namespace mortar::lora

@@ -21,15 +21,31 @@ struct Costs {
   double least;          ///< of a stage
   double product, step;  ///< of a stage for every tile and rank row of the shape, and besides
   double start, shape;   ///< of a CTA's start and end, and for every tile and rank row
+  double round;          ///< of the start and end of CTAs behind others, in place of `start`
+  double finish;         ///< of the kernel that adds partials
+  double many;           ///< factor of many partials, which also push x and A out of L2
 };
-constexpr Costs kCosts{45, 4000, 300, 4, 0, 12000, 0};
+constexpr Costs kCosts{45, 4000, 300, 4, 0, 12000, 0, 12000, 1000, 1.5};
+/// Those of ranks up to 64 and so many tokens, whose CTAs are short and start behind others that
+/// end: fitted to the plans of 167 random problems on an H100. What they choose takes the whole
+/// call 1.024 times as long as the best plan tried, on average, what the others do 1.040 times.
+/// (us, theirs and the others': 789 tokens of 91 adapters, rank 64, 18,944 to 3,584, 75 and 104;
+/// 345 of 6, ranks up to 64, 16.6 and 19.7; but 12,484 of 9, 14,336 to 4,096, 201 and 171; of rank
+/// 128 140 and 107, 10,157 of 6, 4,096 to 1,024 + 2 x 256.)
+constexpr std::int64_t kLowTokens = 4096;
+constexpr Costs kLowCosts{84, 1294, 161, 2.3, 0.8, 12000, 0.2, 2550, 0, 1.1};
 /// Those of ranks above 128, where L2 is asked for more than it gives: fitted to the three or four
 /// best shapes of 35 problems on an H100 of ranks 128 to 512. What they choose takes the whole call
 /// 1.008 times as long as the best of them, on average, what the others do 1.027 times. (us, theirs
 /// and the others': 3,673 tokens of 18 adapters, rank 256, 28,672 to 8,192, 247 and 298; 790 of 6,
 /// 3,584 to 3,584 + 2 x 512, 51 and 59; 8,192 of 16, down, 240 and 258; but 2,048 of 4, rank 128,
 /// qkv, 50 and 48.)
-constexpr Costs kHighCosts{31, 3100, 430, 3.4, 16, 10000, 11.5};
+constexpr Costs kHighCosts{31, 3100, 430, 3.4, 16, 10000, 11.5, 10000, 1000, 1.5};
+
+const Costs& costs_of(const LoraShape& s) {
+  const bool low = s.max_rank <= 64 && s.num_tokens <= kLowTokens;
+  return s.max_rank > kExpandPrefillMaxRank ? kHighCosts : low ? kLowCosts : kCosts;
+}
 
 /// Clocks in which an SM with `ctas` CTAs, of which `resident` run at once, takes stages of so many
 /// bytes and products, each no faster than `least`.
@@ -42,8 +58,8 @@ double stage_clocks(const Costs& costs, double ctas, double resident, double byt
 
 double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
                     const WgmmaShape& shape, double runs) {
-  constexpr double kFinish = 1000;  // clocks of the kernel that adds partials
   constexpr std::int64_t kFewPartials = 10 << 20;
+  constexpr double kL2Bytes = 45;  // that an SM reads or writes of partials in a clock
   const int columns = std::max(1, ceil_div(s.rank_rows(), shape.rows));
   const bool leaf = shape.share == Share::kLeaf;
   const double parts = leaf                          ? static_cast<double>(num_leaves(s.hidden))
@@ -56,13 +72,14 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
   const double clocks = stage_clocks(costs, ctas, shape.per_sm, bytes, shape.stages,
                                      costs.product * size + costs.step, costs.least) *
                             std::ceil(static_cast<double>(s.hidden) / (64 * parts)) +
-                        std::ceil(ctas / shape.per_sm) * (costs.start + costs.shape * size);
+                        costs.start - costs.round +
+                        std::ceil(ctas / shape.per_sm) * (costs.round + costs.shape * size);
   if (!leaf) return clocks;
   const double all =
-      clocks + kFinish + 2 * static_cast<double>(partial_bytes(s)) / (m.sms * kCosts.bytes_a_clock);
-  // Many partials also push x and A out of L2: only where they save a third by this count. (Of
-  // 8.8 MB, us on an H100: 319 tokens of one adapter, rank 256, 13,824 to 5,120, 26 and 33.)
-  return partials_are_light(s) || partial_bytes(s) <= kFewPartials ? all : 1.5 * all;
+      clocks + costs.finish + 2 * static_cast<double>(partial_bytes(s)) / (m.sms * kL2Bytes);
+  // (Of 8.8 MB, us on an H100: 319 tokens of one adapter, rank 256, 13,824 to 5,120, 26, and 33
+  // without partials.)
+  return partials_are_light(s) || partial_bytes(s) <= kFewPartials ? all : costs.many * all;
 }
 
 /// The host does not know how tokens are shared out: between all runs full and the last one of each
@@ -91,6 +108,24 @@ double mma_clocks(const LoraShape& s, const Machine& m) {
          std::ceil(ctas / kPerSm) * kStart;
 }
 
+/// The shape of one 16-bit type that takes the fewest clocks, of those allowed.
+template <class Allowed>
+ShrinkPlan least_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
+                        Allowed&& allowed) {
+  ShrinkPlan best;
+  double least = 0;
+  for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
+    const WgmmaShape& shape = kWgmmaShapes[i];
+    if (shape.float_weights || !allowed(shape)) continue;
+    const double clocks = wgmma_clocks(costs, s, m, shape);
+    if (least != 0 && clocks >= least) continue;
+    least = clocks;
+    const bool leaf = shape.share == Share::kLeaf;
+    best = {ShrinkKernel::kWgmma, i, 64, shape.rows, leaf ? Partials::kFinish : Partials::kNone, 0};
+  }
+  return best;
+}
+
 }  // namespace
 
 double likely_runs(const LoraShape& s, int tiles) {
@@ -102,19 +137,28 @@ double likely_runs(const LoraShape& s, int tiles) {
 
 ShrinkPlan wgmma_shrink(const LoraShape& s, const Machine& m) {
   const bool splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
-  const Costs& costs = s.max_rank > kExpandPrefillMaxRank ? kHighCosts : kCosts;
-  ShrinkPlan best;
-  double least = 0;
-  for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
-    const WgmmaShape& shape = kWgmmaShapes[i];
-    const bool leaf = shape.share == Share::kLeaf;
-    if (shape.float_weights || (leaf && !splits)) continue;
-    const double clocks = wgmma_clocks(costs, s, m, shape);
-    if (least != 0 && clocks >= least) continue;
-    least = clocks;
-    best = {ShrinkKernel::kWgmma, i, 64, shape.rows, leaf ? Partials::kFinish : Partials::kNone, 0};
-  }
-  return best;
+  return least_clocks(costs_of(s), s, m, [&](const WgmmaShape& shape) {
+    return shape.share != Share::kLeaf || splits;
+  });
+}
+
+/// (us on an H100, chunks of K on wgmma and the decode kernel: 122 tokens of one adapter, rank 64,
+/// 16,384 to 16,384 + 2 x 1,024, 16.9 and 26.0; 142 of 3, 8,192 to 8,192 + 2 x 1,024, 15.3 and
+/// 20.0; 158 of one, rank 32, 3,584 to 3,584 + 2 x 512, 6.4 and 7.6; 53 of one, rank 128, 8,192 to
+/// 2 x 7,168, 12.0 and 14.3; but 47 of one, rank 256, 3,584 to 4,096, 10.7 and 9.6; of one slice,
+/// rank 32, 141 of one, 14,336 to 4,096, 9.9 and 8.0.)
+bool suits_leaves(const LoraShape& s, const Machine& m) {
+  constexpr std::int64_t kLeastTokens = 40;  // of an adapter
+  constexpr int kLeastRank = 17, kMostRank = 128, kLeastRows = 96;
+  return s.op == Op::kApply && runs_wgmma(s, m) && tokens_per_adapter(s) >= kLeastTokens &&
+         s.max_rank >= kLeastRank && s.max_rank <= kMostRank && s.rank_rows() >= kLeastRows;
+}
+
+ShrinkPlan leaf_shrink(const LoraShape& s, const Machine& m, Partials partials) {
+  ShrinkPlan c = least_clocks(kCosts, s, m,
+                              [](const WgmmaShape& shape) { return shape.share == Share::kLeaf; });
+  c.partials = partials;
+  return c;
 }
 
 ShrinkPlan walking_shrink(const LoraShape& s, const Machine& m) {

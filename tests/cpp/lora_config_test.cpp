@@ -122,7 +122,7 @@ LoraShape random_shape(std::mt19937& random) {
   std::vector<std::int64_t> widths(1 + random() % 3);
   for (std::int64_t& width : widths) width = 8 * log_uniform(4000);
   LoraShape s = shape(log_uniform(1 << 20), log_uniform(4096), static_cast<int>(log_uniform(512)),
-                      8 * log_uniform(2000), widths);
+                      8 * log_uniform(8000), widths);
   s.op = static_cast<Op>(random() % 3);
   s.one_type = random() % 4 != 0;
   s.float_weights = !s.one_type && random() % 4 != 0;
@@ -296,6 +296,28 @@ TEST(LoraConfig, TilesFollowWhatTheyRead) {
   s.float_weights = true;
   EXPECT_EQ(choose(s, {}).shrink.kernel, ShrinkKernel::kWgmma);
   EXPECT_EQ(choose(s, kMachines[1]).shrink.kernel, ShrinkKernel::kParts);
+}
+
+/// Chunks of K on wgmma for few tokens of several slices, read by expand in tiles of 16.
+TEST(LoraConfig, FewTokensOfSeveralSlicesTakeChunksOnWgmma) {
+  const auto chunks = [](const LoraShape& s, const Machine& m = {}) {
+    const ShrinkPlan c = choose(s, m).shrink;
+    return c.kernel == ShrinkKernel::kWgmma && kWgmmaShapes[c.shape].share == Share::kLeaf;
+  };
+  EXPECT_TRUE(chunks(shape(122, 1, 64, 16384, {16384, 1024, 1024})));
+  EXPECT_FALSE(chunks(shape(122, 8, 64, 16384, {16384, 1024, 1024})));
+  EXPECT_FALSE(chunks(shape(141, 1, 32, 14336, {4096})));
+  EXPECT_FALSE(chunks(shape(122, 1, 64, 16384, {16384, 1024, 1024}), kMachines[1]));
+}
+
+/// CTAs of the decode expand neither leave most of the chip idle where half of the tiles are there,
+/// nor make a second round for a few.
+TEST(LoraConfig, ColumnsSuitEvenAndUnevenBatches) {
+  const auto cols = [](const LoraShape& s) { return choose(s, {}).expand.cols; };
+  EXPECT_LE(cols(shape(66, 66, 16, 2048, {8192, 8192})), 2048);
+  EXPECT_LE(cols(shape(104, 150, 128, 2048, {8192, 8192})), 1024);
+  EXPECT_GE(cols(shape(12, 13, 64, 3584, {3584})), 256);
+  EXPECT_EQ(cols(shape(240, 81, 4, 3584, {3584, 512, 512})) % 512, 0);
 }
 
 /// The persistent wide expand for several steps a CTA.
