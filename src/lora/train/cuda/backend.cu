@@ -279,6 +279,8 @@ class Call {
     if (forced_.expand != nullptr) e.plan = *forced_.expand;
     e.max_tiles = most_tiles(p_, e.plan.tile_rows);
     e.ahead = looks_ahead(e.pairs, e.rows);
+    const int panel = expand_warp_columns(e.plan.ranks) * (kThreads / 32) / e.plan.row_warps;
+    e.lean = e.plain || (e.vectors && base.data == nullptr && columns % panel == 0);
     switch (e.plan.kernel) {
       case ExpandPlan::Kernel::kStream:
         return expand_stream(e, policy, stream_);

@@ -145,8 +145,20 @@ __global__ void __launch_bounds__(panel_threads(kPanelShapes[kShape]))
 
   float sums[kTiles][kRankTiles][4] = {};
   for (int step = 0; step < steps; ++step) {
+    constexpr bool kDrawsFirst = P::kRanks == 16 && !P::kMakesDs;
+    [[maybe_unused]] OctetDraw drawn[kPieces];
+    bool draws_first = false;
+    if constexpr (kDrawsFirst) {
+      draws_first = part.draws_first();
+      if (draws_first) {
+        part.template draw<kPieces, kRowStep>(draws, place_of(step) + first_row, c, drawn);
+      }
+    }
     device::cp_async_wait<P::kStages - 2>();
-    if (part.threshold != 0) {
+    if constexpr (kDrawsFirst) {
+      if (draws_first) part.drop_drawn([&](int i) { return wide_at(step, i); }, drawn);
+    }
+    if (part.threshold != 0 && !draws_first) {
       part.drop<kPieces, kRowStep, P::kRanks <= 32>([&](int i) { return wide_at(step, i); }, draws,
                                                     place_of(step) + first_row, c);
     }
