@@ -38,6 +38,12 @@ struct Panel {
   static constexpr int kRows = kAll.rows, kStages = kAll.stages;
   static constexpr int kBlockBytes = block_bytes(kAll), kStageBytes = stage_bytes(kAll);
   static constexpr int kWideBytes = kStageBytes - kBlockBytes;
+  /// Draws of dropout are made while their copies are on their way. Before sm_90 they would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr bool kDrawsFirst = false;
+#else
+  static constexpr bool kDrawsFirst = kRanks == 16 && !kMakesDs;
+#endif
   static constexpr int kDsStride = ds_stride(kAll), kDsFloats = ds_floats(kAll);
 };
 
@@ -145,7 +151,7 @@ __global__ void __launch_bounds__(panel_threads(kPanelShapes[kShape]))
 
   float sums[kTiles][kRankTiles][4] = {};
   for (int step = 0; step < steps; ++step) {
-    constexpr bool kDrawsFirst = P::kRanks == 16 && !P::kMakesDs;
+    constexpr bool kDrawsFirst = P::kDrawsFirst;
     [[maybe_unused]] OctetDraw drawn[kPieces];
     bool draws_first = false;
     if constexpr (kDrawsFirst) {
