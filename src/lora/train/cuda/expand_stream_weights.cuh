@@ -30,7 +30,7 @@ struct Shape {
   /// lean block has neither, and fits an SM beside the kernel before it.
   __host__ __device__ static constexpr int warp_bytes(bool lean) {
     return lean || kWeightBytes > kBaseStages * kUnitBytes ? kWeightBytes
-                                                            : kBaseStages * kUnitBytes;
+                                                           : kBaseStages * kUnitBytes;
   }
   __host__ __device__ static constexpr int stage_rows(int row_warps) {
     return kUnits * kUnitRows * row_warps;

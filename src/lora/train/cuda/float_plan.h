@@ -32,8 +32,8 @@ inline ShrinkPlan choose_float_shrink(std::int64_t rows, std::int64_t columns, i
   plan.parts = float_unfused_parts(rows, width);
   const std::int64_t blocks_of_ranks = ceil_div(std::max(width, 1), plan.ranks);
   const std::int64_t tiles = ceil_div<std::int64_t>(rows, kTileRows) * blocks_of_ranks;
-  // One long stream an SM beats two of half its length: a forward of 4096 x 4096 x 4096 and 16 ranks
-  // 60.0 us for 62.0, a backward of 2048 x 5120 x 13824 and 32 ranks 176.4 for 179.9.
+  // One long stream an SM beats two of half its length: a forward of 4096 x 4096 x 4096 and 16
+  // ranks 60.0 us for 62.0, a backward of 2048 x 5120 x 13824 and 32 ranks 176.4 for 179.9.
   const auto fill = [&](int parts) {
     const std::int64_t blocks = tiles * parts;
     return blocks <= machine.sms && 10 * blocks >= std::int64_t{9} * machine.sms;

@@ -213,8 +213,7 @@ struct PanelPart {
   /// draws lie in a piece's row and some of its elements are kept.
   __device__ __forceinline__ bool draws_first() const {
     const MaskParams mask = this->mask();
-    return threshold != 0 && threshold < kDropAll &&
-           (mask.columns | mask.first) % kMaskGroup == 0;
+    return threshold != 0 && threshold < kDropAll && (mask.columns | mask.first) % kMaskGroup == 0;
   }
   template <int kPieces, int kRowStep>
   __device__ __forceinline__ void draw(const Draws& draws, int first, std::int64_t c,
