@@ -145,6 +145,12 @@ std::vector<TrainCase> cases() {
       c.on = on;
     });
   }
+  // Whole panels: dx leaves no room for a base, and draws come before what they drop.
+  add("drops_input_of_whole_panels", [](TrainCase& c) {
+    c.hidden = 1024;
+    c.widths = {512};
+    c.p = {0.3f};
+  });
   for (const RowsBy by : {RowsBy::kSegments, RowsBy::kPlan}) {
     for (const DType weight : {kBF16, DType::kFloat32}) {
       const std::string name = by == RowsBy::kSegments ? "segments" : "plan";

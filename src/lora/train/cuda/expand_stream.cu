@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 
   // Weights
-  char* own = smem + warp * S::warp_bytes(p.plain);
+  char* own = smem + warp * S::warp_bytes(p.lean);
   Weights<T, kRanks> weights;
   std::uint32_t threshold = 0;
   int live_steps = 0;  // of 16 ranks
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   // Load
   const int stage_rows = S::stage_rows(row_warps);
   const int steps = (rows.count + stage_rows - 1) / stage_rows;
-  char* hidden = smem + kWarps * S::warp_bytes(p.plain);
+  char* hidden = smem + kWarps * S::warp_bytes(p.lean);
   auto* row_of = reinterpret_cast<int*>(hidden + 2 * stage_rows * kRanks * 2);
   constexpr int kPieces = kRanks / 8;
   // Where a lane's rows of the fragments lie; steps of 16 ranks change only bits of the piece's
@@ -251,7 +251,7 @@ void launch_stream(const ExpandParams& p, Stream stream) {
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(p.plan.panels * p.max_tiles));
   l.threads = kThreads;
-  l.smem = Shape<kRanks>::smem(p.plan.row_warps, p.plain);
+  l.smem = Shape<kRanks>::smem(p.plan.row_warps, p.lean);
   l.stream = stream;
   l.pdl = true;
   prefer_shared<expand_stream_kernel<T, kRanks>>();

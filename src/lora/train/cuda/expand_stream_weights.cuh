@@ -27,16 +27,16 @@ struct Shape {
   static constexpr int kUnitBytes = kUnitRows * kColumns * 2;
   static_assert(kBaseStages >= 2, "float32 sums of a unit fit the ring, where they are stored");
   /// A warp's memory: its weights on their way to registers, then its ring of base or its sums. A
-  /// plain block has neither, and fits an SM beside the kernel before it.
-  __host__ __device__ static constexpr int warp_bytes(bool plain) {
-    return plain || kWeightBytes > kBaseStages * kUnitBytes ? kWeightBytes
-                                                            : kBaseStages * kUnitBytes;
+  /// lean block has neither, and fits an SM beside the kernel before it.
+  __host__ __device__ static constexpr int warp_bytes(bool lean) {
+    return lean || kWeightBytes > kBaseStages * kUnitBytes ? kWeightBytes
+                                                           : kBaseStages * kUnitBytes;
   }
   __host__ __device__ static constexpr int stage_rows(int row_warps) {
     return kUnits * kUnitRows * row_warps;
   }
-  static constexpr int smem(int row_warps, bool plain) {
-    return kWarps * warp_bytes(plain) + 2 * stage_rows(row_warps) * (kRanks * 2 + 4);
+  static constexpr int smem(int row_warps, bool lean) {
+    return kWarps * warp_bytes(lean) + 2 * stage_rows(row_warps) * (kRanks * 2 + 4);
   }
 };
 

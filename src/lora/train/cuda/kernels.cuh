@@ -117,6 +117,7 @@ struct ExpandParams {
   bool masked;
   std::int64_t max_tiles;
   bool ahead;  ///< looks_ahead(); expand_float.cu alone
+  bool lean;   ///< expand_stream.cu: all columns in vectors, and nothing is added
 };
 void expand(const ExpandParams& p, Stream stream);
 /// The same for dense float32 h, weights, base and output of one adapter and one slice; false for

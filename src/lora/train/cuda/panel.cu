@@ -38,6 +38,12 @@ struct Panel {
   static constexpr int kRows = kAll.rows, kStages = kAll.stages;
   static constexpr int kBlockBytes = block_bytes(kAll), kStageBytes = stage_bytes(kAll);
   static constexpr int kWideBytes = kStageBytes - kBlockBytes;
+  /// Draws of dropout are made while their copies are on their way. Before sm_90 they would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr bool kDrawsFirst = false;
+#else
+  static constexpr bool kDrawsFirst = kRanks == 16 && !kMakesDs;
+#endif
   static constexpr int kDsStride = ds_stride(kAll), kDsFloats = ds_floats(kAll);
 };
 
@@ -145,8 +151,20 @@ __global__ void __launch_bounds__(panel_threads(kPanelShapes[kShape]))
 
   float sums[kTiles][kRankTiles][4] = {};
   for (int step = 0; step < steps; ++step) {
+    constexpr bool kDrawsFirst = P::kDrawsFirst;
+    [[maybe_unused]] OctetDraw drawn[kPieces];
+    bool draws_first = false;
+    if constexpr (kDrawsFirst) {
+      draws_first = part.draws_first();
+      if (draws_first) {
+        part.template draw<kPieces, kRowStep>(draws, place_of(step) + first_row, c, drawn);
+      }
+    }
     device::cp_async_wait<P::kStages - 2>();
-    if (part.threshold != 0) {
+    if constexpr (kDrawsFirst) {
+      if (draws_first) part.drop_drawn([&](int i) { return wide_at(step, i); }, drawn);
+    }
+    if (part.threshold != 0 && !draws_first) {
       part.drop<kPieces, kRowStep, P::kRanks <= 32>([&](int i) { return wide_at(step, i); }, draws,
                                                     place_of(step) + first_row, c);
     }

@@ -209,6 +209,36 @@ struct PanelPart {
     }
   }
 
+  /// The draws of the same pieces, before they have landed, and their use: where whole groups of
+  /// draws lie in a piece's row and some of its elements are kept.
+  __device__ __forceinline__ bool draws_first() const {
+    const MaskParams mask = this->mask();
+    return threshold != 0 && threshold < kDropAll && (mask.columns | mask.first) % kMaskGroup == 0;
+  }
+  template <int kPieces, int kRowStep>
+  __device__ __forceinline__ void draw(const Draws& draws, int first, std::int64_t c,
+                                       OctetDraw (&draw)[kPieces]) const {
+    const MaskParams mask = this->mask();
+    const int odd = static_cast<int>(threadIdx.x) % 2;
+#pragma unroll
+    for (int i = 0; i < kPieces; i += 2) {
+      const std::int64_t index =
+          row_of(first + (i + odd) * kRowStep) * mask.columns + mask.first + c;
+      OctetDraw two[2];
+      draw_shared(draws, static_cast<std::uint64_t>(index) / kMaskGroup, odd != 0, two);
+      draw[i] = two[0];
+      draw[i + 1] = two[1];
+    }
+  }
+  template <int kPieces, class To>
+  __device__ __forceinline__ void drop_drawn(const To& to, const OctetDraw (&draw)[kPieces]) const {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      auto* at = reinterpret_cast<uint4*>(to(i));
+      *at = masked(*at, keep_words(draw[i], threshold));
+    }
+  }
+
   /// Adds kParts parts of kRows rows of ds, from place `first` on, and leaves the sums in the
   /// panel's partial. A part's rows are kStride floats apart. `thread` of kThreads.
   template <int kRows, int kRanks, int kParts, int kStride>

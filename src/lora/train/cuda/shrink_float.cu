@@ -51,21 +51,36 @@ __device__ __forceinline__ void ask_weights(const ShrinkParams& p, const Pairs& 
     const Matrix m = pair.weight(p.side == Side::kA);
     const std::int64_t rank_stride = p.side == Side::kA ? m.row_stride : m.col_stride;
     const std::int64_t column_stride = p.side == Side::kA ? m.col_stride : m.row_stride;
+    if (!copies) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kRanks * chunk / width; i += static_cast<int>(blockDim.x)) {
-      const int row = i >> log_words, word = (i & (words - 1)) * width;
-      const int r = (by_ranks ? row : word) - slice_begin;
-      const int column = c + (by_ranks ? word : row);
-      if (r < 0 || r >= slice_ranks) continue;
+      for (int i = threadIdx.x; i < kRanks * chunk && !in_l2; i += static_cast<int>(blockDim.x)) {
+        const int r = (by_ranks ? i >> log_words : i & (words - 1)) - slice_begin;
+        const int column = c + (by_ranks ? i & (words - 1) : i >> log_words);
+        if (r < 0 || r >= slice_ranks) continue;
+        const bool there = r < pair.rank && column < end;
+        const std::int64_t at = r * rank_stride + column * column_stride;
+        raw[i] = there ? element(Matrix{m.data, 1, 0, m.dtype}, at, 0) : 0.0f;
+      }
+      continue;
+    }
+    // A thread's words lie as many rows apart as all threads have words for.
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    const int word = (thread & (words - 1)) * width, row_step = threads >> log_words;
+    int r = (by_ranks ? thread >> log_words : word) - slice_begin;
+    int column = c + (by_ranks ? word : thread >> log_words);
+    const auto* from = static_cast<const float*>(m.data) + r * rank_stride + column * column_stride;
+    const std::int64_t from_step = row_step * (by_ranks ? rank_stride : column_stride);
+#pragma unroll 1
+    for (int i = thread; i < kRanks * chunk / width; i += threads, from += from_step) {
       const int left = r < pair.rank && column < end ? by_ranks ? end - column : pair.rank - r : 0;
-      const std::int64_t at = left > 0 ? r * rank_stride + column * column_stride : 0;
-      const float* from = static_cast<const float*>(m.data) + at;
+      const bool own = r >= 0 && r < slice_ranks;
+      (by_ranks ? r : column) += row_step;
+      if (!own) continue;
       if (in_l2) {
-        if (copies && left > 0) device::prefetch_lines(from, 4);
-      } else if (copies) {
-        device::cp_async_16(device::smem_address(raw + i * 4), from, word_bytes(left));
+        if (left > 0) device::prefetch_lines(from, 4);
       } else {
-        raw[i] = left > 0 ? element(Matrix{m.data, 1, 0, m.dtype}, at, 0) : 0.0f;
+        device::cp_async_16(device::smem_address(raw + i * 4),
+                            left > 0 ? from : static_cast<const float*>(m.data), word_bytes(left));
       }
     }
   }
@@ -235,11 +250,12 @@ __global__ void __launch_bounds__(kThreads, kFloatBlocks)
     }
     device::cp_async_commit();
   };
+  // The weights first: what waits for them then waits for no more.
+  ask_chunk(0, false);
 #pragma unroll 1
   for (int i = 0; multiplies && i < Ring::kStages; ++i) copy(i, i * kSlotBytes);
-  ask_chunk(0, false);
   const auto next_chunk = [&](int step) {
-    if (multiplies && step > 0) {
+    if (multiplies) {
       device::cp_async_wait<Ring::kStages - 1>();  // what was asked for before the steps in flight
     } else {
       device::cp_async_wait<0>();

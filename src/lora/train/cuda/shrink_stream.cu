@@ -35,6 +35,14 @@ namespace {
 
 using namespace shrink_operands;
 
+/// The seed of dropout is read after rows and weights have been looked up, just before the first
+/// steps are copied. Before sm_90 32 ranks would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kLateDraws = false;
+#else
+constexpr bool kLateDraws = true;
+#endif
+
 /// Zeros for rows of h without an adapter.
 template <class S>
 __device__ __forceinline__ void store_zeros(const ShrinkParams& p, const RowTile& rows,
@@ -78,7 +86,18 @@ __device__ __forceinline__ void add_leaves(const ShrinkParams& p, const Table<S>
 
   // Dropout
   const bool drops = threshold != 0 && threshold < kDropAll;
+  if (kLateDraws && drops) __syncthreads();
   const int thread = static_cast<int>(threadIdx.x);
+  // Of two rows a thread draws while their copies are on their way.
+  constexpr bool kDrawsFirst = S::kRanks == 16 && S::kWideCopies == 2;
+  [[maybe_unused]] OctetDraw draws_of_step[2];
+  const auto draw_first = [&](int step) {
+    const std::int64_t row =
+        table.row[thread / kRowPieces + thread % 2 * (S::kThreads / kRowPieces)];
+    const std::int64_t c = begin + step * kStepColumns + thread % kRowPieces * kPiece;
+    const auto index = static_cast<std::uint64_t>(row * p.mask.columns + p.mask.first + c);
+    draw_shared(table.draws, index / kMaskGroup, thread % 2 != 0, draws_of_step);
+  };
   const auto drop = [&](std::uint32_t stage, int step) {
     constexpr int kCopies = S::kWideCopies, kRowStep = S::kThreads / kRowPieces;
     char* own = smem + (stage - ring) + copies.wide_at;
@@ -91,6 +110,11 @@ __device__ __forceinline__ void add_leaves(const ShrinkParams& p, const Table<S>
       auto* at = reinterpret_cast<uint4*>(own + i * kRowStep * kBlockRowBytes);
       *at = masked(*at, keep_words(draw, threshold));
     };
+    if constexpr (kDrawsFirst) {
+      apply(0, draws_of_step[0]);
+      apply(1, draws_of_step[1]);
+      return;
+    }
     // This shape has no registers for two rows at once.
     if constexpr (kCopies == 1 || (S::kRows == 128 && S::kRanks == 64)) {
 #pragma unroll 1
@@ -121,6 +145,7 @@ __device__ __forceinline__ void add_leaves(const ShrinkParams& p, const Table<S>
     const int leaf_end = min(steps, (leaf + 1) * leaf_steps);
 #pragma unroll 1
     for (; step < leaf_end; ++step) {
+      if (kDrawsFirst && drops) draw_first(step);
       device::cp_async_wait<S::kStages - 2>();
       if (drops) drop(stage, step);
       __syncthreads();
@@ -171,7 +196,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   }
 
   // Pointers
-  if (p.masked && threadIdx.x == 0 && p.mask.rng != nullptr) table.draws.read(p.mask.rng);
+  const auto read_draws = [&] {
+    if (p.masked && threadIdx.x == 0 && p.mask.rng != nullptr) table.draws.read(p.mask.rng);
+  };
+  if (!kLateDraws) read_draws();
   table.pairs.fill(p.pairs, rows.adapter, p.first_slice, p.num_slices);
   const std::int64_t begin = part * p.part_leaves * p.plan.leaf;
   for (int i = threadIdx.x; i < S::kRows; i += S::kThreads) {
@@ -199,6 +227,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     if (table.octets[o].ranks > 0) live_ranks = 8 * o + 8;
   }
   if (p.ahead) device::pdl_begin(false);
+  if (kLateDraws) read_draws();
   const std::uint32_t threshold = p.masked ? table.pairs.threshold(p.first_slice, p.num_slices) : 0;
 
   float sum[S::kSums];

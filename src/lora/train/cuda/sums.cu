@@ -207,10 +207,10 @@ void sum_weight_grads(WeightGradParams* p, Stream stream) {
   for (int i = 0; i < p->num_sums; ++i) copies |= p->sums[i].copies > 1;
   // Thread blocks of several adapters look up rows before they add anything: not in several waves.
   constexpr int kManyPlaces = 4;
-  constexpr std::int64_t kOneWave = 4 * 132;
+  const std::int64_t one_wave = std::int64_t{4} * device::current_device().num_sms;
   std::int64_t all = 0;
   for (int i = 0; i < p->num_sums; ++i) all += p->sums[i].width * p->sums[i].columns;
-  const bool waves = all * p->num_adapters > 2 * kOneWave * kThreads * kVector;
+  const bool waves = all * p->num_adapters > 2 * one_wave * kThreads * kVector;
   const int places = p->num_adapters > 1 && !copies && waves ? kManyPlaces : 1;
   p->first_block[0] = 0;
   for (int i = 0; i < p->num_sums; ++i) {
