@@ -321,6 +321,23 @@ TEST(LoraConfig, ColumnsSuitEvenAndUnevenBatches) {
 }
 
 /// The persistent wide expand for several steps a CTA.
+// vLLM's shrink alone knows no columns, which its choice of partials asks for.
+TEST(LoraConfig, ShrinkNeedsNoColumns) {
+  for (std::int64_t tokens : {1, 8, 64, 256, 1024}) {
+    for (int rank : {8, 64, 128, 512}) {
+      LoraShape s;
+      s.op = Op::kShrink;
+      s.num_tokens = tokens;
+      s.hidden = 4096;
+      s.num_adapters = 8;
+      s.num_slices = 3;
+      s.max_rank = s.h_columns = rank;
+      const LaunchPlan plan = choose(s, Machine());
+      EXPECT_EQ(plan.shape, s);
+    }
+  }
+}
+
 TEST(LoraConfig, WideExpandWalksOverManySteps) {
   const auto walks = [](const LoraShape& s, const Machine& m = {}) {
     return choose(s, m).expand == wide_expand(kWideWalkShape);
