@@ -70,8 +70,7 @@ double expand_us(const LoraShape& s, const Machine& m, const ExpandPlan& c, doub
 bool suits_balance(const LoraShape& s) {
   constexpr std::int64_t kLeastTiles = 8;
   return s.aligned_y && s.max_width() > 0 && s.max_rank <= kExpandPrefillMaxRank &&
-         s.num_adapters > 1 &&
-         max_tiles(s.num_tokens, s.num_adapters, 16) >= kLeastTiles;
+         s.num_adapters > 1 && max_tiles(s.num_tokens, s.num_adapters, 16) >= kLeastTiles;
 }
 
 ExpandPlan balanced_expand(const LoraShape& s, const Machine& m, const ExpandPlan& c) {

@@ -164,9 +164,10 @@ __device__ __forceinline__ uint4 shift_bytes(const uint4& low, const uint4& high
 
 /// Stores columns of a tile that has its last rows together with the next tile, to rows of q_t that
 /// begin anywhere: of each column the sectors that begin in its first p.walk.rows bytes, or before
-/// the next tile's first; and the bytes before the first sector of a row, and behind its last. Eight
-/// threads share a column: thread t has the t-th aligned piece of 16 bytes of it, made of two pieces
-/// of the column where these are not aligned; then that of thread 0 begins before the column.
+/// the next tile's first; and the bytes before the first sector of a row, and behind its last.
+/// Eight threads share a column: thread t has the t-th aligned piece of 16 bytes of it, made of two
+/// pieces of the column where these are not aligned; then that of thread 0 begins before the
+/// column.
 template <int kElements>
 __device__ __forceinline__ void store_overlapping_columns(const ForwardParams& p,
                                                           const unsigned char* transposed,

@@ -214,8 +214,8 @@ bool reads_early(const GroupsView& groups, Stream stream) {
 
 thread_local const LaunchPlan* injected = nullptr;
 
-/// What choose() says. That takes up to 7 us of the host, so the plans of the last problems, as of a
-/// model's layers, are kept.
+/// What choose() says. That takes up to 7 us of the host, so the plans of the last problems, as of
+/// a model's layers, are kept.
 LaunchPlan chosen(const LoraShape& s) {
   struct Choice {
     Machine machine;

@@ -281,8 +281,8 @@ class Call {
     e.ahead = looks_ahead(e.pairs, e.rows);
     const int panel = expand_warp_columns(e.plan.ranks) * (kThreads / 32) / e.plan.row_warps;
     // dA then starts while dx with dropout still runs, which pays where dx does not fit L2: a
-    // backward with p = 0.1 and rank 16, 8192 x 4096 x 14336, 180.0 to 176.0 us; 4096 x 4096 x 4096,
-    // 67.6 to 68.8.
+    // backward with p = 0.1 and rank 16, 8192 x 4096 x 14336, 180.0 to 176.0 us; but
+    // 4096 x 4096 x 4096, 67.6 to 68.8.
     constexpr std::int64_t kManyElements = 24 << 20;
     e.lean = e.plain || (e.vectors && base.data == nullptr && columns % panel == 0 &&
                          p_.num_rows * columns >= kManyElements);
