@@ -53,8 +53,9 @@ constexpr std::int64_t kLongStream = 16 * 1024;
 /// Columns that a CTA of it takes at most: there may be far fewer tiles than the host has to
 /// assume. (us on an H100: 1,260 tokens of 468 adapters, Zipf, ranks up to 64, 13,312 to 16,384,
 /// all 16,384 columns 351, 4,096 299; 2,109 of 127, rank 64, 16,384 to 16,384, 5,504 columns 250,
-/// 4,096 240.)
+/// 4,096 240; but 256 of 64, rank 16, 4,096 to 2 x 14,336, 4,864 columns 41.9, 3,584 47.5.)
 constexpr std::int64_t kMostDecodeCols = 4096;
+constexpr int kFewRanks = 32;  // up to which it takes as many as it likes
 
 /// Tiles from which on CTAs of the decode expand are many and short: those that come last leave
 /// fewer SMs idle. (us, two or three CTAs an SM and five: 230 tokens of 135 adapters, rank 4, 5,120
@@ -283,10 +284,10 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   const int per_sm = likely >= kManyTiles ? 5 : 2;
   std::int64_t cols =
       std::max<std::int64_t>(1, ceil_div<std::int64_t>(s.sum_widths() * likely, per_sm * m.sms));
-  if (per_sm == 2 && s.max_rank <= 32 && cols * s.max_rank >= kLongStream) {
+  if (per_sm == 2 && s.max_rank <= kFewRanks && cols * s.max_rank >= kLongStream) {
     cols = ceil_div<std::int64_t>(2 * cols, 3);
   }
-  cols = std::min(cols, kMostDecodeCols);
+  if (s.max_rank > kFewRanks) cols = std::min(cols, kMostDecodeCols);
   // A stage of the ring is a block of B of 8 to 32 KB. A step takes some 0.7 us whatever its
   // columns, so wide blocks are better, as long as two CTAs fit an SM. (us, ranks 65 to 128, blocks
   // of 32 and of these widths: 74 tokens of 16 adapters, 3,584 to 2 x 18,944, 92 and 62; 112 of
@@ -324,7 +325,7 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   // Unaligned y has two kernels for all ranks, whose blocks are narrow.
   if (!s.aligned_y) c.block_cols = 32;
   c.stages = decode_stages(s, c, m);
-  return suits_balance(s) && h_cluster(s, m, c) == 1 ? balanced_expand(s, m, c) : c;
+  return c;
 }
 
 /// Tiles of 64, unless they would be mostly empty, or too few to fill the chip. (us, prefill

@@ -67,10 +67,6 @@ bool suits_leaves(const LoraShape& s, const Machine& m);
 ShrinkPlan walking_shrink(const LoraShape& s, const Machine& m);
 ExpandPlan wide_expand(int shape);
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m);
-/// `c` of the decode expand, or the columns that finish sooner, whether adapters have equally many
-/// tokens or not; and where that is asked for.
-ExpandPlan balanced_expand(const LoraShape& s, const Machine& m, const ExpandPlan& c);
-bool suits_balance(const LoraShape& s);
 /// With so many columns a CTA.
 ExpandPlan direct_expand(int cols);
 /// With columns that suit it, and where it is faster.

@@ -20,7 +20,11 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
   constexpr double kBytesAClock = 27;           // of an SM, from L2
   constexpr double kTrip = 1500, kLeast = 200;  // clocks of a trip, and of a stage beside it
   constexpr double kStart = 12000;              // of a CTA's start and end
-  constexpr double kFinish = 1000;              // of the kernel that adds partials
+  // The same behind others, up to 64 ranks and 4,096 tokens: see launch_choice_wgmma.cpp. (us on an
+  // H100, 1,024 tokens of 8 adapters, rank 16, qkv: chunks of K, two rounds of them, 26.8, halves
+  // of K 36.1.)
+  const double behind = s.max_rank <= 64 && s.num_tokens <= 4096 ? 2550 : kStart;
+  constexpr double kFinish = 1000;  // of the kernel that adds partials
   // Where few rank rows fit one CTA of a K chunk, those of 48 rows and one tile are faster than the
   // model has it. (us on an H100, these and 64 rows of two tiles: 438 tokens of one adapter, rank
   // 4, qkv of 4,096, 17.2 and 19.1; 366 of 3, rank 8, 5,120 to 2 x 13,824, 32.7 and 35.7.)
@@ -49,7 +53,7 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
     const int ahead = shape.ahead > 0 ? shape.ahead : shape.rows > 48 ? 1 : 2;
     const double trip = kLeast + kTrip / ahead;
     double clocks = stages / static_cast<double>(shares) * std::max(an_sm * stage, rounds * trip) +
-                    rounds * kStart;
+                    kStart + (rounds - 1) * behind;
     if (leaf) {
       clocks += kFinish + 2.0 * static_cast<double>(partial_bytes(s)) / (m.sms * kBytesAClock);
       // Many partials also push x and A out of L2: only where they save a fifth by this count.

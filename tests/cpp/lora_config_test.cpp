@@ -312,15 +312,6 @@ TEST(LoraConfig, FewTokensOfSeveralSlicesTakeChunksOnWgmma) {
 
 /// CTAs of the decode expand neither leave most of the chip idle where half of the tiles are there,
 /// nor make a second round for a few.
-TEST(LoraConfig, ColumnsSuitEvenAndUnevenBatches) {
-  const auto cols = [](const LoraShape& s) { return choose(s, {}).expand.cols; };
-  EXPECT_LE(cols(shape(66, 66, 16, 2048, {8192, 8192})), 2048);
-  EXPECT_LE(cols(shape(104, 150, 128, 2048, {8192, 8192})), 1024);
-  EXPECT_GE(cols(shape(12, 13, 64, 3584, {3584})), 256);
-  EXPECT_EQ(cols(shape(240, 81, 4, 3584, {3584, 512, 512})) % 512, 0);
-}
-
-/// The persistent wide expand for several steps a CTA.
 // vLLM's shrink alone knows no columns, which its choice of partials asks for.
 TEST(LoraConfig, ShrinkNeedsNoColumns) {
   for (std::int64_t tokens : {1, 8, 64, 256, 1024}) {

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA backend: which passes an op runs and where h lies between them.
 #include <algorithm>
-#include <array>
-#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -214,24 +212,7 @@ bool reads_early(const GroupsView& groups, Stream stream) {
 
 thread_local const LaunchPlan* injected = nullptr;
 
-/// What choose() says. That takes up to 7 us of the host, so the plans of the last problems, as of
-/// a model's layers, are kept.
-LaunchPlan chosen(const LoraShape& s) {
-  struct Choice {
-    Machine machine;
-    LaunchPlan plan;
-  };
-  constexpr std::size_t kKept = 8;
-  thread_local std::array<Choice, kKept> kept;
-  thread_local std::size_t num_kept = 0;
-  const Machine m = machine();
-  for (std::size_t i = 0; i < std::min(num_kept, kKept); ++i) {
-    if (kept[i].plan.shape == s && kept[i].machine == m) return kept[i].plan;
-  }
-  return (kept[num_kept++ % kKept] = {m, choose(s, m)}).plan;
-}
-
-/// The plan of a call: the injected one, or the chosen one. MORTAR_LOG=launch prints it.
+/// The plan of a call: the injected one, or what choose() says. MORTAR_LOG=launch prints it.
 LaunchPlan plan_of(const LoraShape& s) {
   static const bool logs = [] {
     const char* log = std::getenv("MORTAR_LOG");
@@ -241,7 +222,7 @@ LaunchPlan plan_of(const LoraShape& s) {
     check(injected->shape == s,
           "lora: the injected launch plan is for another problem: ", describe(*injected));
   }
-  const LaunchPlan plan = injected != nullptr ? *injected : chosen(s);
+  const LaunchPlan plan = injected != nullptr ? *injected : choose(s, machine());
   if (logs) std::fprintf(stderr, "mortar: %s\n", describe(plan).c_str());
   return plan;
 }
