@@ -30,11 +30,10 @@ constexpr Costs kCosts{45, 4000, 300, 4, 0, 12000, 0, 12000, 1000, 1.5};
 /// end: fitted to the plans of 167 random problems on an H100. What they choose takes the whole
 /// call 1.024 times as long as the best plan tried, on average, what the others do 1.040 times.
 /// (us, theirs and the others': 789 tokens of 91 adapters, rank 64, 18,944 to 3,584, 75 and 104;
-/// 345 of 6, ranks up to 64, 16.6 and 19.7; a call inside a model on an H200, 2,048 of 4, rank 16,
-/// 23 and 32, of one, rank 64, 34 and 46; but 2,048 of 8, rank 64, 14,336 to 4,096, 52.8 and 49.5;
-/// 12,484 of 9, 14,336 to 4,096, 201 and 171; of rank 128 140 and 107, 10,157 of 6, 4,096 to 1,024
-/// + 2 x 256.)
-constexpr std::int64_t kLowTokens = 4096;
+/// 345 of 6, ranks up to 64, 16.6 and 19.7; but 2,048 of 8, rank 64, 14,336 to 4,096, 52.8 and
+/// 49.5; 12,484 of 9, 14,336 to 4,096, 201 and 171; of rank 128 140 and 107, 10,157 of 6, 4,096 to
+/// 1,024 + 2 x 256.)
+constexpr std::int64_t kLowTokens = 2000;
 constexpr Costs kLowCosts{84, 1294, 161, 2.3, 0.8, 12000, 0.2, 2550, 0, 1.1};
 /// Those of ranks above 128, where L2 is asked for more than it gives: fitted to the three or four
 /// best shapes of 35 problems on an H100 of ranks 128 to 512. What they choose takes the whole call
