@@ -159,7 +159,7 @@ inline FusedPlan fused_plan(const ForwardShape& s, const GpuShape& gpu, int rows
 
 inline FusedPlan choose_fused(const ForwardShape& s, const GpuShape& gpu) {
   if (s.scaling != Fp8Scaling::kTensor || s.stochastic) return {};
-  if (s.rows % TilesPlan::kSector != 0) return {};  // tiles that overlap are faster
+  if (s.rows % TilesPlan::kSector != 0) return {};  // its runs would share sectors (not timed)
   // Whole multiples of 64 rows, so that runs of q_t are long, and all SMs have as many: 2048 rows,
   // 16 each, take 21.6 us in one kernel and 13.9 in two.
   const std::int64_t least = ceil_div<std::int64_t>(s.rows, gpu.num_sms);
