@@ -3,6 +3,7 @@
 // cluster of CTAs.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -28,13 +29,12 @@ struct BandPlan {
   int log2_cluster = 1;
   int log2_groups = 0;  ///< of the number of groups of 128 columns or rows
   int grid = 0;
-  /// Where in shared memory what lies, bytes: tiles of x first, then codes by columns.
-  int codes_at = 0;
+  /// Where in shared memory what lies, bytes: first tiles of x, in whose place come codes by columns.
   int weights_at = 0;     ///< float32, by tiles
-  int columns_at = 0;     ///< maxima of columns, by tiles and groups of rows
   int groups_at = 0;      ///< maxima, then factors, of groups of columns, by tiles
   int scales_at = 0;      ///< of 8-bit x in float32, by tiles and threads
   int sums_at = 0;        ///< of the CTA's part of the rows, from all CTAs
+  int columns_at = 0;     ///< then, in their place, maxima of columns, by tiles and groups of rows
   int row_maxima_at = 0;  ///< likewise
   int rstd_at = 0;        ///< of all rows
   int smem = 0;
@@ -67,20 +67,19 @@ inline BandPlan band_plan(const ForwardShape& s, const GpuShape& gpu, int cluste
   plan.log2_groups = std::bit_width(static_cast<unsigned>(groups)) - 1;
   const int pieces = BandPlan::kColumns * s.x_bytes / 16 / 8;  // of a thread, in a row
   reserve(plan.tiles * BandPlan::kCodes * s.x_bytes);
-  plan.codes_at = reserve(BandPlan::kCodes);
   plan.weights_at = reserve(plan.tiles * kColumnBytes);
-  plan.columns_at = reserve(s.given_scale ? 0 : plan.tiles * groups * kColumnBytes);
   plan.groups_at = reserve(per_group ? plan.tiles * groups * BandPlan::kGroupPitch * 4 : 0);
   plan.scales_at = reserve(s.x_bytes == 1 ? plan.tiles * BandPlan::kThreads * 16 : 0);
-  plan.sums_at = reserve(pieces * 8 * BandPlan::kRows * 4);
-  plan.row_maxima_at = reserve(BandPlan::kRows * 4);
+  const int columns = s.given_scale ? 0 : plan.tiles * groups * kColumnBytes;
+  plan.sums_at = plan.columns_at = reserve(std::max(pieces * 8 * BandPlan::kRows * 4, columns));
+  plan.row_maxima_at = reserve(per_group ? 0 : BandPlan::kRows * 4);
   plan.rstd_at = reserve(BandPlan::kRows * 4);
   plan.possible = plan.smem <= gpu.max_smem - BandPlan::kStaticSmem;
   return plan;
 }
 
-/// The smallest cluster whose CTAs have two tiles at most, so that an SM holds two or three of them
-/// at different phases: it then reads, computes and writes at once. Only where x is more than L2
+/// The smallest cluster whose CTAs have two tiles at most, so that an SM holds three of them at
+/// different phases: it then reads, computes and writes at once. Only where x is more than L2
 /// keeps for a second kernel, and not for 8-bit x where its kernels are as fast (README.md).
 inline BandPlan choose_bands(const ForwardShape& s, const GpuShape& gpu) {
   constexpr std::int64_t kLeast = std::int64_t{1} << 25;  // elements

@@ -8,6 +8,7 @@
 #include "device/cluster.cuh"
 #include "fp8_rmsnorm/cuda/quantize.cuh"
 #include "fp8_rmsnorm/cuda/row_ring.cuh"
+#include "fp8_rmsnorm/cuda/tile_codes.cuh"
 #include "fp8_rmsnorm/cuda/tile_operands.cuh"
 
 namespace mortar::fp8_rmsnorm::cuda {
@@ -67,12 +68,13 @@ class Band {
   __device__ __forceinline__ int column0(int j) const {
     return (j * plan.cluster + rank) * kTileColumns;
   }
-  /// The thread's pieces of x in tile j.
-  __device__ __forceinline__ unsigned char* stage(int j) const {
-    return memory + j * Operands::kStage + threadIdx.x * 16;
+  /// x of tile j.
+  __device__ __forceinline__ unsigned char* tile(int j) const {
+    return memory + j * Operands::kStage;
   }
   __device__ __forceinline__ uint4 piece(int j, int m, int k) const {
-    return *reinterpret_cast<const uint4*>(stage(j) + (m * kPieces + k) * Operands::kStep);
+    return *reinterpret_cast<const uint4*>(tile(j) + (m * kPieces + k) * Operands::kStep +
+                                           threadIdx.x * 16);
   }
   /// The weights of quad k of the thread's columns in tile j.
   __device__ __forceinline__ float4 weights(int j, int k) const {
@@ -149,6 +151,18 @@ class Band {
       if (i < end) word = load(i);
     }
     return infinite;
+  }
+
+  /// Whether none of tile j lies outside.
+  __device__ __forceinline__ bool whole(int j) const {
+    return row0 + kTileRows <= p.input.rows && column0(j) + kTileColumns <= p.input.hidden;
+  }
+  /// Stores the codes of piece k of the thread's rows in tile j to q, if it is wanted.
+  __device__ __forceinline__ void store_q(int j, int k,
+                                          const std::uint32_t (&codes)[kThreadRows][kQuads]) const {
+    if (!p.out.q.given()) return;
+    store_pieces<kElements>(p, codes, row0 + kThreadRows * r, column0(j) + (8 * k + c) * kElements,
+                            whole(j));
   }
 
   /// The scales of the thread's rows in tile j, which measure() has left.

@@ -7,8 +7,10 @@
 // bytes  : M N e_x + scales, M N for q and for q_t
 // M=8192 N=4096 e4m3, groups of 16; q and q_t in groups of 128: 107 MB -> 25.0 us at 4.28 TB/s
 //          (copy roof of an H200)
-// limit  : instructions, some 15 an element, and memory, by turns: a CTA waits for its x, then for
-//          the sums of the others, and then writes. Several CTAs of an SM are at different phases
+// limit  : instructions, some 25 an element, and memory, by turns: a CTA waits for its x, then for
+//          the sums of the others, and then writes. Three CTAs of an SM are at different phases.
+//          Scales of groups take a second look at x in shared memory, which makes q and seeks the
+//          maxima of columns, and a third for q_t
 // wrong  : rows that are not aligned, wider x, a residual, stochastic rounding, scales of rows, and
 //          a scale of the whole tensor that is not known yet
 #include "device/cluster_launch.cuh"
@@ -27,10 +29,7 @@ constexpr int kThreads = BandPlan::kThreads;
 
 /// CTAs whose registers an SM holds. Conversions by integers take more: no GPU that needs them runs
 /// this kernel.
-template <class T>
-inline constexpr int kBandsPerSm = !MORTAR_FP8_INSTRUCTIONS ? 1
-                                   : kIsFloat8<T>           ? 3
-                                                            : 2;
+constexpr int kBandsPerSm = MORTAR_FP8_INSTRUCTIONS ? 3 : 1;
 
 /// Scales of q's groups, from the maxima in shared memory, in whose place come the factors.
 template <class T, BandPass kPass>
@@ -64,25 +63,66 @@ __device__ __forceinline__ void turned_factors(const Band<T, kPass>& band, int j
   factor[3] = finite_or_nan(factor[3] * rstd.w);
 }
 
-/// Takes the largest |y| of the columns of tile j over the rows of each group. kInfinite: there is
-/// an infinite weight.
-template <bool kInfinite, class T, BandPass kPass>
-__device__ __forceinline__ void measure_columns(const Band<T, kPass>& band, int j) {
-  constexpr int kQuads = Band<T, kPass>::kQuads;
-  float factor[kThreadRows];
-  turned_factors(band, j, factor);
-  const auto is_row = [&](int m) {
-    return band.row0 + kThreadRows * band.r + m < band.p.input.rows;
-  };
+/// What piece k of the thread's rows in tile j is multiplied with for q, but for the weights.
+template <class T, BandPass kPass>
+__device__ __forceinline__ void row_factors(const Band<T, kPass>& band, int j, int k, float inverse,
+                                            float (&factor)[kThreadRows]) {
+  const float* from = band.all_rstd();
+  if constexpr (kPass == BandPass::kGroup) {
+    const int of_tile =
+        (8 * k + band.c) * (band.kPieces == 2 ? 1 : 2) << band.plan.log2_groups >> 4;
+    const int group = (j << band.plan.log2_groups) + of_tile;
+    from = band.groups() + group * BandPlan::kGroupPitch;
+  }
+  const float4 of_rows = *reinterpret_cast<const float4*>(from + kThreadRows * band.r);
+  const float by[kThreadRows] = {of_rows.x, of_rows.y, of_rows.z, of_rows.w};
+  float scale[kThreadRows];
+  band.read_scales(j, scale);
+#pragma unroll
+  for (int m = 0; m < kThreadRows; ++m) {
+    const float f = kPass == BandPass::kGiven ? finite_or_nan(by[m] * inverse) : by[m];
+    factor[m] = finite_or_nan(f * scale[m]);
+  }
+}
+
+/// The codes of quad k of a piece, times `factor` and the weights.
+template <class Out, class T>
+__device__ __forceinline__ std::uint32_t encode_quad(const uint4& raw, int k, float factor,
+                                                     const float4& w) {
+  float z[4];
+  unpack4<T>(raw, k, z);
+  const float y[4] = {z[0] * factor * w.x, z[1] * factor * w.y, z[2] * factor * w.z,
+                      z[3] * factor * w.w};
+  return device::pack_fp8x4<Out>(y);
+}
+
+/// Makes q of tile j, if it is wanted, and takes the largest |y| of the tile's columns over the
+/// rows of each group. kInfinite: there is an infinite weight.
+template <class Out, bool kInfinite, class T>
+__device__ __forceinline__ void encode_rows(const Band<T, BandPass::kGroup>& band, int j) {
+  using Tile = Band<T, BandPass::kGroup>;
+  constexpr int kQuads = Tile::kQuads;
+  float turned[kThreadRows];
+  turned_factors(band, j, turned);
+  const auto is_row = [&](int m) { return m < band.there; };
   std::uint32_t most[kThreadQuads][4];
-  uint4 raw[kThreadRows];
 #pragma unroll
-  for (int k = 0; k < kThreadQuads; ++k) {
-    if (k % kQuads == 0) {
+  for (int k = 0; k < Tile::kPieces; ++k) {
+    uint4 raw[kThreadRows];
 #pragma unroll
-      for (int m = 0; m < kThreadRows; ++m) raw[m] = band.piece(j, m, k / kQuads);
+    for (int m = 0; m < kThreadRows; ++m) raw[m] = band.piece(j, m, k);
+    float factor[kThreadRows];
+    row_factors(band, j, k, 1.0f, factor);
+    std::uint32_t codes[kThreadRows][kQuads];
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const float4 w = band.weights(j, k * kQuads + i);
+      largest_of_rows<T>(raw, i, turned, w, kInfinite, is_row, most[k * kQuads + i]);
+#pragma unroll
+      for (int m = 0; m < kThreadRows; ++m)
+        codes[m][i] = encode_quad<Out, T>(raw[m], i, factor[m], w);
     }
-    largest_of_rows<T>(raw, k % kQuads, factor, band.weights(j, k), kInfinite, is_row, most[k]);
+    band.store_q(j, k, codes);
   }
   const int quad = scatter_quads(most, band.r);
   auto* columns = reinterpret_cast<std::uint32_t*>(band.columns(j)) + 4 * (8 * quad + band.c);
@@ -103,7 +143,7 @@ __device__ __forceinline__ void make_column_factors(const Band<T, kPass>& band) 
     const std::int64_t row = band.row0 + (in_band << log2_group);
     float scale = 1.0f;
     if (n < p.input.hidden && row < p.input.rows) {
-      scale = scale_for(p.out, band.all_columns()[i]);
+      scale = fast_scale(p.out, band.all_columns()[i]);
       p.out.scale_t
           .data[n * p.out.scale_t.row_stride + (row >> log2_group) * p.out.scale_t.group_stride] =
           scale;
@@ -113,134 +153,117 @@ __device__ __forceinline__ void make_column_factors(const Band<T, kPass>& band) 
   }
 }
 
-/// What the thread's pieces in tile j are multiplied with for q, but for the weights.
-template <class T, BandPass kPass>
-__device__ __forceinline__ void row_factors(const Band<T, kPass>& band, int j, float inverse,
-                                            float (&factor)[Band<T, kPass>::kPieces][kThreadRows]) {
-  constexpr int kPieces = Band<T, kPass>::kPieces;
-  const int row = kThreadRows * band.r;
-  float scale[kThreadRows];
-  band.read_scales(j, scale);
+/// The codes of tile j by columns, in the place of its x; and q, where its codes are the same. All
+/// threads of the CTA call this, as x is overwritten when all have read what lies there: the first
+/// rows of each.
+template <class Out, class T, BandPass kPass>
+__device__ __forceinline__ void encode_columns(const Band<T, kPass>& band, int j, float inverse) {
+  using Tile = Band<T, kPass>;
+  constexpr int kElements = Tile::kElements, kQuads = Tile::kQuads, kPieces = Tile::kPieces;
+  constexpr int kEarly = kThreadRows / kPieces;  // of a thread's rows
+  static_assert(kEarly * kPieces * Tile::Operands::kStep == BandPlan::kCodes);
+  uint4 early[kPieces][kEarly];
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) {
-    const float* from = band.all_rstd();
-    if constexpr (kPass == BandPass::kGroup) {
-      const int of_tile = (8 * k + band.c) * (kPieces == 2 ? 1 : 2) << band.plan.log2_groups >> 4;
-      const int group = (j << band.plan.log2_groups) + of_tile;
-      from = band.groups() + group * BandPlan::kGroupPitch;
-    }
-    const float4 of_rows = *reinterpret_cast<const float4*>(from + row);
-    const float by[kThreadRows] = {of_rows.x, of_rows.y, of_rows.z, of_rows.w};
 #pragma unroll
-    for (int m = 0; m < kThreadRows; ++m) {
-      const float f = kPass == BandPass::kGiven ? finite_or_nan(by[m] * inverse) : by[m];
-      factor[k][m] = finite_or_nan(f * scale[m]);
+    for (int m = 0; m < kEarly; ++m) early[k][m] = band.piece(j, m, k);
+  }
+  __syncthreads();
+  unsigned char* columns = band.tile(j) +
+                           device::transposed_offset<kElements>(band.c * kElements, band.r / 4) +
+                           band.r % 4 * 4;
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) {
+    float factor[kThreadRows];
+    if constexpr (kPass == BandPass::kGroup) {
+      turned_factors(band, j, factor);
+    } else {
+      row_factors(band, j, k, inverse, factor);
     }
+    uint4 raw[kThreadRows];
+#pragma unroll
+    for (int m = 0; m < kThreadRows; ++m) raw[m] = m < kEarly ? early[k][m] : band.piece(j, m, k);
+    std::uint32_t codes[kThreadRows][kQuads];
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const int quad = k * kQuads + i;
+      float4 w;
+      if constexpr (kPass == BandPass::kGroup) {
+        w = *reinterpret_cast<const float4*>(band.columns(j) + 4 * (8 * quad + band.c));
+      } else {
+        w = band.weights(j, quad);
+      }
+      std::uint32_t of_rows[kThreadRows];
+#pragma unroll
+      for (int m = 0; m < kThreadRows; ++m) {
+        of_rows[m] = encode_quad<Out, T>(raw[m], i, factor[m], w);
+        codes[m][i] = of_rows[m];
+      }
+      store_columns(of_rows, columns + column_of<kElements>(0, quad) * kTileRows, kTileRows);
+    }
+    if constexpr (kPass == BandPass::kGiven) band.store_q(j, k, codes);
   }
 }
 
-/// The codes of tile j: by rows in registers, by columns at `columns`.
+/// Both outputs, once rstd is there.
 template <class Out, class T, BandPass kPass>
-__device__ __forceinline__ void encode_tile(const Band<T, kPass>& band, int j, float inverse,
-                                            unsigned char* columns,
-                                            std::uint32_t (&codes)[kThreadRows][kThreadQuads]) {
-  constexpr int kElements = Band<T, kPass>::kElements, kQuads = kElements / 4;
-  float factor[Band<T, kPass>::kPieces][kThreadRows], factor_t[kThreadRows];
-  row_factors(band, j, inverse, factor);
-  if constexpr (kPass == BandPass::kGroup) turned_factors(band, j, factor_t);
-  const float* columns_by = kPass == BandPass::kGroup ? band.columns(j) : nullptr;
-  uint4 raw[kThreadRows];
-#pragma unroll
-  for (int k = 0; k < kThreadQuads; ++k) {
-    if (k % kQuads == 0) {
-#pragma unroll
-      for (int m = 0; m < kThreadRows; ++m) raw[m] = band.piece(j, m, k / kQuads);
+__device__ __forceinline__ void encode_tiles(const Band<T, kPass>& band, bool infinite) {
+  const ForwardParams& p = band.p;
+  float inverse = 1.0f;
+  if constexpr (kPass == BandPass::kGroup) {
+    const int maxima = band.tiles * kTileColumns << band.plan.log2_groups;
+    for (int i = static_cast<int>(threadIdx.x); i < maxima; i += kThreads) {
+      band.all_columns()[i] = 0.0f;
     }
-    const float4 w = band.weights(j, k);
-    float4 w_t = w;
-    if constexpr (kPass == BandPass::kGroup) {
-      w_t = *reinterpret_cast<const float4*>(columns_by + 4 * (8 * k + band.c));
+    make_group_factors(band);
+    __syncthreads();
+#pragma unroll 1
+    for (int j = 0; j < band.tiles; ++j) {
+      infinite ? encode_rows<Out, true>(band, j) : encode_rows<Out, false>(band, j);
     }
-    std::uint32_t of_rows[kThreadRows];
-#pragma unroll
-    for (int m = 0; m < kThreadRows; ++m) {
-      float z[4];
-      unpack4<T>(raw[m], k % kQuads, z);
-      const float f = factor[k / kQuads][m];
-      const float y[4] = {z[0] * f * w.x, z[1] * f * w.y, z[2] * f * w.z, z[3] * f * w.w};
-      codes[m][k] = device::pack_fp8x4<Out>(y);
-      of_rows[m] = codes[m][k];
-      if constexpr (kPass == BandPass::kGroup) {
-        const float g = factor_t[m];
-        const float turned[4] = {z[0] * g * w_t.x, z[1] * g * w_t.y, z[2] * g * w_t.z,
-                                 z[3] * g * w_t.w};
-        of_rows[m] = device::pack_fp8x4<Out>(turned);
-      }
-    }
-    store_columns(of_rows, columns + column_of<kElements>(0, k) * kTileRows, kTileRows);
+    __syncthreads();
+    make_column_factors(band);
+    __syncthreads();
+  } else {
+    inverse = inverse_of(__ldcg(p.out.scale.data));
+  }
+#pragma unroll 1
+  for (int j = 0; j < band.tiles; ++j) {
+    encode_columns<Out>(band, j, inverse);
+    __syncthreads();
+    store_columns_of<Band<T, kPass>::kElements>(p, band.tile(j), band.row0, band.column0(j),
+                                                band.whole(j));
   }
 }
 
 template <class T, BandPass kPass>
-__global__ void __launch_bounds__(kThreads, kBandsPerSm<T>)
+__global__ void __launch_bounds__(kThreads, kBandsPerSm)
     bands_kernel(const __grid_constant__ ForwardParams p) {
-  constexpr int kElements = kPiece<T>;
-  constexpr bool kScaled = kPass != BandPass::kGiven;
   extern __shared__ uint4 memory[];
   __shared__ std::uint32_t scratch[32];
   __shared__ device::Mbarrier sums_here, rstd_here;
   const Band<T, kPass> band(p, memory);
-  const int thread = static_cast<int>(threadIdx.x), c = band.c, r = band.r;
-  const int hidden = static_cast<int>(p.input.hidden);
+  const int thread = static_cast<int>(threadIdx.x);
 
   // Load.
   band.init(&sums_here, &rstd_here);
-  if constexpr (kScaled) {
-    const int maxima = band.tiles * kTileColumns << p.plan.band_plan.log2_groups;
-    for (int i = thread; i < maxima; i += kThreads) band.all_columns()[i] = 0.0f;
-  }
   device::pdl_wait();
   device::pdl_trigger();
   const bool infinite = __syncthreads_or(band.store_weights([&] { band.copy_x(); }));
 
-  // Reduce: rows over the cluster, then columns over the band.
+  // Reduce: rows over the cluster.
   band.measure(&sums_here);
   const float of_rows = band.finish_rows(&sums_here, &rstd_here);
   if (kPass == BandPass::kGiven && p.makes_maxima()) {
     const std::uint32_t amax = device::max_block(device::magnitude_bits(of_rows), scratch);
     if (thread == 0) p.maxima[blockIdx.x] = amax;
   }
-  if constexpr (kScaled) {
-#pragma unroll 1
-    for (int j = 0; j < band.tiles; ++j) {
-      infinite ? measure_columns<true>(band, j) : measure_columns<false>(band, j);
-    }
-    __syncthreads();
-    if (p.out.q.given()) make_group_factors(band);
-    make_column_factors(band);
-    __syncthreads();
-  }
 
-  // Compute and store. The codes of a tile by columns take the place of the tile before it.
-  const float inverse = kScaled ? 1.0f : inverse_of(__ldcg(p.out.scale.data));
-  unsigned char* transposed = band.memory + p.plan.band_plan.codes_at;
-  const int in_columns = device::transposed_offset<kElements>(c * kElements, r / 4) + r % 4 * 4;
-#pragma unroll 1
-  for (int j = 0; j < band.tiles; ++j) {
-    const int column0 = band.column0(j);
-    const bool whole = band.row0 + kTileRows <= p.input.rows && column0 + kTileColumns <= hidden;
-    std::uint32_t codes[kThreadRows][kThreadQuads];
-    if (p.out.dtype == DType::kFloat8E4M3) {
-      encode_tile<Float8E4M3>(band, j, inverse, transposed + in_columns, codes);
-    } else {
-      encode_tile<Float8E5M2>(band, j, inverse, transposed + in_columns, codes);
-    }
-    if (p.out.q.given()) {
-      store_rows<kElements>(p, codes, band.row0 + kThreadRows * r, column0 + c * kElements, whole);
-    }
-    __syncthreads();  // the columns are there, and x of this tile has been read
-    store_columns_of<kElements>(p, transposed, band.row0, column0, whole);
-    transposed = band.memory + j * TileOperands<T>::kStage;
+  // Compute and store.
+  if (p.out.dtype == DType::kFloat8E4M3) {
+    encode_tiles<Float8E4M3>(band, infinite);
+  } else {
+    encode_tiles<Float8E5M2>(band, infinite);
   }
 }
 

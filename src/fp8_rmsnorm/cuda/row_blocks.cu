@@ -286,8 +286,8 @@ __global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCT
 __global__ void __launch_bounds__(32 * RowBlockPlan::kFinishRows)
     finish_rows_kernel(const __grid_constant__ ForwardParams p) {
   __shared__ std::uint32_t scratch[32];
+  device::pdl_begin(/*early=*/true);
   device::pdl_wait();
-  device::pdl_trigger();
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const Partials partials(p);
   std::uint32_t amax = 0;
@@ -311,8 +311,8 @@ __global__ void __launch_bounds__(32 * RowBlockPlan::kFinishRows)
 
 /// Zeros where CTAs take the maxima of columns.
 __global__ void clear_maxima_kernel(const __grid_constant__ ForwardParams p) {
+  device::pdl_begin(/*early=*/true);
   device::pdl_wait();
-  device::pdl_trigger();
   const unsigned n = blockIdx.x * blockDim.x + threadIdx.x;
   if (n < p.input.hidden) p.column_maxima[n] = 0;
 }

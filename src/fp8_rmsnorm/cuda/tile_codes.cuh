@@ -38,24 +38,17 @@ __device__ __forceinline__ void store_columns(const std::uint32_t (&of_rows)[kTh
   }
 }
 
-/// Stores a thread's codes to its rows of q, the first of which is `row`; its first column is
-/// `column`. `whole`: none of the tile lies outside.
+/// Stores the codes of one piece of each of a thread's rows to q, from `row` and `column` on.
+/// `whole`: none of the tile lies outside.
 template <int kElements>
-__device__ __forceinline__ void store_rows(const ForwardParams& p,
-                                           const std::uint32_t (&codes)[kThreadRows][kThreadQuads],
-                                           std::int64_t row, int column, bool whole) {
-  constexpr int kQuads = kElements / 4, kPieces = 16 / kElements;
+__device__ __forceinline__ void store_pieces(
+    const ForwardParams& p, const std::uint32_t (&codes)[kThreadRows][kElements / 4],
+    std::int64_t row, int column, bool whole) {
   char* q = static_cast<char*>(p.out.q.data) + row * p.out.q.row_stride + column;
 #pragma unroll
   for (int m = 0; m < kThreadRows; ++m, q += p.out.q.row_stride) {
-#pragma unroll
-    for (int k = 0; k < kPieces; ++k) {
-      std::uint32_t words[kQuads];
-#pragma unroll
-      for (int i = 0; i < kQuads; ++i) words[i] = codes[m][k * kQuads + i];
-      const bool there = row + m < p.input.rows && column + k * 8 * kElements < p.input.hidden;
-      if (whole || there) store_codes<kElements>(q + k * 8 * kElements, words, kElements, true);
-    }
+    const bool there = row + m < p.input.rows && column < p.input.hidden;
+    if (whole || there) store_codes<kElements>(q, codes[m], kElements, true);
   }
 }
 

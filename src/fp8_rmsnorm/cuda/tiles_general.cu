@@ -253,11 +253,15 @@ __global__ void __launch_bounds__(kTileThreads, 2)
   }
 }
 
-/// amax alone, where the scale was given.
-__global__ void __launch_bounds__(256) amax_kernel(const __grid_constant__ ForwardParams p) {
+constexpr int kAmaxThreads = 128;
+
+/// amax alone, where the scale was given. Small enough to lie beside a CTA of the kernel before it
+/// and wait there, and the kernel after it need not wait for that to start.
+__global__ void __launch_bounds__(kAmaxThreads)
+    amax_kernel(const __grid_constant__ ForwardParams p) {
   __shared__ std::uint32_t scratch[32];
+  device::pdl_begin(/*early=*/true);
   device::pdl_wait();
-  device::pdl_trigger();
   const float amax = reduce_maxima(p.maxima, p.maxima_count, scratch);
   if (threadIdx.x == 0) *p.out.amax = amax;
 }
@@ -284,10 +288,11 @@ void any_column_maxima(const ForwardParams& p, Stream stream) {
 
 void reduce_amax(const ForwardParams& p, Stream stream) {
   device::Launch launch;
-  launch.threads = 256;
+  launch.threads = kAmaxThreads;
   launch.grid = dim3(1);
   launch.stream = stream;
   launch.pdl = true;
+  launch.carve_out = true;
   device::launch<amax_kernel>(p.op, launch, p);
 }
 
