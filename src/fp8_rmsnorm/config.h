@@ -24,6 +24,10 @@ struct TilesPlan {
   /// where an SM then still holds two CTAs.
   static constexpr int stages(int x_bytes) { return x_bytes == 4 ? 1 : 2; }
   static constexpr int stage_bytes(int x_bytes) { return kRows * kColumns * x_bytes; }
+  /// Shared memory of a CTA, at most.
+  static constexpr int smem(int x_bytes) {
+    return kSharedTile + stages(x_bytes) * stage_bytes(x_bytes);
+  }
   /// A sector of L2: what is written of it in parts costs more than rows that are made twice (10000
   /// x 2816: 45 us for 36.8 of 10016 x 2816).
   static constexpr int kSector = 32;
@@ -111,11 +115,9 @@ inline TilesPlan choose_tiles(const ForwardShape& s, const GpuShape& gpu) {
     plan.step -= TilesPlan::shared(s.rows % 16 == 0);
   }
   plan.tiles = count_tiles(s.rows, s.hidden, plan.step);
-  const int smem =
-      TilesPlan::kSharedTile + TilesPlan::stages(s.x_bytes) * TilesPlan::stage_bytes(s.x_bytes);
   const int registers =
       TilesPlan::per_sm(s.x_bytes, s.stochastic, s.scaling != Fp8Scaling::kTensor, gpu.clusters);
-  const int per_sm = std::min(registers, std::max(1, gpu.max_smem / smem));
+  const int per_sm = std::min(registers, std::max(1, gpu.max_smem / TilesPlan::smem(s.x_bytes)));
   // Without any rows, one CTA writes the scale of zeros.
   plan.grid =
       static_cast<int>(std::clamp<std::int64_t>(plan.tiles, 1, std::int64_t{gpu.num_sms} * per_sm));
@@ -215,10 +217,8 @@ inline void set_beside_tiles(ForwardPlan& plan, const ForwardShape& s, const Gpu
   // 30.8 for 33.5). With one for each they all come at once when the rows are done (2048 x 4096 in
   // 15.1 for 16.2); with more the last ones count for little (8192 x 4096 in 52.6 for 54.4).
   const TilesPlan& tiles = plan.tile_plan;
-  const int of_tiles =
-      TilesPlan::kSharedTile + TilesPlan::stages(s.x_bytes) * TilesPlan::stage_bytes(s.x_bytes);
   const std::int64_t room = gpu.max_smem - HeldRowsPlan::kStaticSmem;
-  if (s.x_bytes > 1 || held.smem + of_tiles > room) return;
+  if (s.x_bytes > 1 || held.smem + TilesPlan::smem(s.x_bytes) > room) return;
   held.alone = tiles.tiles <= tiles.grid || tiles.tiles > 3 * std::int64_t{tiles.grid};
   if (held.alone) held.smem = room;
 }
