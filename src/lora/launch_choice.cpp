@@ -36,8 +36,9 @@ constexpr std::int64_t kLightBatch = 16 * 1024;  ///< more were not measured
 /// 449 tokens of 7 adapters, rank 4, 3,072 to 1,024, 1 MB, 4.9 and 10.7; 820 of 20, rank 8, 2,048
 /// to 2,048, 4 MB, 6.2 and 9.6; 492 of 6, ranks up to 16, 4,096 to 4,096, 8 MB, 7.1 and 10.2; 327
 /// of 2, rank 64, 768 to 1,024, 5 MB, 5.2 and 6.2; but 465 of one, rank 32, 8,192 to 2,048, 20 MB,
-/// 11.3 and 11.3; 1,180 of 18, rank 32, 2,048 to 1,024, 13 MB, 11.8 and 10.7.)
-constexpr std::int64_t kLightReads = 12 << 20, kLightReadTokens = 1024;
+/// 11.3 and 11.3; 1,180 of 18, rank 32, 2,048 to 1,024, 13 MB, 11.8 and 10.7. On an H100 1,219 of
+/// 15, rank 8, 1,024 to 2 x 3,072, 15.9 and 17.5; 1,437 of 12, 512 to 2,048, 6.2 and 9.4.)
+constexpr std::int64_t kLightReads = 12 << 20, kLightReadTokens = 2048;
 
 /// Whether tiles of 16 read so little.
 bool reads_little(const LoraShape& s) {
@@ -55,6 +56,8 @@ constexpr std::int64_t kLongStream = 16 * 1024;
 /// all 16,384 columns 351, 4,096 299; 2,109 of 127, rank 64, 16,384 to 16,384, 5,504 columns 250,
 /// 4,096 240; but 256 of 64, rank 16, 4,096 to 2 x 14,336, 4,864 columns 41.9, 3,584 47.5.)
 constexpr std::int64_t kMostDecodeCols = 4096;
+/// Columns from which on CTAs of ranks 65 to 128 have long to stream.
+constexpr std::int64_t kLongBlocks = 1024;
 constexpr int kFewRanks = 32;  // up to which it takes as many as it likes
 
 /// Tiles from which on CTAs of the decode expand are many and short: those that come last leave
@@ -160,6 +163,11 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
     c.rows = kMmaShapes[0].rows();
     return c;
   }
+  if (const int rows = room_rows(s, m, c.partials); rows > 0) {
+    c.kernel = ShrinkKernel::kDecode;
+    c.rows = rows;
+    return c;
+  }
   if (suits_leaves(s, m)) return leaf_shrink(s, m, c.partials);
   c.kernel = ShrinkKernel::kDecode;
   // Of very many rows, or of long K, a CTA takes few, all of them in flight at once. (us, 32 rows
@@ -232,38 +240,24 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
   c.per_sm = 2 * (prefill_smem(s) + kPrefillStaticSmem) <= m.sm_smem ? 2 : 1;
   const std::int64_t steps =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kPrefillCols);
-  // Long runs reuse B, which pays above rank 64; short ones spread evenly. (Runs of 2 and 8 tiles
-  // on an H100: 2,847 tokens of one adapter, rank 128, 2,048 to 2 x 8,192, 1.07 times as long;
-  // 11,972 of 78, ranks up to 64, 0.98 times.)
+  // Long runs reuse B, which pays above rank 64, if an adapter has so many tiles; short ones spread
+  // evenly. (Runs of 2 and 8 tiles on an H100: 2,847 tokens of one adapter, rank 128, 2,048 to 2 x
+  // 8,192, 1.07 times as long; 11,972 of 78, ranks up to 64, 0.98 times; 541 of 12, rank 128, 3,584
+  // to 2 x 18,944, 0.93 times; but 5,745 of 75, 16,384 to 2 x 53,248, 1.06 times.)
   c.log_run = least_log_run(s);
   const int most = h_width(s) > 64 || !s.aligned_y ? 3 : 1;
   const std::int64_t least_runs = c.log_run == 1 ? 10 : 24;
-  while (c.log_run < most && steps > (least_runs * m.sms * c.per_sm << c.log_run)) ++c.log_run;
+  const bool reuses = h_width(s) > 64;
+  const std::int64_t reused = ceil_div<std::int64_t>(tokens_per_adapter(s), 64);
+  while (c.log_run < most && steps > (least_runs * m.sms * c.per_sm << c.log_run) &&
+         (!reuses || (2 << c.log_run) <= reused)) {
+    ++c.log_run;
+  }
   return c;
 }
-
-bool runs_wide(const LoraShape& s, const Machine& m) {
-  const bool takes_h = s.op == Op::kApply || s.aligned_h;
-  return m.arch == 90 && takes_h && (s.one_type || (s.float_weights && s.aligned_y));
-}
-
-bool runs_wide_walk(const LoraShape& s, const Machine& m) {
-  return runs_wide(s, m) && s.op == Op::kApply && s.one_type && s.aligned_y;
-}
-
-bool rounds_h(const LoraShape& s) { return s.op == Op::kExpand && s.one_type && s.float_h; }
 
 bool runs_wgmma(const LoraShape& s, const Machine& m) {
   return m.arch == 90 && s.aligned_x && (s.one_type || s.float_weights);
-}
-
-ExpandPlan wide_expand(int shape) {
-  ExpandPlan c;
-  c.kernel = ExpandKernel::kWide;
-  c.shape = shape;
-  c.tile_tokens = 64;
-  c.cols = kWideShapes[shape].cols;
-  return c;
 }
 
 bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, int block_cols) {
@@ -292,6 +286,14 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   // columns, so wide blocks are better, as long as two CTAs fit an SM. (us, ranks 65 to 128, blocks
   // of 32 and of these widths: 74 tokens of 16 adapters, 3,584 to 2 x 18,944, 92 and 62; 112 of
   // one, 2,048 to 2,048 + 2 x 512, 10.2 and 8.0; 1,165 of 139, 8,192 to 8,192, 345 and 218.)
+  // Of ranks 65 to 128 two of 128 columns, both in flight at once, let a third CTA fit the SM. (384
+  // to 704 columns in narrow blocks, and 256 in these, on an H100: 32 tokens of 23 adapters, 1,024
+  // to 2,048 + 2 x 1,024, 22.4 and 16.7; 11 of 12, 2,048 to 2 x 8,192, 18.0 and 15.1; 47 of 334,
+  // 5,120 to 3 x 1,280, 93 and 84; but 1,344 columns in narrow blocks and 1,280 in blocks of 128,
+  // 88 of 7, gate_up, 38.4 and 42.3.)
+  const bool pair =
+      s.max_rank > 64 && s.max_rank <= kExpandPrefillMaxRank && cols > 320 && cols < kLongBlocks;
+  if (pair) cols = 256;
   if (s.max_rank <= 16) {
     c.block_cols = 256;
   } else if (s.max_rank <= 64 ||
@@ -340,35 +342,6 @@ bool suits_prefill(const LoraShape& s, const Machine& m) {
   const std::int64_t steps =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kPrefillCols);
   return s.op != Op::kApply || (tokens_per_adapter(s) > kLightTokens && steps > m.sms);
-}
-
-/// High ranks, unless there are so few tiles and columns that the narrow CTAs of the decode kernel
-/// share them out better. (us, wide against decode: one token, rank 256, 4,096 to 2 x 14,336, 9.2
-/// and 12.9; 23 of 4 adapters, rank 256, 3,584 to 3,584, 9.9 and 12.1; 66 of 17, rank 256, 5,120 to
-/// 3 x 5,120, 92 and 95; but 4 tokens of one adapter, rank 512, 1,024 to 4,096, 10.1 and 6.7.)
-bool suits_wide(const LoraShape& s, const Machine& m) {
-  if (h_width(s) <= kExpandPrefillMaxRank || !runs_wide(s, m)) return false;
-  const std::int64_t ctas =
-      max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kWideShapes[0].cols);
-  const bool tiles = best_tile_tokens(s) == 64 && (s.num_tokens > 64 || 4 * ctas >= m.sms);
-  return tiles || 4 * ctas >= 3 * m.sms;
-}
-
-/// Ranks above 64 where a CTA has several steps, up to 128 of rows of y that are not very long. (us
-/// on an H100, the persistent kernel and the one chosen otherwise: 8,860 tokens of 5 adapters, rank
-/// 256, 1,280 to 5,120, 119 and 147; 1,571 of one, 8,192 to 8,192, 64 and 73; 737 of 60, 28,672 to
-/// 8,192, 420 and 445; 7,000 of one, rank 128, 4,096 to 4,096, 78 and 82; but 913 of 4, rank 256,
-/// 3,584 to 3,584, two steps a CTA, 23.9 and 23.0; 1,404 of one, 1,024 to 2,048 + 2 x 1,024, 2.7
-/// steps, 27.5 and 31.6; 1,024 of 8, rank 128, gate_up, 81 and 78.)
-bool suits_wide_walk(const LoraShape& s, const Machine& m) {
-  constexpr int kLeastRank = 65;
-  const WideShape& shape = kWideShapes[kWideWalkShape];
-  const std::int64_t blocks = column_blocks(s, shape.cols);
-  const bool high = h_width(s) > kExpandPrefillMaxRank;
-  const std::int64_t least_tokens = high ? 10 : 64;  // of an adapter: fewer were not measured
-  return runs_wide_walk(s, m) && h_width(s) >= kLeastRank && best_tile_tokens(s) == 64 &&
-         tokens_per_adapter(s) >= least_tokens && (high || 5 * blocks < 3 * m.sms) &&
-         likely_runs(s, shape.tiles) * static_cast<double>(blocks) >= (high ? 2.5 : 3) * m.sms;
 }
 
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {

@@ -66,6 +66,9 @@ bool suits_leaves(const LoraShape& s, const Machine& m);
 /// That, or tiles of 16 tokens of which a CTA sums all of K.
 ShrinkPlan walking_shrink(const LoraShape& s, const Machine& m);
 ExpandPlan wide_expand(int shape);
+/// Whether it is faster than those for lower ranks, and whether the persistent one is.
+bool suits_wide(const LoraShape& s, const Machine& m);
+bool suits_wide_walk(const LoraShape& s, const Machine& m);
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m);
 /// With so many columns a CTA.
 ExpandPlan direct_expand(int cols);
@@ -98,6 +101,12 @@ bool shares_h(const LoraShape& s, const Machine& m, const ShrinkPlan& shrink,
 int h_cluster(const LoraShape& s, const Machine& m, const ExpandPlan& c);
 /// Who adds the partials of tiles of 16 tokens.
 Partials tile_partials(const LoraShape& s, const Machine& m);
+/// The fewest rank rows of a CTA of the decode shrink with which its CTAs find an SM each beside
+/// expand's; 0: none do.
+int room_rows(const LoraShape& s, const Machine& m, Partials partials);
+/// Whether the decode expand adds the partials of the wgmma shrink's chunks, two kernels in place
+/// of three, and then how.
+bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand);
 void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand);
 
 }  // namespace mortar::lora

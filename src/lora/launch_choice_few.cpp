@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CTAs of a small batch share: SMs, and the making of h.
+// What the CTAs of a small batch share: SMs, and the making of h from split-K partials.
 #include <algorithm>
 
 #include "lora/launch_choice.h"
@@ -17,11 +17,41 @@ constexpr std::int64_t kFinishBytes = 56 << 10;
 /// each: HSum in cuda/h_sum.cuh.
 constexpr std::int64_t kPieces = 64, kLeaves = 32;
 
+/// Row of kWgmmaShapes: K chunks in the smallest CTAs.
+constexpr int kSmallLeaf = 8;
+static_assert(kWgmmaShapes[kSmallLeaf].rows == 16 &&
+              kWgmmaShapes[kSmallLeaf].share == Share::kLeaf);
+
 std::int64_t likely_tile(const LoraShape& s) {
   return std::min<std::int64_t>(16, tokens_per_adapter(s));
 }
 std::int64_t trips(const LoraShape& s) {
   return ceil_div(likely_tile(s) * h_width(s) / 4, kPieces);
+}
+
+bool decodes(const ExpandPlan& c) {
+  return c.kernel == ExpandKernel::kDecode || c.kernel == ExpandKernel::kDirect;
+}
+std::int64_t shrink_ctas(const LoraShape& s, int rows) {
+  return max_tiles(s.num_tokens, s.num_adapters, 16) * ceil_div<std::int64_t>(s.hidden, kDecodeK) *
+         ceil_div(s.rank_rows(), rows);
+}
+std::int64_t expand_ctas(const LoraShape& s, const ExpandPlan& c) {
+  return max_tiles(s.num_tokens, s.num_adapters, 16) *
+         ceil_div<std::int64_t>(s.sum_widths(), c.cols);
+}
+
+/// Whether a CTA of expand is to have an SM for itself, behind so many of shrink.
+bool alone(const LoraShape& s, const Machine& m, std::int64_t shrink_ctas, const ExpandPlan& c) {
+  constexpr std::int64_t kShrinkPerSm = 4;  // as many as fit
+  const std::int64_t ctas = expand_ctas(s, c);
+  return 2 * ctas <= m.sms && ctas + shrink_ctas / kShrinkPerSm <= m.sms;
+}
+
+/// Whether all CTAs of the decode shrink, of so many rows, find an SM of their own beside expand's.
+bool shrink_fits(const LoraShape& s, const Machine& m, int rows, const ExpandPlan& c) {
+  const std::int64_t shrinks = shrink_ctas(s, rows), expands = expand_ctas(s, c);
+  return shrinks + (alone(s, m, shrinks, c) ? expands : ceil_div(expands, kExpandPerSm)) <= m.sms;
 }
 
 }  // namespace
@@ -62,13 +92,63 @@ int h_cluster(const LoraShape& s, const Machine& m, const ExpandPlan& c) {
 
 /// (us on an H100, above rank 128, expand and a kernel of its own: 7 tokens of 23 adapters, rank
 /// 256, 1,024 to 512 + 2 x 256, 6.2 and 8.9; 2 of 336, rank 256, 3,072 to 1,024, 4.4 and 5.1; but 2
-/// of 19, rank 512, 3,072 to 1,024, 7.8 and 6.8.)
+/// of 19, rank 512, 3,072 to 1,024, 7.8 and 6.8. More trips to L2 than a cluster has CTAs: 90 of
+/// one, rank 128, 1,024 to 2 x 3,072, 8.1 and 7.0.)
 Partials tile_partials(const LoraShape& s, const Machine& m) {
   const ExpandPlan expand = choose_expand(s, m);
   if (h_cluster(s, m, expand) > 1) return Partials::kExpand;
   const std::int64_t bytes = likely_tile(s) * num_leaves(s.hidden) * h_width(s) * 4;
   const bool high = s.max_rank > kExpandPrefillMaxRank && (m.arch != 90 || trips(s) > 1);
-  return high || bytes >= kFinishBytes ? Partials::kFinish : Partials::kExpand;
+  const bool many = m.arch == 90 && trips(s) > kExpandCluster;
+  return high || many || bytes >= kFinishBytes ? Partials::kFinish : Partials::kExpand;
+}
+
+/// Where an adapter has several tiles, fewer CTAs of more rows, with an SM each, are faster than
+/// two an SM or than chunks of K on wgmma. (us on an H100: 64 tokens of one adapter, qkv, rank 32,
+/// 5.5 and 6.4, rank 16, 4.1 and 5.1; 31, rank 64, 14,336 to 4,096, 5.7 and 6.3; but 8 of 8, qkv,
+/// rank 16, 4.4 and 4.3; one token, gate_up, rank 64, 3.8 and 3.7. Where a kernel adds partials, up
+/// to 32 rows: 49 of one, rank 128, 2,048 to 1,024, 5.3 and 6.8; but 64 rows, 36 of two, 3,584 to
+/// 3,584, 7.2 and 6.3.)
+int room_rows(const LoraShape& s, const Machine& m, Partials partials) {
+  const int most = partials == Partials::kExpand ? 64 : 32;
+  if (s.op != Op::kApply || tokens_per_adapter(s) <= 16) return 0;
+  const ExpandPlan expand = choose_expand(s, m);
+  if (!decodes(expand)) return 0;
+  for (int rows = 16; rows <= std::min(most, decode_most_rows(s, m)); rows += 16) {
+    if (shrink_fits(s, m, rows, expand)) return rows;
+    if (rows >= s.rank_rows()) break;
+  }
+  return 0;
+}
+
+/// Up to rank 32 where all CTAs of expand, of so many columns, run at once. (us on an H100, two
+/// kernels and three: 1,024 tokens of 8 adapters, rank 16, qkv 17.9 and 19.1, down 22.7 and 23.8;
+/// 2,436 of 3, 3,072 to 1,024, 13.3 and 14.5; 409 of 7, rank 32, 1,280 to 5,120, 7.6 and 8.4; but
+/// 1,024 of 8, gate_up, 56.6 and 53.1; 458 of two, rank 8, 8,192 to 8,192 + 2 x 1,024, 17.1 and
+/// 15.9.)
+bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand) {
+  constexpr std::int64_t kMostCols = 1024, kSmallX = 16 << 20;
+  if (s.op != Op::kApply || !s.one_type || !s.aligned_y || h_width(s) <= 8 || h_width(s) > 32 ||
+      shrink.kernel != ShrinkKernel::kWgmma || !shrink.split() ||
+      expand.kernel != ExpandKernel::kPrefill || num_leaves(s.hidden) > kLeaves) {
+    return false;
+  }
+  ExpandPlan c = decode_expand(s, m);
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
+  c.block_cols = h_width(s) > 16 ? 128 : 256;
+  c.cols = even_cols(s, ceil_div<std::int64_t>(s.sum_widths() * tiles, kExpandPerSm * m.sms),
+                     c.block_cols);
+  if (c.cols * h_width(s) > kMostCols * 16) return false;
+  expand = c;
+  shrink.partials = Partials::kExpand;
+  // As many CTAs as can be, unless x would be read twice and is large. (16 rows and 48: 943 tokens
+  // of 4 adapters, rank 32, 8,192 to 2,048, 12.4 and 13.9; but 1,481 of 7, 23.6 and 20.9.)
+  const int columns = ceil_div(s.rank_rows(), kWgmmaShapes[kSmallLeaf].rows);
+  if (columns <= 1 || (columns == 2 && 2 * s.num_tokens * s.hidden <= kSmallX)) {
+    shrink.shape = kSmallLeaf;
+    shrink.rows = kWgmmaShapes[kSmallLeaf].rows;
+  }
+  return true;
 }
 
 /// Gives the CTAs of a small batch an SM each. CTAs of later calls, which start early, then prepare
@@ -79,21 +159,12 @@ Partials tile_partials(const LoraShape& s, const Machine& m) {
 /// qkv, 4.5 against 3.5; where expand does not, 32 tokens of one adapter, gate_up, 7.6
 /// against 4.9.)
 void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand) {
-  const bool decodes =
-      expand.kernel == ExpandKernel::kDecode || expand.kernel == ExpandKernel::kDirect;
-  if (shrink.partials != Partials::kExpand || !decodes) return;
-  constexpr std::int64_t kShrinkPerSm = 4;  // as many as fit
-  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
-  const std::int64_t shrink_ctas =
-      tiles * ceil_div<std::int64_t>(s.hidden, kDecodeK) * ceil_div(s.rank_rows(), shrink.rows);
-  const std::int64_t expand_ctas = tiles * ceil_div<std::int64_t>(s.sum_widths(), expand.cols);
-  if (2 * expand_ctas <= m.sms && expand_ctas + shrink_ctas / kShrinkPerSm <= m.sms) {
+  if (!shrink.split() || !decodes(expand)) return;
+  if (shrink.partials == Partials::kExpand && alone(s, m, shrink_ctas(s, shrink.rows), expand)) {
     expand.per_sm = 1;
   }
-  const std::int64_t expand_sms =
-      expand.per_sm == 1 ? expand_ctas : ceil_div(expand_ctas, kExpandPerSm);
   const bool decode = shrink.kernel == ShrinkKernel::kDecode;
-  if (decode && shrink_ctas + expand_sms <= m.sms) shrink.per_sm = 1;
+  if (decode && shrink_fits(s, m, shrink.rows, expand)) shrink.per_sm = 1;
 }
 
 }  // namespace mortar::lora

@@ -158,7 +158,8 @@ LaunchPlan choose(const LoraShape& s, const Machine& m) {
   if (s.op != Op::kExpand) plan.shrink = choose_shrink(s, m);
   if (s.op != Op::kShrink) plan.expand = choose_expand(s, m);
   if (s.op == Op::kApply) {
-    if (plan.expand.tile_tokens != 16 && plan.shrink.split()) {
+    if (!adds_chunks(s, m, plan.shrink, plan.expand) && plan.expand.tile_tokens != 16 &&
+        plan.shrink.split()) {
       plan.shrink.partials = Partials::kFinish;
     }
     if (shares_h(s, m, plan.shrink, plan.expand)) {

@@ -16,6 +16,7 @@
 
 #include "lora/cuda/params.cuh"
 #include "lora/launch_choice.h"
+#include "lora_choice_shapes.h"
 #include "mortar/error.h"
 #if MORTAR_HAS_CUDA
 #include <vector_types.h>
@@ -97,22 +98,6 @@ TEST(LoraConfig, RunsOfTilesHoldAllTokens) {
   expect_runs<2>(6);
   expect_runs<3>(6);
 }
-
-LoraShape shape(std::int64_t tokens, std::int64_t adapters, int rank, std::int64_t hidden,
-                const std::vector<std::int64_t>& widths) {
-  LoraShape s;
-  s.num_tokens = tokens;
-  s.num_adapters = adapters;
-  s.hidden = hidden;
-  std::copy(widths.begin(), widths.end(), s.widths.begin());
-  s.num_slices = static_cast<int>(widths.size());
-  s.max_rank = s.h_columns = rank;
-  return s;
-}
-
-/// An H200, an A100, an L40S, and a device of one SM with little shared memory.
-const Machine kMachines[] = {
-    {}, {108, 80, 166'912, 167'936}, {142, 89, 101'376, 102'400}, {1, 80, 101'376, 102'400}};
 
 LoraShape random_shape(std::mt19937& random) {
   const auto log_uniform = [&](double most) {
@@ -240,76 +225,6 @@ TEST(LoraConfig, EveryShapeIsChosenSomewhere) {
   EXPECT_EQ(wide.size(), std::size(kWideShapes)) << ::testing::PrintToString(wide);
 }
 
-/// lora_apply is one kernel for few tokens of an adapter, one slice and K up to 4,096, and for one
-/// token of more slices.
-TEST(LoraConfig, OneKernelIsChosenWhereItIsFaster) {
-  const auto is_one = [](const LoraShape& s, const Machine& m = {}) {
-    return choose(s, m).one_kernel();
-  };
-  for (const auto& [tokens, adapters] : {std::pair{1, 1}, {4, 4}, {8, 8}, {32, 32}, {64, 16}}) {
-    EXPECT_TRUE(is_one(shape(tokens, adapters, 16, 4096, {4096}))) << tokens;
-  }
-  EXPECT_EQ(choose(shape(1, 1, 16, 4096, {4096}), {}).expand.cols, 64);
-  EXPECT_EQ(choose(shape(8, 8, 16, 4096, {4096}), {}).expand.cols, 256);
-  EXPECT_FALSE(is_one(shape(16, 1, 16, 4096, {4096})));
-  EXPECT_FALSE(is_one(shape(64, 64, 16, 4096, {4096})));
-  EXPECT_FALSE(is_one(shape(1, 1, 16, 14336, {4096})));
-  EXPECT_TRUE(is_one(shape(1, 1, 16, 4096, {4096, 1024, 1024})));
-  EXPECT_EQ(choose(shape(1, 1, 16, 4096, {4096, 1024, 1024}), {}).expand.cols, 64);
-  EXPECT_FALSE(is_one(shape(8, 8, 16, 4096, {4096, 1024, 1024})));
-  EXPECT_FALSE(is_one(shape(1, 1, 16, 4096, {14336, 14336})));
-  EXPECT_FALSE(is_one(shape(1, 1, 32, 4096, {4096})));
-  EXPECT_FALSE(is_one(shape(1, 1, 16, 4096, {4096}), kMachines[1]));
-  LoraShape s = shape(1, 1, 16, 4096, {4096});
-  s.aligned_y = false;
-  EXPECT_FALSE(is_one(s));
-  s.aligned_y = true;
-  s.op = Op::kShrink;
-  EXPECT_FALSE(is_one(s));
-}
-
-/// The decode shrink takes fewer stages where more of its CTAs have to run at once.
-TEST(LoraConfig, StagesOfTheDecodeShrinkFollowItsCtas) {
-  const auto stages = [](const LoraShape& s) { return choose(s, {}).shrink.stages; };
-  EXPECT_EQ(stages(shape(256, 64, 16, 4096, {4096, 1024, 1024})), kFewDecodeStages);
-  EXPECT_EQ(stages(shape(32, 32, 16, 4096, {4096, 1024, 1024})), kDecodeStages);
-  EXPECT_EQ(stages(shape(256, 64, 64, 4096, {4096, 1024, 1024})), kDecodeStages);
-  EXPECT_EQ(stages(shape(256, 64, 16, 14336, {4096})), kDecodeStages);
-  const std::string text = describe(choose(shape(256, 64, 16, 4096, {4096, 1024, 1024}), {}));
-  EXPECT_NE(text.find("48 rank rows, 2 stages"), std::string::npos) << text;
-}
-
-/// Tiles of 16 tokens where these read few weights, tiles of 64 where ranks are high.
-TEST(LoraConfig, TilesFollowWhatTheyRead) {
-  const auto decodes = [](const LoraShape& s, const Machine& m = {}) {
-    return choose(s, m).shrink.kernel == ShrinkKernel::kDecode;
-  };
-  EXPECT_TRUE(decodes(shape(449, 7, 4, 3072, {1024})));
-  EXPECT_TRUE(decodes(shape(492, 6, 16, 4096, {4096})));
-  EXPECT_FALSE(decodes(shape(465, 1, 32, 8192, {2048})));
-  EXPECT_FALSE(decodes(shape(512, 10, 16, 4096, {14336, 14336})));
-  EXPECT_TRUE(decodes(shape(30, 1, 128, 28672, {8192})));
-  EXPECT_FALSE(decodes(shape(30, 1, 256, 28672, {8192})));
-  EXPECT_TRUE(decodes(shape(40, 1, 512, 1024, {1024})));
-  LoraShape s = shape(200, 1, 64, 4096, {4096, 1024, 1024});
-  s.one_type = false;
-  s.float_weights = true;
-  EXPECT_EQ(choose(s, {}).shrink.kernel, ShrinkKernel::kWgmma);
-  EXPECT_EQ(choose(s, kMachines[1]).shrink.kernel, ShrinkKernel::kParts);
-}
-
-/// Chunks of K on wgmma for few tokens of several slices, read by expand in tiles of 16.
-TEST(LoraConfig, FewTokensOfSeveralSlicesTakeChunksOnWgmma) {
-  const auto chunks = [](const LoraShape& s, const Machine& m = {}) {
-    const ShrinkPlan c = choose(s, m).shrink;
-    return c.kernel == ShrinkKernel::kWgmma && kWgmmaShapes[c.shape].share == Share::kLeaf;
-  };
-  EXPECT_TRUE(chunks(shape(122, 1, 64, 16384, {16384, 1024, 1024})));
-  EXPECT_FALSE(chunks(shape(122, 8, 64, 16384, {16384, 1024, 1024})));
-  EXPECT_FALSE(chunks(shape(141, 1, 32, 14336, {4096})));
-  EXPECT_FALSE(chunks(shape(122, 1, 64, 16384, {16384, 1024, 1024}), kMachines[1]));
-}
-
 /// CTAs of the decode expand neither leave most of the chip idle where half of the tiles are there,
 /// nor make a second round for a few.
 // vLLM's shrink alone knows no columns, which its choice of partials asks for.
@@ -327,19 +242,6 @@ TEST(LoraConfig, ShrinkNeedsNoColumns) {
       EXPECT_EQ(plan.shape, s);
     }
   }
-}
-
-TEST(LoraConfig, WideExpandWalksOverManySteps) {
-  const auto walks = [](const LoraShape& s, const Machine& m = {}) {
-    return choose(s, m).expand == wide_expand(kWideWalkShape);
-  };
-  EXPECT_TRUE(walks(shape(8860, 5, 256, 1280, {5120})));
-  EXPECT_TRUE(walks(shape(7000, 1, 128, 4096, {4096})));
-  EXPECT_FALSE(walks(shape(913, 4, 256, 3584, {3584})));
-  EXPECT_FALSE(walks(shape(7000, 1, 64, 4096, {4096})));
-  EXPECT_TRUE(walks(shape(7200, 1, 256, 3584, {18944, 18944})));
-  EXPECT_FALSE(walks(shape(8192, 1, 128, 4096, {14336, 14336})));
-  EXPECT_FALSE(walks(shape(8860, 5, 256, 1280, {5120}), kMachines[1]));
 }
 
 TEST(LoraConfig, APlanSaysWhichKernelsRun) {

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch choices of the CUDA backend where others were measured to be slower, on the host alone.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lora/launch_choice.h"
+#include "lora/launch_plan.h"
+#include "lora_choice_shapes.h"
+
+namespace mortar::lora {
+namespace {
+
+/// lora_apply is one kernel for few tokens of an adapter, one slice and K up to 4,096, and for one
+/// token of more slices.
+TEST(LoraChoice, OneKernelIsChosenWhereItIsFaster) {
+  const auto is_one = [](const LoraShape& s, const Machine& m = {}) {
+    return choose(s, m).one_kernel();
+  };
+  for (const auto& [tokens, adapters] : {std::pair{1, 1}, {4, 4}, {8, 8}, {32, 32}, {64, 16}}) {
+    EXPECT_TRUE(is_one(shape(tokens, adapters, 16, 4096, {4096}))) << tokens;
+  }
+  EXPECT_EQ(choose(shape(1, 1, 16, 4096, {4096}), {}).expand.cols, 64);
+  EXPECT_EQ(choose(shape(8, 8, 16, 4096, {4096}), {}).expand.cols, 256);
+  EXPECT_FALSE(is_one(shape(16, 1, 16, 4096, {4096})));
+  EXPECT_FALSE(is_one(shape(64, 64, 16, 4096, {4096})));
+  EXPECT_FALSE(is_one(shape(1, 1, 16, 14336, {4096})));
+  EXPECT_TRUE(is_one(shape(1, 1, 16, 4096, {4096, 1024, 1024})));
+  EXPECT_EQ(choose(shape(1, 1, 16, 4096, {4096, 1024, 1024}), {}).expand.cols, 64);
+  EXPECT_FALSE(is_one(shape(8, 8, 16, 4096, {4096, 1024, 1024})));
+  EXPECT_FALSE(is_one(shape(1, 1, 16, 4096, {14336, 14336})));
+  EXPECT_FALSE(is_one(shape(1, 1, 32, 4096, {4096})));
+  EXPECT_FALSE(is_one(shape(1, 1, 16, 4096, {4096}), kMachines[1]));
+  LoraShape s = shape(1, 1, 16, 4096, {4096});
+  s.aligned_y = false;
+  EXPECT_FALSE(is_one(s));
+  s.aligned_y = true;
+  s.op = Op::kShrink;
+  EXPECT_FALSE(is_one(s));
+}
+
+/// The decode shrink takes fewer stages where more of its CTAs have to run at once.
+TEST(LoraChoice, StagesOfTheDecodeShrinkFollowItsCtas) {
+  const auto stages = [](const LoraShape& s) { return choose(s, {}).shrink.stages; };
+  EXPECT_EQ(stages(shape(256, 64, 16, 4096, {4096, 1024, 1024})), kFewDecodeStages);
+  EXPECT_EQ(stages(shape(32, 32, 16, 4096, {4096, 1024, 1024})), kDecodeStages);
+  EXPECT_EQ(stages(shape(256, 64, 64, 4096, {4096, 1024, 1024})), kDecodeStages);
+  EXPECT_EQ(stages(shape(256, 64, 16, 14336, {4096})), kDecodeStages);
+  const std::string text = describe(choose(shape(256, 64, 16, 4096, {4096, 1024, 1024}), {}));
+  EXPECT_NE(text.find("48 rank rows, 2 stages"), std::string::npos) << text;
+}
+
+/// Tiles of 16 tokens where these read few weights, tiles of 64 where ranks are high.
+TEST(LoraChoice, TilesFollowWhatTheyRead) {
+  const auto decodes = [](const LoraShape& s, const Machine& m = {}) {
+    return choose(s, m).shrink.kernel == ShrinkKernel::kDecode;
+  };
+  EXPECT_TRUE(decodes(shape(449, 7, 4, 3072, {1024})));
+  EXPECT_TRUE(decodes(shape(492, 6, 16, 4096, {4096})));
+  EXPECT_FALSE(decodes(shape(465, 1, 32, 8192, {2048})));
+  EXPECT_FALSE(decodes(shape(512, 10, 16, 4096, {14336, 14336})));
+  EXPECT_TRUE(decodes(shape(30, 1, 128, 28672, {8192})));
+  EXPECT_FALSE(decodes(shape(30, 1, 256, 28672, {8192})));
+  EXPECT_TRUE(decodes(shape(40, 1, 512, 1024, {1024})));
+  LoraShape s = shape(200, 1, 64, 4096, {4096, 1024, 1024});
+  s.one_type = false;
+  s.float_weights = true;
+  EXPECT_EQ(choose(s, {}).shrink.kernel, ShrinkKernel::kWgmma);
+  EXPECT_EQ(choose(s, kMachines[1]).shrink.kernel, ShrinkKernel::kParts);
+}
+
+/// Chunks of K on wgmma for few tokens of several slices, read by expand in tiles of 16.
+TEST(LoraChoice, FewTokensOfSeveralSlicesTakeChunksOnWgmma) {
+  const auto chunks = [](const LoraShape& s, const Machine& m = {}) {
+    const ShrinkPlan c = choose(s, m).shrink;
+    return c.kernel == ShrinkKernel::kWgmma && kWgmmaShapes[c.shape].share == Share::kLeaf;
+  };
+  EXPECT_TRUE(chunks(shape(122, 1, 64, 16384, {16384, 1024, 1024})));
+  EXPECT_FALSE(chunks(shape(122, 8, 64, 16384, {16384, 1024, 1024})));
+  EXPECT_FALSE(chunks(shape(141, 1, 32, 14336, {4096})));
+  EXPECT_FALSE(chunks(shape(122, 1, 64, 16384, {16384, 1024, 1024}), kMachines[1]));
+}
+
+/// Several tiles of an adapter take few CTAs, an SM each.
+TEST(LoraChoice, CtasOfSeveralTilesFindAnSmEach) {
+  const auto shrink = [](const LoraShape& s) { return choose(s, {}).shrink; };
+  const std::vector<std::int64_t> qkv = {4096, 1024, 1024};
+  for (const auto& [rank, rows] : {std::pair{16, 32}, {32, 48}}) {
+    const ShrinkPlan c = shrink(shape(64, 1, rank, 4096, qkv));
+    EXPECT_EQ(c.kernel, ShrinkKernel::kDecode);
+    EXPECT_EQ(c.rows, rows);
+    EXPECT_EQ(c.per_sm, 1);
+    EXPECT_EQ(c.partials, Partials::kExpand);
+  }
+  EXPECT_EQ(shrink(shape(8, 8, 16, 4096, qkv)).rows, 16);
+  const ShrinkPlan finished = shrink(shape(49, 1, 128, 2048, {1024}));
+  EXPECT_EQ(finished.partials, Partials::kFinish);
+  EXPECT_EQ(finished.rows, 32);
+  EXPECT_EQ(finished.per_sm, 1);
+  EXPECT_EQ(shrink(shape(90, 1, 128, 1024, {3072, 3072})).partials, Partials::kFinish);
+}
+
+/// Two kernels for many tokens of low ranks, where CTAs of the decode expand all run at once.
+TEST(LoraChoice, ExpandAddsChunksOfK) {
+  const auto adds = [](const LoraShape& s, const Machine& m = {}) {
+    const LaunchPlan plan = choose(s, m);
+    return plan.shrink.tile_tokens == 64 && plan.shrink.partials == Partials::kExpand &&
+           plan.expand.kernel == ExpandKernel::kDecode;
+  };
+  EXPECT_TRUE(adds(shape(1024, 8, 16, 4096, {4096, 1024, 1024})));
+  EXPECT_TRUE(adds(shape(1024, 8, 16, 14336, {4096})));
+  EXPECT_TRUE(adds(shape(409, 7, 32, 1280, {5120})));
+  EXPECT_FALSE(adds(shape(1024, 8, 16, 4096, {14336, 14336})));
+  EXPECT_FALSE(adds(shape(458, 2, 8, 8192, {8192, 1024, 1024})));
+  EXPECT_FALSE(adds(shape(1024, 8, 64, 4096, {4096, 1024, 1024})));
+  EXPECT_FALSE(adds(shape(1024, 8, 16, 4096, {4096, 1024, 1024}), kMachines[1]));
+  EXPECT_EQ(choose(shape(1024, 8, 16, 4096, {4096, 1024, 1024}), {}).expand.cols, 1024);
+  EXPECT_EQ(choose(shape(1024, 8, 16, 14336, {4096}), {}).shrink.rows, 16);
+}
+
+/// Rings no longer than K, and runs no longer than an adapter has tiles.
+TEST(LoraChoice, CtasAreNoLargerThanTheirWork) {
+  const LaunchPlan ring = choose(shape(200, 1, 256, 1024, {2048, 1024, 1024}), {});
+  EXPECT_EQ(ring.shrink.kernel, ShrinkKernel::kWgmma);
+  EXPECT_EQ(kWgmmaShapes[ring.shrink.shape].stages, 7);
+  const auto run = [](const LoraShape& s) { return choose(s, {}).expand.log_run; };
+  EXPECT_EQ(run(shape(541, 12, 128, 3584, {18944, 18944})), 1);
+  EXPECT_EQ(run(shape(681, 2, 128, 8192, {28672, 28672})), 2);
+  EXPECT_EQ(run(shape(1313, 1, 128, 3584, {18944, 18944})), 3);
+  const ExpandPlan blocks = choose(shape(32, 23, 128, 1024, {2048, 1024, 1024}), {}).expand;
+  EXPECT_EQ(blocks.cols, 256);
+  EXPECT_EQ(blocks.block_cols, 128);
+  EXPECT_EQ(choose(shape(24, 1, 256, 4096, {3584, 3584}), {}).expand, wide_expand(0));
+}
+
+TEST(LoraChoice, WideExpandWalksOverManySteps) {
+  const auto walks = [](const LoraShape& s, const Machine& m = {}) {
+    return choose(s, m).expand == wide_expand(kWideWalkShape);
+  };
+  EXPECT_TRUE(walks(shape(8860, 5, 256, 1280, {5120})));
+  EXPECT_TRUE(walks(shape(7000, 1, 128, 4096, {4096})));
+  EXPECT_FALSE(walks(shape(913, 4, 256, 3584, {3584})));
+  EXPECT_FALSE(walks(shape(7000, 1, 64, 4096, {4096})));
+  EXPECT_TRUE(walks(shape(7200, 1, 256, 3584, {18944, 18944})));
+  EXPECT_FALSE(walks(shape(8192, 1, 128, 4096, {14336, 14336})));
+  EXPECT_FALSE(walks(shape(8860, 5, 256, 1280, {5120}), kMachines[1]));
+}
+
+}  // namespace
+}  // namespace mortar::lora
