@@ -26,6 +26,7 @@ struct DeviceInfo {
   int arch = 0;      ///< 10 * major + minor
   int max_smem = 0;  ///< bytes a CTA may opt in to
   int sm_smem = 0;   ///< bytes of an SM, of which the system keeps kSystemSmem for each CTA
+  int l2_bytes = 0;
 };
 
 inline DeviceInfo read_device_info(int index) {
@@ -36,6 +37,7 @@ inline DeviceInfo read_device_info(int index) {
              "device");
   cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "device");
   cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index), "device");
+  cuda_check(cudaDeviceGetAttribute(&info.l2_bytes, cudaDevAttrL2CacheSize, index), "device");
   cuda_check(cudaDeviceGetAttribute(&info.max_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
              "device");
   cuda_check(

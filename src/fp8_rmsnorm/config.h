@@ -171,7 +171,8 @@ inline FusedPlan choose_fused(const ForwardShape& s, const GpuShape& gpu) {
   // What is not kept is to come from L2: else rows and tiles are faster, which read it from the end
   // (16384 x 4096 in 108.8 us for 110.3, 131072 x 256 in 58.0 for 60.3; 8192 x 4096 in 52.3 for
   // 49.1).
-  return s.rows * (s.hidden - plan.held.kept_bytes) > HeldRowsPlan::kReadAgain ? FusedPlan() : plan;
+  const std::int64_t again = s.rows * (s.hidden - plan.held.kept_bytes);
+  return again > HeldRowsPlan::read_again(gpu) ? FusedPlan() : plan;
 }
 
 /// As much as one CTA does at once: a call then costs one launch and no workspace.
@@ -211,7 +212,7 @@ inline void lay_out(ForwardPlan& plan, const ForwardShape& s, const GpuShape& gp
 inline void set_beside_tiles(ForwardPlan& plan, const ForwardShape& s, const GpuShape& gpu) {
   HeldRowsPlan& held = plan.held_plan;
   if (!held.possible || !plan.tiles) return;
-  held.late_rows = HeldRowsPlan::kReadAgain / held.x_bytes;
+  held.late_rows = HeldRowsPlan::read_again(gpu) / held.x_bytes;
   // Where a CTA makes two tiles or three, one of theirs comes early beside one of rows, and rows of
   // the next call need not wait for the last tiles (4096 x 2304 in 17.7 us for 18.7, 4097 x 4096 in
   // 30.8 for 33.5). With one for each they all come at once when the rows are done (2048 x 4096 in

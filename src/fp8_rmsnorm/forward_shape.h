@@ -14,6 +14,7 @@ struct GpuShape {
   int num_sms = 132;
   int max_smem = 227 << 10;  ///< bytes that a CTA may have
   bool clusters = true;      ///< CTAs may form clusters
+  int l2_bytes = 50 << 20;
 };
 
 /// Sizes and kinds of a forward, or of a quantisation alone (`norm` false).

@@ -136,7 +136,7 @@ TEST(Fp8RmsNormConfig, RowsBesideTilesAndInOneKernel) {
     EXPECT_EQ(plan.held_plan.alone, !beside);
     EXPECT_LE(plan.held_plan.smem, gpu.max_smem - HeldRowsPlan::kStaticSmem);
     const bool all_late = plan.held_plan.late_rows >= rows;
-    EXPECT_EQ(all_late, std::int64_t{rows} * hidden <= HeldRowsPlan::kReadAgain);
+    EXPECT_EQ(all_late, std::int64_t{rows} * hidden <= HeldRowsPlan::read_again(gpu));
   }
   EXPECT_TRUE(plan_of(4096, 2304, 2).held_plan.alone);
   EXPECT_TRUE(plan_of(8192, 4096).fused_plan.possible);

@@ -8,7 +8,7 @@ namespace mortar::fp8_rmsnorm::cuda {
 namespace {
 
 GpuShape gpu_shape(const device::DeviceInfo& info) {
-  return {info.num_sms, info.max_smem, info.arch >= 90};
+  return {info.num_sms, info.max_smem, info.arch >= 90, info.l2_bytes};
 }
 
 GpuShape gpu_of(Device device) { return gpu_shape(device::device_info(device.index)); }
