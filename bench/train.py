@@ -27,6 +27,10 @@ OTHER_SHAPES = [
     (2048, 5120, 13824, 32), (8192, 3072, 8192, 8), (4096, 8192, 1024, 32),
     (4096, 1024, 28672, 16), (12345, 2560, 2560, 24), (1024, 7168, 2048, 64),
 ]  # fmt: skip
+#: Float32 adapters beside a bfloat16 model, as PEFT keeps them; the first also with dropout.
+MIXED_SHAPES = [
+    SHAPES[0], (512, 4096, 4096, 16), SHAPES[2], (2048, 5120, 13824, 32), SHAPES[1],
+]  # fmt: skip
 FLOAT_SHAPES = [SHAPES[0], (512, 4096, 4096, 16), (2048, 5120, 13824, 32)]  # all of it float32
 HIGH_RANKS = (128, 256, 512)
 QKV = (4096, 1024, 1024)
@@ -60,7 +64,9 @@ def _gpu_cases() -> Iterator[Case]:
             yield case(_problem(*shape), name)
         for rank in HIGH_RANKS:
             yield case(_problem(8192, 4096, 4096, rank), name.replace("train", "train_wide"))
-        yield case(_problem(4096, 4096, 4096, 16, weights="fp32"), name)
+        for shape in MIXED_SHAPES:
+            yield case(_problem(*shape, weights="fp32"), name)
+        yield case(_problem(*MIXED_SHAPES[0], p=0.05, weights="fp32"), "train_dropout", "plain")
         for shape in FLOAT_SHAPES:
             yield case(_problem(*shape, dtype="fp32"), name)
         for shape in (SHAPES[0], SHAPES[2]):

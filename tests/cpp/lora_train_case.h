@@ -36,9 +36,10 @@ struct TrainCase {
   BaseIs base = BaseIs::kNone;
   std::vector<float> p = {};
   LoraDropoutOn on = LoraDropoutOn::kInput;
-  bool add = false;         ///< to dx, da and db
-  bool keep_h = true;       ///< else the backward computes it again
-  bool transposed = false;  ///< columns of every matrix are dense
+  bool add = false;                 ///< to dx, da and db
+  bool keep_h = true;               ///< else the backward computes it again
+  bool transposed = false;          ///< columns of every matrix are dense
+  bool transposed_weights = false;  ///< those of A and B alone
   Layout layout = {};
   bool wants_dx = true, wants_da = true, wants_db = true;
   bool empty_segment = false;
@@ -79,8 +80,10 @@ class TrainStep {
     for (int l = 0; l < c.adapters; ++l) {
       for (int s = 0; s < slices; ++s) {
         const int rank = c.ranks[(l * slices + s) % c.ranks.size()];
-        a.push_back(rank > 0 ? matrix(c.w, rank, c.hidden, true) : GuardedMatrix());
-        b.push_back(rank > 0 ? matrix(c.w, c.widths[s], rank, true) : GuardedMatrix());
+        a.push_back(rank > 0 ? matrix(c.w, rank, c.hidden, true, c.transposed_weights)
+                             : GuardedMatrix());
+        b.push_back(rank > 0 ? matrix(c.w, c.widths[s], rank, true, c.transposed_weights)
+                             : GuardedMatrix());
         da.push_back(rank > 0 ? matrix(c.grad, rank, c.hidden, c.add) : GuardedMatrix());
         db.push_back(rank > 0 ? matrix(c.grad, c.widths[s], rank, c.add) : GuardedMatrix());
         ranks_.push_back(rank);
@@ -191,8 +194,11 @@ class TrainStep {
     for (const GuardedMatrix& m : from) to->push_back(get(m, host));
   }
 
-  GuardedMatrix matrix(DType dtype, std::int64_t rows, std::int64_t columns, bool fill) {
-    GuardedMatrix m(dtype, rows, columns, c, device);
+  GuardedMatrix matrix(DType dtype, std::int64_t rows, std::int64_t columns, bool fill,
+                       bool transposed = false) {
+    TrainCase own = c;
+    own.transposed = own.transposed || transposed;
+    GuardedMatrix m(dtype, rows, columns, own, device);
     if (fill) m.memory().fill_random(rng_);
     m.memory().upload();
     return m;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // No launch plan of LoRA training's forward changes a bit, on a GPU.
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <string>
@@ -10,6 +11,7 @@
 #if MORTAR_HAS_CUDA
 #include "lora/train/checks.h"
 #include "lora/train/cuda/backend.cuh"
+#include "lora/train/cuda/expand_choice.h"
 #include "lora/train/cuda/float_plan.h"
 
 namespace mortar::testing {
@@ -190,6 +192,73 @@ TEST_P(LoraTrainShapes, NoProductOfPartsChangesABit) {
       TrainStep other(c, GetParam());
       run_planned(&other, {nullptr, &product});
       expect_same_forward(first, other, describe(product));
+    }
+  }
+}
+
+// Clusters that make h's forms of columns of parts, and the stream that splits float32 weights
+// itself, beside partial sums and weights that were written out: of either dense dimension, of one
+// adapter and of several, with dropout and a base, and with values that are not finite.
+TEST_P(LoraTrainShapes, NoFusionOfPartsChangesABit) {
+  constexpr DType kBF16 = DType::kBFloat16;
+  struct Case {
+    std::vector<int> ranks;
+    RowsBy by = RowsBy::kOne;
+    bool plain = true, transposed = false, finite = true;
+    std::vector<std::int64_t> widths = {264};
+  };
+  for (const Case& own :
+       {Case{{16}}, Case{{13}, RowsBy::kOne, true, true, false},
+        Case{{5}, RowsBy::kOne, true, false, false}, Case{{28}, RowsBy::kOne, true, false, false},
+        Case{{32}}, Case{{12}, RowsBy::kOne, false},
+        Case{{16, 9}, RowsBy::kOne, true, false, true, {264, 136}},
+        Case{{12, 3, 16}, RowsBy::kSegments}, Case{{16, 3, 12}, RowsBy::kPlan, false}}) {
+    TrainCase c;
+    c.rows = 333;
+    c.hidden = 1104;
+    c.widths = own.widths;
+    c.by = own.by;
+    c.adapters = static_cast<int>(own.ranks.size() / own.widths.size());
+    c.ranks = own.ranks;
+    c.x = c.y = kBF16;
+    c.transposed_weights = own.transposed;
+    if (!own.plain) {
+      c.p = std::vector<float>(c.adapters, 0.1f);
+      c.base = BaseIs::kApart;
+    }
+    const int adapters = own.by == RowsBy::kOne ? 0 : c.adapters;
+    const int most = round_up(*std::max_element(own.ranks.begin(), own.ranks.end()), 8);
+    const int width = most * static_cast<int>(own.widths.size());
+    const auto make = [&](const ForcedPlans& forced) {
+      auto step = std::make_unique<TrainStep>(c, GetParam());
+      if (!own.finite) {
+        constexpr float kInfinity = std::numeric_limits<float>::infinity();
+        for (GuardedMatrix* m : {&step->x, step->a.data(), step->b.data()}) {
+          const Tensor t = m->host();
+          store_float(t.data, t.dtype, 4 * t.strides[0] + 3 * t.strides[1], kInfinity);
+          m->memory().upload();
+        }
+      }
+      run_planned(step.get(), forced);
+      return step;
+    };
+    const ShrinkPlan streamed = choose_shrink(c.rows, c.hidden, 3 * width, adapters, !own.plain,
+                                              true, kPartColumns, kH200Strided);
+    const ExpandPlan copied =
+        choose_expand(c.rows, 264, 6 * most, adapters, 2, Policy::kBFloat16, kH200Strided);
+    const auto first = make({&streamed, &copied});
+    const int tile = 3 * most <= 64 ? 64 : 128;
+    for (int parts = kLeaves / most_split_leaves(tile); own.plain && parts <= kLeaves; parts *= 2) {
+      const ShrinkPlan fused = product_shrink(c.hidden, {tile, parts, 0, true});
+      expect_same_forward(*first, *make({&fused, nullptr}), describe(fused));
+    }
+    if (most > kMostSplitRanks) continue;
+    for (int row_warps = 1; row_warps <= 2; ++row_warps) {
+      for (const int tile_rows : {16, 100}) {
+        ExpandPlan expand = stream_expand(own.widths[0], 64, row_warps, tile_rows);
+        expand.splits = true;
+        expect_same_forward(*first, *make({nullptr, &expand}), describe(expand));
+      }
     }
   }
 }

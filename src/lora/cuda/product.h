@@ -30,6 +30,9 @@ struct ProductOperand {
 enum class ProductEnd {
   kPartials,  ///< float32, a plane for each part of the depth
   kStore,     ///< rounded to the operands' type, after `base`, if any, was added
+  /// Float32 values of which b has three columns of bfloat16 parts each, and the values' own parts
+  /// (lora/train/cuda/part_columns.cuh): of one tile a pair, in clusters that share the depth.
+  kForms,
 };
 
 /// How the work is cut. No bit depends on anything but the depth's leaves.
@@ -69,6 +72,9 @@ struct Product {
   void* out = nullptr;  ///< rows of whole 16-byte pieces, as base's
   const void* base = nullptr;
   std::int64_t out_stride = 0, base_stride = 0;
+  /// Of kForms, where `out` may be null: columns of parts, and how many values each b has.
+  void *sum_columns = nullptr, *pair_columns = nullptr;
+  int values[kMostProductPairs] = {};
 };
 
 /// Whether an operand's rows can be copied: 16-byte pieces, in sizes that the copy engine takes.

@@ -54,10 +54,12 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
       // Of partials those past b's rows are left out, of what is stored none.
       const std::int64_t columns = product.columns[along_depth ? 0 : i];
       const std::int64_t there = b.data == nullptr ? 0 : round_up<std::int64_t>(b.rows, 8);
-      p.live[first + i] = b.data == nullptr ? 0 : static_cast<int>(b.rows);
+      const int rows =
+          product.end == ProductEnd::kForms ? product.values[first + i] : static_cast<int>(b.rows);
+      p.live[first + i] = b.data == nullptr ? 0 : rows;
       p.factor[first + i] = product.factor[first + i];
-      p.columns[first + i] =
-          static_cast<int>(product.end == ProductEnd::kStore ? columns : std::min(columns, there));
+      p.columns[first + i] = static_cast<int>(
+          product.end == ProductEnd::kPartials ? std::min(columns, there) : columns);
       if (b.data == nullptr) continue;
       set_map(p.b[first + i], product, b, S::kColumns / S::kSharers, kProductStep / S::kSharers);
       p.steps[first + i] = steps_of(b);
@@ -94,6 +96,8 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
                            product.out_stride, kProductRows / 2);
   }
   p.base = product.base;
+  p.sum_columns = product.sum_columns;
+  p.pair_columns = product.pair_columns;
   p.out_stride = product.out_stride;
   check(!p.early || S::kEnd == ProductEnd::kPartials, op, ": an early product has partials");
   check(product.base == nullptr || S::kBase, op, ": tiles with a base have 128 columns");

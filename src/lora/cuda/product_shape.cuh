@@ -53,7 +53,7 @@ struct Shape {
   /// 128 columns of the rounded tile on their way out, blocks of 64 rows and columns; or the sums
   /// that the thread blocks of a cluster send each other.
   static constexpr int kTileBytes =
-      kEnd != ProductEnd::kStore ? 0 : kProductRows * (kSplit ? kColumns * 4 : 128 * 2);
+      kEnd == ProductEnd::kPartials ? 0 : kProductRows * (kSplit ? kColumns * 4 : 128 * 2);
   static constexpr int kStages =
       ((kTileBytes > 0 ? kStoreRingBytes : kRingBytes) - kTileBytes - kParkedBytes) / kStageBytes;
   static constexpr int kSmem = kStages * kStageBytes + kTileBytes + kParkedBytes +
@@ -71,7 +71,7 @@ struct Params {
   CUtensorMap a[kMostProductPairs], b[kMostProductPairs], base_map, out_map;
   int steps[kMostProductPairs];    ///< of each b's depth; 0: none
   int columns[kMostProductPairs];  ///< of a group that each b has, if pairs make columns
-  int live[kMostProductPairs];     ///< of these, columns that are b's rows, if `scaled`
+  int live[kMostProductPairs];     ///< of these, columns that are b's rows, if `scaled`; or values
   float factor[kMostProductPairs];
   Group groups[kMostProductPairs];
   const std::int32_t* offsets;
@@ -85,6 +85,7 @@ struct Params {
   bool by_boxes;  ///< tiles leave through out_map
   const void* base;
   std::int64_t out_stride;
+  void *sum_columns, *pair_columns;
 };
 
 /// A thread block's part of unit `index`: rows `row` to `end` - 1 and the columns of a tile up to

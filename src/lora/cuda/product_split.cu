@@ -8,7 +8,8 @@
 // A cluster has one tile of 128 rows, and each of its thread blocks some of the leaves of the
 // depth, which pass through a ring of stages filled by TMA. Then blocks send each other their sums
 // by st.async, and each adds those of some rows, in the tree's order, and rounds them: no partial
-// sums in memory, and no kernel that waits for this one to add them.
+// sums in memory, and no kernel that waits for this one to add them. Where b has columns of parts of
+// float32 weights, these three make one value, which leaves in all the forms that others read.
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -17,6 +18,7 @@
 #include "lora/cuda/product.h"
 #include "lora/cuda/product_multiply.cuh"
 #include "lora/cuda/product_params.cuh"
+#include "lora/train/cuda/part_columns.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
@@ -103,6 +105,38 @@ __device__ __forceinline__ void store_share(const Params& p, const Unit<S>& unit
   }
 }
 
+/// The same of values of which three columns are the parts.
+template <class S>
+__device__ __forceinline__ void store_forms_share(const Params& p, const Unit<S>& unit,
+                                                  const float* sums) {
+  namespace parts = lora::train::cuda;
+  constexpr int kOctetColumns = 8 * parts::kSumCopies, kOctets = S::kColumns / kOctetColumns;
+  const int own_rows = kProductRows / p.parts, plane = own_rows * S::kColumns;
+  const float factor = p.factor[unit.first_b];
+  const int live = p.live[unit.first_b];
+  const int first = static_cast<int>(p.groups[unit.group].first_column) / parts::kSumCopies;
+  for (int i = threadIdx.x; i < own_rows * kOctets * 2; i += kConsumers) {
+    const int own_row = i / (2 * kOctets), octet = i / 2 % kOctets, half = i % 2;
+    const int row = unit.row + unit.part * own_rows + own_row, value = 8 * octet + 4 * half;
+    if (row >= unit.end || octet * kOctetColumns >= unit.columns) continue;
+    float4 column[parts::kSumCopies];
+#pragma unroll
+    for (int q = 0; q < parts::kSumCopies; ++q) {
+      const float* from =
+          sums + own_row * S::kColumns + parts::part_column(value, parts::kSumCopies) + 8 * q;
+      float4 v[kMostProductParts];
+#pragma unroll
+      for (int part = 0; part < kMostProductParts; ++part) {
+        if (part < p.parts) v[part] = *reinterpret_cast<const float4*>(from + part * plane);
+      }
+      column[q] = device::sum_of_parts(v, p.parts);
+    }
+    const float4 sum = parts::sum_of_columns(column[0], column[1], column[2]);
+    parts::store_forms(p.out, p.sum_columns, p.pair_columns, row, static_cast<int>(p.out_stride),
+                       first + value, parts::scaled(sum, factor, live - value));
+  }
+}
+
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1)
     split_product_kernel(const __grid_constant__ Params p) {
@@ -140,7 +174,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   multiply(p, unit, &ring, sum);
   send_sums<S>(unit, p.parts, sums, sum, &received);
   received.wait(0);
-  store_share<S>(p, unit, sums);
+  if constexpr (S::kEnd == ProductEnd::kForms) {
+    store_forms_share<S>(p, unit, sums);
+  } else {
+    store_share<S>(p, unit, sums);
+  }
 #endif
 }
 
@@ -157,33 +195,45 @@ void launch_shape(const char* op, const Product& product, const ProductPlan& pla
   device::launch<split_product_kernel<S>>(op, l, p);
 }
 
-template <class T, Major kB>
+template <class T, Major kB, ProductEnd kEnd>
 void launch_columns(const char* op, const Product& product, const ProductPlan& plan,
                     Stream stream) {
   constexpr auto kDepth = Major::kDepth;
-  constexpr auto kStore = ProductEnd::kStore;
   if (plan.columns == 64) {
-    return launch_shape<Shape<T, 64, kDepth, kB, kStore, 2, true>>(op, product, plan, stream);
+    return launch_shape<Shape<T, 64, kDepth, kB, kEnd, 2, true>>(op, product, plan, stream);
   }
-  launch_shape<Shape<T, 128, kDepth, kB, kStore, 1, true>>(op, product, plan, stream);
+  launch_shape<Shape<T, 128, kDepth, kB, kEnd, 1, true>>(op, product, plan, stream);
 }
 
-template <class T>
+template <class T, ProductEnd kEnd>
 void launch_type(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {
-  dense_rows_of_b(product) ? launch_columns<T, Major::kRows>(op, product, plan, stream)
-                           : launch_columns<T, Major::kDepth>(op, product, plan, stream);
+  dense_rows_of_b(product) ? launch_columns<T, Major::kRows, kEnd>(op, product, plan, stream)
+                           : launch_columns<T, Major::kDepth, kEnd>(op, product, plan, stream);
 }
 
 }  // namespace
 
 void launch_split_product(const char* op, const Product& product, const ProductPlan& plan,
                           Stream stream) {
-  check(product.end == ProductEnd::kStore && product.base == nullptr && !product.early &&
-            !product.a[0].rows_dense && (!product.along_depth || product.pairs == 1) &&
-            plan.parts > 1 && plan.parts <= kMostProductParts,
+  const bool forms = product.end == ProductEnd::kForms;
+  bool one_tile = true;
+  for (int i = 0; i < product.pairs; ++i) {
+    one_tile = one_tile && product.columns[i] <= plan.columns;
+  }
+  check(product.end != ProductEnd::kPartials && (!forms || one_tile) && product.base == nullptr &&
+            !product.early && !product.a[0].rows_dense &&
+            (!product.along_depth || product.pairs == 1) && plan.parts > 1 &&
+            plan.parts <= kMostProductParts,
         op, ": no product of clusters that share the depth");
-  if (product.dtype == DType::kFloat16) return launch_type<__half>(op, product, plan, stream);
-  launch_type<__nv_bfloat16>(op, product, plan, stream);
+  if (forms) {
+    check(product.dtype == DType::kBFloat16, op, ": parts are bfloat16");
+    return launch_type<__nv_bfloat16, ProductEnd::kForms>(op, product, plan, stream);
+  }
+  constexpr auto kStore = ProductEnd::kStore;
+  if (product.dtype == DType::kFloat16) {
+    return launch_type<__half, kStore>(op, product, plan, stream);
+  }
+  launch_type<__nv_bfloat16, kStore>(op, product, plan, stream);
 }
 
 }  // namespace mortar::lora::cuda

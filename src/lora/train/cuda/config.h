@@ -107,6 +107,13 @@ constexpr int stream_stages(int ranks, int rows) {
   return std::min(8, 200 * 1024 / stream_blocks(ranks, rows) / stream_stage(ranks, rows));
 }
 
+/// Ranks of float32 weights up to which y is made by the stream that splits them itself: of 32 its
+/// warps wait for their MMAs. 2048 x 5120 x 13824, rank 32, forward on an H100: 72 us, by products
+/// of columns of parts 57.
+inline constexpr int kMostSplitRanks = 16;
+/// Columns of h's parts that a rank has in this stream, of the six that are multiplied.
+inline constexpr int kStreamCopies = 4;
+
 /// One product of M rows with a reduction over columns: h or ds.
 struct ShrinkPlan {
   bool stream = false;   ///< shrink_stream.cu, else shrink.cu
@@ -133,6 +140,7 @@ struct ExpandPlan {
   int tile_rows = kTileRows;        ///< of several adapters the fewest, where at_once > 0
   int tile_columns = kTileColumns;  ///< of a product
   int at_once = 0;                  ///< RowCut's, of the streaming expand
+  bool splits = false;              ///< the stream splits float32 weights itself
 
   MORTAR_HOST_DEVICE constexpr RowCut cut() const {
     return {tile_rows, 16 * row_warps, panels, at_once, kExpandFixedRows};
@@ -223,6 +231,9 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   }
   const auto product = [&] {
     const std::int64_t own = product_rows(rows, adapters);
+    if (part_columns && width <= kMostPartTile) {
+      return cut_part_shrink(own, columns, width, plan.leaves, machine.sms);
+    }
     return with_sums ? cut_leaves(own, columns, width, plan.leaves, true, machine.sms, *with_sums)
                      : cut_leaves(own, columns, width, plan.leaves, !part_columns, machine.sms);
   };
@@ -254,102 +265,13 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   if (!products) return plan;
   const ProductCut cut = product();
   if (with_sums) least = (*with_sums)(least, machine.sms);
-  return cut.us - (part_columns ? kProductAheadUs : kSplitAheadUs) < least
+  return cut.us - (part_columns && !cut.split ? kProductAheadUs : kSplitAheadUs) < least
              ? product_shrink(columns, cut)
              : plan;
 }
 
-/// Time of the streaming expand from 64 ranks on, over that of its bytes: its warps wait for their
-/// MMAs. 8192 x 4096, 128 ranks: 33 us where bytes take 25, and the product 26.
-inline constexpr double kWideStreamTime = 1.35;
-/// What the model of products takes too long for beside it: on one H100 y of 1024 x 2048 and 64
-/// ranks takes 2.6 us less by the product.
-inline constexpr double kExpandProductAheadUs = 2.1;
-
-/// Time of a thread block with two warps for a column, over that of one with the same bytes.
-inline constexpr double kTwoRowWarpsTime = 1.06;
-
 /// Columns of a warp of the streaming expand.
 constexpr int expand_warp_columns(int ranks) { return ranks <= 64 ? 64 : 32; }
-
-/// The streaming expand with tiles of so many rows (any number) and 1 or 2 warps for a column.
-constexpr ExpandPlan stream_expand(std::int64_t columns, int width, int row_warps, int tile_rows) {
-  const int ranks = stream_ranks(width);
-  const int panel = expand_warp_columns(ranks) * (kThreads / 32) / row_warps;
-  return {ExpandPlan::Kernel::kStream, ranks, row_warps,
-          static_cast<int>(ceil_div<std::int64_t>(columns, panel)), tile_rows};
-}
-
-/// y or dx by a product.
-inline ExpandPlan product_expand(std::int64_t columns, const ProductCut& cut) {
-  ExpandPlan plan;
-  plan.kernel = ExpandPlan::Kernel::kProduct;
-  plan.tile_rows = lora::cuda::kProductRows;
-  plan.tile_columns = cut.columns;
-  plan.panels = static_cast<int>(ceil_div<std::int64_t>(columns, cut.columns));
-  return plan;
-}
-
-/// `arrays`: those of the size of the output that pass, 1 or (with a base) 2.
-inline ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int width,
-                                std::int64_t adapters, int arrays, Policy policy,
-                                const Machine& machine) {
-  ExpandPlan plan;
-  using Kernel = ExpandPlan::Kernel;
-  plan.kernel = policy == Policy::kSplit
-                    ? Kernel::kSplit
-                    : (width <= kMostStreamRanks ? Kernel::kStream : Kernel::kWide);
-  plan.ranks = stream_ranks(width);
-  plan.panels = static_cast<int>(
-      ceil_div<std::int64_t>(columns, plan.kernel == Kernel::kWide ? kWideColumns : kTileColumns));
-  ProductCut cut;
-  if (takes_products(rows, width, kLeastProductRanks, adapters, machine)) {
-    cut = cut_expand(product_rows(rows, adapters), columns, width, arrays, machine.sms);
-  }
-  if (plan.kernel != Kernel::kStream) return cut.us > 0 ? product_expand(columns, cut) : plan;
-  const auto block_bytes = [&](double tile_rows, int panel) {
-    return 2.0 *
-           (tile_rows * (arrays * panel + plan.ranks * kL2Weight) + kL2Weight * panel * plan.ranks);
-  };
-  double least = 0;
-  for (int row_warps = 1; row_warps <= 2; row_warps *= 2) {
-    const int panel = expand_warp_columns(plan.ranks) * (kThreads / 32) / row_warps;
-    const std::int64_t panels = ceil_div<std::int64_t>(columns, panel);
-    if (machine.clusters && adapters > 0 && adapters <= kMostEvenAdapters) {
-      // Two thread blocks share an SM; every adapter leaves half a tile on average.
-      const int at_once = 2 * machine.sms;
-      const std::int64_t waves = even_waves(adapters, panels, at_once);
-      const double tiles = static_cast<double>(waves * at_once) / static_cast<double>(panels) -
-                           0.5 * static_cast<double>(adapters);
-      const double tile_rows = static_cast<double>(rows) / tiles + 8 * row_warps;
-      const double us = time_of(2 * waves, block_bytes(tile_rows, panel), 1.0);
-      if (least > 0 && us >= least) continue;
-      least = us;
-      const int fewest =
-          even_cut(rows, adapters, 16 * row_warps, panels, at_once, kExpandFixedRows).rows;
-      plan = stream_expand(columns, width, row_warps, fewest);
-      plan.at_once = at_once;
-      continue;
-    }
-    for (const int per_sm : {1, 2, 4, 6, 8}) {
-      const std::int64_t tiles = std::max<std::int64_t>(per_sm * machine.sms / panels, 1);
-      const std::int64_t tile_rows = std::min<std::int64_t>(
-          round_up<std::int64_t>(ceil_div<std::int64_t>(std::max<std::int64_t>(rows, 1), tiles),
-                                 16 * row_warps),
-          1 << 20);
-      const std::int64_t blocks = panels * (ceil_div<std::int64_t>(rows, tile_rows) + adapters / 2);
-      const std::int64_t blocks_of_sm = ceil_div<std::int64_t>(blocks, machine.sms);
-      const double us = (plan.ranks >= 64 ? kWideStreamTime : 1.0) *
-                        (row_warps > 1 ? kTwoRowWarpsTime : 1.0) *
-                        time_of(blocks_of_sm, block_bytes(static_cast<double>(tile_rows), panel),
-                                blocks_of_sm > 1 ? 1.0 : 0.7);
-      if (least > 0 && us >= least) continue;
-      least = us;
-      plan = stream_expand(columns, width, row_warps, static_cast<int>(tile_rows));
-    }
-  }
-  return cut.us > 0 && cut.us - kExpandProductAheadUs < least ? product_expand(columns, cut) : plan;
-}
 
 /// Plans as one line, for messages and benchmarks.
 inline std::string describe(const ShrinkPlan& plan) {

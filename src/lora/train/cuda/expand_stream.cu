@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // y = base + h B^T and dx = ds A for up to 128 ranks, weights of one 16-bit type: a stream of rows.
+// And y of up to 16 ranks of float32 weights beside bfloat16 (expand_stream_parts.cuh).
 //
 // y[m, n] = base[m, n] + sum_j h[m, j] W[j, n]        j ranks of all slices, in one chain
 // bytes  = 2 M N (twice with a base) + 2 R N + 2 M R, of which the last two come from L2
 // FLOP   = 2 M N R: never the limit up to R = 128
 // 8192 rows, N = 14336, R = 16: 235 MB, 55 us at 4.28 TB/s
 // limit  : DRAM
-// wrong  : more than 128 ranks (the weights no longer fit the registers)
+// wrong  : more than 128 ranks (the weights no longer fit the registers); of float32 weights more
+//          than 16 (warps wait for their MMAs)
 //
 // A warp keeps the weights of 64 columns (32 above rank 64) in registers for as long as its thread
 // block lives and walks over the rows of a tile, 16 at a time. Columns: inside groups of 32, MMA
@@ -14,12 +16,15 @@
 // bytes. h passes through two stages of shared memory, the base through a ring of four pieces for
 // each warp, whose threads read back what they copied themselves. Weights of any strides are
 // fetched before the predecessor's end is awaited.
+#include <type_traits>
+
 #include "core/check.h"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/pdl.cuh"
 #include "lora/train/cuda/expand_store.cuh"
+#include "lora/train/cuda/expand_stream_parts.cuh"
 #include "lora/train/cuda/expand_stream_weights.cuh"
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/stream.cuh"
@@ -30,10 +35,10 @@ namespace {
 
 using namespace expand_operands;
 
-template <class T, int kRanks>
+template <class T, class S>
 __global__ void __launch_bounds__(kThreads, 2)
     expand_stream_kernel(const __grid_constant__ ExpandParams p) {
-  using S = Shape<kRanks>;
+  constexpr int kRanks = S::kRanks;
   extern __shared__ __align__(1024) char smem[];
   __shared__ Pairs pairs;
   __shared__ Draws draws;
@@ -61,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   // Weights
   char* own = smem + warp * S::warp_bytes(p.lean);
-  Weights<T, kRanks> weights;
+  std::conditional_t<S::kParts, PartWeights<S>, Weights<T, kRanks>> weights;
   std::uint32_t threshold = 0;
   int live_steps = 0;  // of 16 ranks
   if (rows.adapter >= 0) {
@@ -69,7 +74,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     for (int s = p.first_slice; s < p.first_slice + p.num_slices; ++s) {
       const int rank = pairs.slice(s).rank;
-      if (rank > 0) live_steps = (p.hidden.first[s] - p.first_hidden + rank + 15) / 16;
+      const int end = p.hidden.first[s] - p.first_hidden + rank;
+      if (rank > 0) live_steps = S::kParts ? kStepsOfOctet * ((end + 7) / 8) : (end + 15) / 16;
     }
     if (p.masked) threshold = pairs.threshold(p.first_slice, p.num_slices);
     weights.load(p, pairs, column, own);
@@ -96,8 +102,10 @@ __global__ void __launch_bounds__(kThreads, 2)
           first + at < rows.count ? static_cast<int>(row_at(p.rows, rows.start + first + at)) : -1;
       if (piece == 0) row_of[stage + at] = row;
       const auto* from = static_cast<const unsigned short*>(p.h.m.data);
-      const bool there = row >= 0 && piece < 2 * live_steps && 8 * piece < p.width;
-      if (there) from += row * p.h.m.row_stride + p.first_hidden + 8 * piece;
+      const bool there = row >= 0 && piece < 2 * live_steps && (S::kParts || 8 * piece < p.width);
+      const int own =
+          S::kParts ? part_piece_column(p.first_hidden, piece) : p.first_hidden + 8 * piece;
+      if (there) from += row * p.h.m.row_stride + own;
       device::cp_async_16(
           device::smem_address(hidden + stage * kRanks * 2 + rank_piece_at<kRanks>(at, piece)),
           from, there ? 16 : 0);
@@ -142,19 +150,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     load_hidden(step + 1);
   };
-  // Sums of a group of columns: fragments of 16 rows and 32 columns.
-  const auto multiply = [&](std::uint32_t rows_at, int g, float(&sum)[4][4]) {
-#pragma unroll
-    for (int k = 0; k < S::kSteps; ++k) {
-      if (k >= live_steps) break;
-      std::uint32_t a[4];
-      device::ldmatrix_x4(a, rows_at ^ (k * 32));
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        device::mma_16816<T>(sum[j], a, weights.b[g][k][j][0], weights.b[g][k][j][1]);
-      }
-    }
-  };
   if (p.plain) {
     // Neighbouring rows, nothing added and nothing dropped: addresses grow by a constant.
     const int unit_rows = kUnitRows * row_warps;
@@ -175,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
         for (int g = 0; g < S::kGroups; ++g) {
           float sum[4][4] = {};
-          multiply(rows_at, g, sum);
+          weights.multiply(rows_at, g, live_steps, sum);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float v[8];
@@ -215,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
       float sum[4][4] = {};
-      multiply(rows_at, g, sum);
+      weights.multiply(rows_at, g, live_steps, sum);
       if (!vectors) {
         put_sums(reinterpret_cast<float*>(own) + 32 * g, S::kColumns, sum);
         continue;
@@ -246,37 +241,40 @@ __global__ void __launch_bounds__(kThreads, 2)
   device::cp_async_wait<0>();
 }
 
-template <class T, int kRanks>
+template <class T, class S>
 void launch_stream(const ExpandParams& p, Stream stream) {
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(p.plan.panels * p.max_tiles));
   l.threads = kThreads;
-  l.smem = Shape<kRanks>::smem(p.plan.row_warps, p.lean);
+  l.smem = S::smem(p.plan.row_warps, p.lean);
   l.stream = stream;
   l.pdl = true;
-  prefer_shared<expand_stream_kernel<T, kRanks>>();
-  device::launch<expand_stream_kernel<T, kRanks>>("lora_train", l, p);
+  prefer_shared<expand_stream_kernel<T, S>>();
+  device::launch<expand_stream_kernel<T, S>>("lora_train", l, p);
 }
 
 template <class T>
 void launch_type(const ExpandParams& p, Stream stream) {
   switch (p.plan.ranks) {
     case 16:
-      return launch_stream<T, 16>(p, stream);
+      return launch_stream<T, Shape<16>>(p, stream);
     case 32:
-      return launch_stream<T, 32>(p, stream);
+      return launch_stream<T, Shape<32>>(p, stream);
     case 64:
-      return launch_stream<T, 64>(p, stream);
+      return launch_stream<T, Shape<64>>(p, stream);
     default:
-      return launch_stream<T, 128>(p, stream);
+      return launch_stream<T, Shape<128>>(p, stream);
   }
 }
 
 }  // namespace
 
 void expand_stream(const ExpandParams& p, Policy policy, Stream stream) {
-  check(policy != Policy::kSplit && p.width <= kMostStreamRanks,
+  check(policy != Policy::kSplit && p.width <= (p.plan.splits ? kMostSplitRanks : kMostStreamRanks),
         "lora_train: no stream of rows for these weights");
+  if (p.plan.splits) {
+    return launch_stream<__nv_bfloat16, Shape<kStreamCopies * kMostSplitRanks, true>>(p, stream);
+  }
   if (policy == Policy::kBFloat16) return launch_type<__nv_bfloat16>(p, stream);
   launch_type<__half>(p, stream);
 }

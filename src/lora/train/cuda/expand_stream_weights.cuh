@@ -18,12 +18,16 @@ inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kUnits = 4;       ///< units of a warp in a step, which is a stage of h
 inline constexpr int kBaseStages = 4;  ///< units of base in the ring
 
-template <int kRanks>
+/// `kRanks_`: columns of h. kParts: those are parts of a quarter as many ranks, and weights are
+/// float32 (expand_stream_parts.cuh).
+template <int kRanks_, bool kParts_ = false>
 struct Shape {
+  static constexpr int kRanks = kRanks_;
+  static constexpr bool kParts = kParts_;
   static constexpr int kSteps = kRanks / 16;
   static constexpr int kGroups = expand_warp_columns(kRanks) / 32;
   static constexpr int kColumns = 32 * kGroups;
-  static constexpr int kWeightBytes = kColumns * kRanks * 2;
+  static constexpr int kWeightBytes = kParts ? 0 : kColumns * kRanks * 2;
   static constexpr int kUnitBytes = kUnitRows * kColumns * 2;
   static_assert(kBaseStages >= 2, "float32 sums of a unit fit the ring, where they are stored");
   /// A warp's memory: its weights on their way to registers, then its ring of base or its sums. A
@@ -45,6 +49,19 @@ template <class T, int kRanks>
 struct Weights {
   using S = Shape<kRanks>;
   std::uint32_t b[S::kGroups][S::kSteps][4][2];
+
+  /// Adds to the sums of 16 rows and a group of 32 columns. `rows_at`: the lane's rows of h.
+  __device__ __forceinline__ void multiply(std::uint32_t rows_at, int g, int live_steps,
+                                           float (&sum)[4][4]) const {
+#pragma unroll
+    for (int k = 0; k < S::kSteps; ++k) {
+      if (k >= live_steps) break;
+      std::uint32_t a[4];
+      device::ldmatrix_x4(a, rows_at ^ (k * 32));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) device::mma_16816<T>(sum[j], a, b[g][k][j][0], b[g][k][j][1]);
+    }
+  }
 
   __device__ __forceinline__ void load(const ExpandParams& p, const Pairs& pairs,
                                        std::int64_t column, char* smem) {

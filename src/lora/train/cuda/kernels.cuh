@@ -66,6 +66,11 @@ struct ShrinkParams {
   void* h;          ///< [M, hidden.width]
   float* partials;  ///< [parts][M][hidden.width]
   bool ahead;       ///< looks_ahead(), and nothing is dropped
+  /// Of weights as columns of parts that a product makes h of: h's own columns of parts, and h
+  /// itself, where they are wanted; ranks of the pairs as the caller gave them.
+  void *sum_columns, *pair_columns;
+  int copies;  ///< columns of a rank
+  int ranks[kOwnPairs];
 };
 void shrink(const ShrinkParams& p, Policy policy, Stream stream);
 void shrink_stream(const ShrinkParams& p, Policy policy, Stream stream);
@@ -88,6 +93,7 @@ struct HiddenParams {
   DType dtype;  ///< of the weights
   int rows_of_block;
   std::int64_t max_tiles;
+  bool early;  ///< y's kernel is launched at once; the one before has waited for all before it
   // For float32 weights alone. All but h's values may be left out, and h where these suffice.
   int copies;                        ///< columns of partials for a rank: 1 or kSumCopies
   const float* given;                ///< h itself, in place of partials

@@ -19,8 +19,8 @@ constexpr std::int64_t leaf_columns(std::int64_t columns, int leaves = kLeaves) 
 }
 
 /// How the operands of h or ds are multiplied: as they are, of one 16-bit type; as sums of parts;
-/// or as columns of parts of float32 weights (part_columns.cuh), whose sums always leave as
-/// partials.
+/// or as columns of parts of float32 weights (part_columns.cuh), whose sums leave as partials, or
+/// in a product's cluster.
 enum class ShrinkOperands { kOneType, kSplit, kPartColumns };
 
 /// `beside`: of ds, which dB comes beside.

@@ -81,6 +81,34 @@ __device__ __forceinline__ float4 sum_of_columns(const float4& a, const float4& 
                      sum_of_columns(a.z, b.z, c.z), sum_of_columns(a.w, b.w, c.w));
 }
 
+/// The first `left` of four values, times a factor; zeros for the others.
+__device__ __forceinline__ float4 scaled(const float4& v, float f, int left) {
+  return make_float4(left > 0 ? f * v.x : 0, left > 1 ? f * v.y : 0, left > 2 ? f * v.z : 0,
+                     left > 3 ? f * v.w : 0);
+}
+
+/// Copies of four neighbouring ranks, eight bytes each.
+template <int kCopies, class Word>
+__device__ __forceinline__ void store_copies(void* to, std::int64_t row, int width, int j,
+                                             const Word& word) {
+  if (to == nullptr) return;
+  auto* at = static_cast<unsigned short*>(to) + row * width * kCopies + part_column(j, kCopies);
+#pragma unroll
+  for (int q = 0; q < kCopies; ++q) *reinterpret_cast<uint2*>(at + 8 * q) = word(q);
+}
+
+/// Four neighbouring values of h or ds in the forms that are wanted.
+__device__ __forceinline__ void store_forms(void* h, void* sum_columns, void* pair_columns,
+                                            std::int64_t row, int width, int j, const float4& v) {
+  if (h != nullptr) *reinterpret_cast<float4*>(static_cast<float*>(h) + row * width + j) = v;
+  if (sum_columns == nullptr && pair_columns == nullptr) return;
+  const PartWords low(v.x, v.y), high(v.z, v.w);
+  store_copies<kSumCopies>(sum_columns, row, width, j,
+                           [&](int q) { return make_uint2(low.sum[q], high.sum[q]); });
+  store_copies<kPairCopies>(pair_columns, row, width, j,
+                            [&](int q) { return make_uint2(low.hidden[q], high.hidden[q]); });
+}
+
 #endif
 
 }  // namespace mortar::lora::train::cuda

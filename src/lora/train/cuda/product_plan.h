@@ -190,15 +190,16 @@ ProductCut cut_whole_shrink(std::int64_t rows, std::int64_t columns, int width, 
 /// Leaves that a thread of the product of clusters that share the depth adds, by columns of a tile.
 constexpr int most_split_leaves(int tile_columns) { return tile_columns == 64 ? 4 : 2; }
 
-/// h or ds by that product: of a power of two of parts.
+/// h or ds by that product: of a power of two of parts. `only`: columns of a tile, if not 0.
 template <class Total = Alone>
 ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves, int sms,
-                            const Total& total = {}) {
+                            const Total& total = {}, int only = 0) {
   constexpr double kEndUs = 1.1, kEndPartUs = 0.5;  // sums from block to block
   constexpr double kSplitL2BytesPerUs = 9.2e6;      // neighbours read the same rows
   ProductCut best;
   const double bytes = 2.0 * static_cast<double>(rows) * static_cast<double>(columns + width);
   for (const int tile : {64, 128}) {
+    if (only != 0 && tile != only) continue;
     const std::int64_t tiles = std::max<std::int64_t>(split_tiles(rows, width, tile), 1);
     for (int parts = std::max(leaves / most_split_leaves(tile), 2); parts <= leaves; parts *= 2) {
       const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
@@ -217,6 +218,15 @@ ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, 
     }
   }
   return best;
+}
+
+/// Columns of parts of h or ds that one tile has, so that its thread blocks store what these make:
+/// those of 32 ranks.
+inline constexpr int kMostPartTile = 96;
+/// h or ds of so few columns of parts by clusters that share the depth.
+inline ProductCut cut_part_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
+                                  int sms) {
+  return cut_split_shrink(rows, columns, width, leaves, sms, Alone(), width <= 64 ? 64 : 128);
 }
 
 /// h or ds of so many leaves by either kernel. `splits`: clusters may share the depth.

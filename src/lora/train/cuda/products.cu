@@ -74,11 +74,15 @@ Product product_of(const ShrinkParams& s, Policy policy) {
     if (pair.rank == 0) continue;
     p.b[i] = weights_of(pair, s.side, s.weights.rows_are_ranks, s.columns, false);
     p.factor[i] = pair.factor;
+    p.values[i] = s.ranks[i / p.pairs * s.pairs.num_slices + slices[i % p.pairs]];
   }
   p.scaled = true;
   p.out = s.h;
-  p.out_stride = s.hidden.width;
-  p.end = s.plan.fused ? ProductEnd::kStore : ProductEnd::kPartials;
+  p.out_stride = s.hidden.width / s.copies;
+  p.sum_columns = s.sum_columns;
+  p.pair_columns = s.pair_columns;
+  const ProductEnd whole = s.copies > 1 ? ProductEnd::kForms : ProductEnd::kStore;
+  p.end = s.plan.fused ? whole : ProductEnd::kPartials;
   p.partials = s.partials;
   p.part_stride = s.rows.num_rows * s.hidden.width;
   p.row_stride = s.hidden.width;

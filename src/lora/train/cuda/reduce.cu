@@ -28,12 +28,6 @@ __device__ __forceinline__ float4 sum_of_planes(const float* from, std::int64_t 
   return device::sum_of_parts(part, parts);
 }
 
-/// The first `left` of four values, times a factor; zeros for the others.
-__device__ __forceinline__ float4 scaled(const float4& v, float f, int left) {
-  return make_float4(f * v.x, left > 1 ? f * v.y : 0, left > 2 ? f * v.z : 0,
-                     left > 3 ? f * v.w : 0);
-}
-
 /// Four neighbouring values of a row from column j on, of which the pair has `left`: from partials,
 /// or from h as the forward has saved it.
 template <bool kFloat32>
@@ -59,19 +53,10 @@ __device__ __forceinline__ float4 hidden_values(const HiddenParams& p, std::int6
   }
 }
 
-/// Copies of four neighbouring ranks, eight bytes each.
-template <int kCopies, class Word>
-__device__ __forceinline__ void store_copies(void* to, std::int64_t row, int width, int j,
-                                             const Word& word) {
-  if (to == nullptr) return;
-  auto* at = static_cast<unsigned short*>(to) + row * width * kCopies + part_column(j, kCopies);
-#pragma unroll
-  for (int q = 0; q < kCopies; ++q) *reinterpret_cast<uint2*>(at + 8 * q) = word(q);
-}
-
 /// kFloat32: of the weights; the others' values are rounded to their type.
 template <bool kFloat32>
 __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant__ HiddenParams p) {
+  if (p.early) device::pdl_trigger();
   const RowTile rows = row_tile(p.rows, static_cast<int>(blockIdx.x), p.rows_of_block, true);
   const int vectors = p.width / kVector;
   for (int i = threadIdx.x; i < rows.count * vectors; i += kThreads) {
@@ -90,16 +75,10 @@ __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant_
     }
     device::pdl_begin(false);  // what comes with the launch has been read; again, it does nothing
     if (left > 0) v = hidden_values<kFloat32>(p, position, row, j, factor, left);
-    const std::int64_t to = row * p.hidden.width + j;
     if constexpr (kFloat32) {
-      if (p.h != nullptr) *reinterpret_cast<float4*>(static_cast<float*>(p.h) + to) = v;
-      if (p.sum_columns == nullptr && p.pair_columns == nullptr) continue;
-      const PartWords low(v.x, v.y), high(v.z, v.w);
-      store_copies<kSumCopies>(p.sum_columns, row, p.hidden.width, j,
-                               [&](int q) { return make_uint2(low.sum[q], high.sum[q]); });
-      store_copies<kPairCopies>(p.pair_columns, row, p.hidden.width, j,
-                                [&](int q) { return make_uint2(low.hidden[q], high.hidden[q]); });
+      store_forms(p.h, p.sum_columns, p.pair_columns, row, p.hidden.width, j, v);
     } else {
+      const std::int64_t to = row * p.hidden.width + j;
       *reinterpret_cast<uint2*>(static_cast<unsigned short*>(p.h) + to) =
           p.dtype == DType::kFloat16
               ? make_uint2(device::pack2<__half>(v.x, v.y), device::pack2<__half>(v.z, v.w))

@@ -2,6 +2,9 @@
 // Float32 weights as columns of bfloat16 parts, once a call: A as rows of ranks [copies r, K], B as
 // [N, copies r], ranks in whole octets, zeros past a rank.
 //
+// Beside them the h that a backward is given, whose columns dB is made of, without a launch of its
+// own.
+//
 // Bytes: (4 + 2 copies) R C; forward and backward write 3 copies of one side and 6 of the other.
 // With R = 16 and K = N = 4096 that is 1.7 MB, 0.4 us at 4.28 TB/s: bound by its launch.
 //
@@ -77,8 +80,29 @@ __device__ __forceinline__ void split_pair(const PairEntry& pair, const PairEntr
   }
 }
 
+/// The columns of h, by the thread blocks of a grid's row.
+__device__ __forceinline__ void split_saved(const WeightPartsParams& p) {
+  const HiddenColumns& hidden = p.saved.hidden;
+  const int vectors = hidden.width / 4;
+  const std::int64_t items = p.saved.rows * vectors;
+  device::pdl_begin(false);
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < items;
+       i += std::int64_t{gridDim.x} * kThreads) {
+    const std::int64_t row = i / vectors;
+    const int j = static_cast<int>(i % vectors) * 4;
+    const int s = slice_of(hidden, 0, hidden.num_slices, j);
+    const float4 v = __ldcg(reinterpret_cast<const float4*>(p.saved.values) + i);
+    const int left = p.from.own[s].rank - (j - hidden.first[s]);
+    store_forms(nullptr, p.saved.columns, nullptr, row, hidden.width, j, scaled(v, 1, left));
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     split_weights_kernel(const __grid_constant__ WeightPartsParams p) {
+  if (static_cast<int>(blockIdx.y) == p.num_jobs) {
+    if (blockIdx.z == 0) split_saved(p);
+    return;
+  }
   const int copies = p.copies[blockIdx.y], slices = p.from.num_slices;
   const bool of_a = p.sides[blockIdx.y] == Side::kA;
   const PairTable& table = copies == kSumCopies ? p.sum : p.pair;
@@ -124,13 +148,15 @@ PairEntry WeightParts::next(const Problem& p, const PairEntry& from, int slice, 
 }
 
 void split_weights(const Problem& p, const PartNeeds& needs, const PairTable& from,
-                   const PairTable& sum, const PairTable& pair, Stream stream) {
+                   const PairTable& sum, const PairTable& pair, const SavedHidden& saved,
+                   Stream stream) {
   WeightPartsParams params{};
   params.from = from;
   params.sum = sum;
   params.pair = pair;
   params.num_pairs = static_cast<int>(p.num_adapters) * p.num_slices;
   params.hidden = p.hidden;
+  params.saved = saved;
   std::int64_t widest = 0, lines = 0;
   for (int s = 0; s < p.num_slices; ++s) {
     params.widths[s] = p.slices[s].width;
@@ -146,13 +172,14 @@ void split_weights(const Problem& p, const PartNeeds& needs, const PairTable& fr
   add(needs.sum_b, Side::kB, kSumCopies);
   add(needs.pair_a, Side::kA, kPairCopies);
   add(needs.pair_b, Side::kB, kPairCopies);
-  if (params.num_jobs == 0 || params.num_pairs == 0) return;
+  const bool saves = saved.columns != nullptr;
+  if ((params.num_jobs == 0 && !saves) || params.num_pairs == 0) return;
   const std::int64_t items = lines * std::max(padded(p.hidden), widest);
   constexpr std::int64_t kMostBlocks = 1024;
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(std::clamp<std::int64_t>(
                     ceil_div<std::int64_t>(items, kThreads), 1, kMostBlocks)),
-                params.num_jobs, std::min(params.num_pairs, 65535));
+                params.num_jobs + (saves ? 1 : 0), std::min(params.num_pairs, 65535));
   l.threads = kThreads;
   l.stream = stream;
   l.pdl = true;

@@ -31,6 +31,14 @@ class WeightParts {
 /// How they lie: A along K, B along its ranks.
 inline WeightLayout part_layout(Side side) { return {side == Side::kA, true, true, 1}; }
 
+/// Columns of parts of the h that the forward has saved, of one adapter's rows; null: not wanted.
+struct SavedHidden {
+  const float* values = nullptr;
+  void* columns = nullptr;
+  std::int64_t rows = 0;
+  HiddenColumns hidden{};
+};
+
 /// Writes the weights of all pairs that `sum` and `pair` have a place for.
 struct WeightPartsParams {
   PairTable from, sum, pair;
@@ -39,8 +47,10 @@ struct WeightPartsParams {
   int num_jobs;
   int num_pairs;
   std::int64_t hidden, widths[kLoraMaxSlices];
+  SavedHidden saved;
 };
 void split_weights(const Problem& p, const PartNeeds& needs, const PairTable& from,
-                   const PairTable& sum, const PairTable& pair, Stream stream);
+                   const PairTable& sum, const PairTable& pair, const SavedHidden& saved,
+                   Stream stream);
 
 }  // namespace mortar::lora::train::cuda
