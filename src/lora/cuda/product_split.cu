@@ -8,8 +8,8 @@
 // A cluster has one tile of 128 rows, and each of its thread blocks some of the leaves of the
 // depth, which pass through a ring of stages filled by TMA. Then blocks send each other their sums
 // by st.async, and each adds those of some rows, in the tree's order, and rounds them: no partial
-// sums in memory, and no kernel that waits for this one to add them. Where b has columns of parts of
-// float32 weights, these three make one value, which leaves in all the forms that others read.
+// sums in memory, and no kernel that waits for this one to add them. Where b has columns of parts
+// of float32 weights, three make one value, which leaves in all the forms that others read.
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"

@@ -2,8 +2,8 @@
 // Float32 weights of expand_stream.cu beside bfloat16 y or dx: a warp splits those of its columns
 // into bfloat16 parts as it loads them, and multiplies them with the parts of h, which lie in
 // memory as columns (part_columns.cuh). The six products of an octet of ranks come in the order of
-// these columns, so bits are those of weights that were written out: from L2 come 4 bytes of a weight
-// for 12.
+// these columns, so bits are those of weights that were written out. 4 bytes of a weight come from
+// L2, for 12.
 #pragma once
 
 #include <cstdint>
