@@ -47,7 +47,7 @@ constexpr std::int64_t kMostColumnsOfSlices = 6144;
 /// after some numbers of them the next matrix product of a model takes longer. (What the four calls
 /// of a layer of bench/model.py add, us on an H100: one token 25.2 with 32 CTAs, 22.8 with 64, 23.3
 /// with 128, of one slice; 8 tokens of 8 adapters 31.0 with 64, 27.4 with 128, 32.2 with 256.)
-constexpr std::int64_t kFewTiles = 4, kShareCtasOfFew = 128, kShareCtas = 128;
+constexpr std::int64_t kFewTiles = 4, kShareCtasOfFew = 64, kShareCtas = 128;
 
 }  // namespace
 
