@@ -29,7 +29,7 @@ struct BandPlan {
   int log2_cluster = 1;
   int log2_groups = 0;  ///< of the number of groups of 128 columns or rows
   int grid = 0;
-  /// Where in shared memory what lies, bytes: first tiles of x, in whose place come codes by columns.
+  /// Where in shared memory what lies, bytes: tiles of x, in whose place come codes by columns.
   int weights_at = 0;     ///< float32, by tiles
   int groups_at = 0;      ///< maxima, then factors, of groups of columns, by tiles
   int scales_at = 0;      ///< of 8-bit x in float32, by tiles and threads

@@ -43,8 +43,8 @@ struct HeldRowsPlan {
   static constexpr int kLeastThreads = 8;      ///< of a row: their pieces are a line of 128 bytes
   static constexpr int kMostStages = 4;        ///< rows of a thread in shared memory
   static constexpr int kStaticSmem = 8 << 10;  ///< at most, with what the system keeps
-  /// Bytes of x that a second pass over it is to find in L2: 32 MB of 50. Half of them are 3 % slower
-  /// (8192 x 4096 bfloat16), half as many again 1 %.
+  /// Bytes of x that a second pass over it is to find in L2: 32 MB of 50. Half of it is 3 % slower
+  /// (8192 x 4096 bfloat16), half as much again 1 %.
   static std::int64_t read_again(const GpuShape& gpu) {
     return std::int64_t{gpu.l2_bytes} * 61 / 100;
   }

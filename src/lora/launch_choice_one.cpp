@@ -46,7 +46,9 @@ constexpr std::int64_t kMostColumnsOfSlices = 6144;
 /// start (one token, 4,096 to 4,096: 3.8 us with 32 CTAs, 3.8 to 4.0 with 64, 4.3 with 128), but
 /// after some numbers of them the next matrix product of a model takes longer. (What the four calls
 /// of a layer of bench/model.py add, us on an H100: one token 25.2 with 32 CTAs, 22.8 with 64, 23.3
-/// with 128, of one slice; 8 tokens of 8 adapters 31.0 with 64, 27.4 with 128, 32.2 with 256.)
+/// with 128, of one slice; 8 tokens of 8 adapters 31.0 with 64, 27.4 with 128, 32.2 with 256. A
+/// whole step of one token: 4,318 with 64 and 4,332 with 128 on an H200; on another H100 5,640 and
+/// 5,606.)
 constexpr std::int64_t kFewTiles = 4, kShareCtasOfFew = 64, kShareCtas = 128;
 
 }  // namespace
