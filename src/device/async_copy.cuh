@@ -22,11 +22,7 @@ __device__ __forceinline__ void cp_async_16(std::uint32_t dst, const void* src, 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
                : "memory");
 }
-/// A policy of L2, as createpolicy.fractional.L2::evict_first makes it for all lines: what is read
-/// or written goes before anything else.
-inline constexpr std::uint64_t kEvictFirst = 0x12f0000000000000;
-
-/// The same by a policy of L2 (sm_90 and newer).
+/// The same by a policy of L2 (sm_90 and newer; cache_policy.cuh).
 __device__ __forceinline__ void cp_async_16(std::uint32_t dst, const void* src, int bytes,
                                             std::uint64_t policy) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -22,6 +22,18 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, in
 #endif
 }
 
+/// The same by a policy of L2 (cache_policy.cuh).
+__device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, int bytes,
+                                          Mbarrier* barrier, std::uint64_t policy) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(smem_address(&barrier->word)), "l"(policy)
+      : "memory");
+#endif
+}
+
 /// Makes this thread's accesses to shared memory (cp.async that has landed, too) known to wgmma and
 /// to the copy engine, which come after them once a barrier has followed.
 __device__ __forceinline__ void fence_async_proxy() {

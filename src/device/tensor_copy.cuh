@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "device/barrier.cuh"
+#include "device/cache_policy.cuh"
 #include "device/driver.h"
 #include "mortar/tensor.h"
 

@@ -17,6 +17,7 @@
 //          kernels), and what rows.cu does not do
 #include <cooperative_groups.h>
 
+#include "device/cache_policy.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "fp8_rmsnorm/cuda/kernels.cuh"

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/bulk_copy.cuh"
 #include "device/cache_policy.cuh"
 #include "fp8_rmsnorm/cuda/row_ring.cuh"
 #include "fp8_rmsnorm/cuda/row_weights.cuh"

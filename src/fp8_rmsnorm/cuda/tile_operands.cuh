@@ -6,6 +6,7 @@
 
 #include "core/int_math.h"
 #include "device/async_copy.cuh"
+#include "device/cache_policy.cuh"
 #include "fp8_rmsnorm/cuda/tile.cuh"
 #include "fp8_rmsnorm/cuda/words.cuh"
 
