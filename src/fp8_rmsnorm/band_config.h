@@ -34,8 +34,8 @@ struct BandPlan {
   int groups_at = 0;      ///< maxima, then factors, of groups of columns, by tiles
   int scales_at = 0;      ///< of 8-bit x in float32, by tiles and threads
   int sums_at = 0;        ///< of the CTA's part of the rows, from all CTAs
-  int columns_at = 0;     ///< then, in their place, maxima of columns, by tiles and groups of rows
   int row_maxima_at = 0;  ///< likewise
+  int columns_at = 0;     ///< in the place of the sums, maxima of columns, by groups of rows
   int rstd_at = 0;        ///< of all rows
   int smem = 0;
 };

@@ -215,7 +215,7 @@ __device__ __forceinline__ void encode_tiles(const Band<T, kPass>& band, bool in
     for (int i = static_cast<int>(threadIdx.x); i < maxima; i += kThreads) {
       band.all_columns()[i] = 0.0f;
     }
-    make_group_factors(band);
+    if (p.out.q.given()) make_group_factors(band);
     __syncthreads();
 #pragma unroll 1
     for (int j = 0; j < band.tiles; ++j) {
