@@ -56,9 +56,9 @@ constexpr std::int64_t kLongStream = 16 * 1024;
 /// all 16,384 columns 351, 4,096 299; 2,109 of 127, rank 64, 16,384 to 16,384, 5,504 columns 250,
 /// 4,096 240; but 256 of 64, rank 16, 4,096 to 2 x 14,336, 4,864 columns 41.9, 3,584 47.5.)
 constexpr std::int64_t kMostDecodeCols = 4096;
+constexpr int kFewRanks = 32;  // up to which it takes as many as it likes
 /// Columns from which on CTAs of ranks 65 to 128 have long to stream.
 constexpr std::int64_t kLongBlocks = 1024;
-constexpr int kFewRanks = 32;  // up to which it takes as many as it likes
 
 /// Tiles from which on CTAs of the decode expand are many and short: those that come last leave
 /// fewer SMs idle. (us, two or three CTAs an SM and five: 230 tokens of 135 adapters, rank 4, 5,120
@@ -68,8 +68,11 @@ constexpr std::int64_t kManyTiles = 112;
 
 }  // namespace
 
+std::int64_t used_adapters(const LoraShape& s) {
+  return std::max<std::int64_t>(1, std::min(s.num_tokens, s.num_adapters));
+}
 std::int64_t tokens_per_adapter(const LoraShape& s) {
-  return ceil_div(s.num_tokens, std::max<std::int64_t>(1, std::min(s.num_tokens, s.num_adapters)));
+  return ceil_div(s.num_tokens, used_adapters(s));
 }
 
 int best_tile_tokens(const LoraShape& s) {
@@ -137,9 +140,7 @@ std::int64_t decode_per_sm(const LoraShape& s, const Machine& m, int rows, int s
 /// whose CTAs have more rows were not measured.)
 int decode_ring_stages(const LoraShape& s, const Machine& m, int rows) {
   constexpr int kMostRows = 64;
-  const std::int64_t ctas = max_tiles(s.num_tokens, s.num_adapters, 16) *
-                            ceil_div<std::int64_t>(s.hidden, kDecodeK) *
-                            ceil_div(s.rank_rows(), rows);
+  const std::int64_t ctas = decode_shrink_ctas(s, rows);
   const std::int64_t most = decode_per_sm(s, m, rows, kDecodeStages);
   const bool fewer = leaf_size(s.hidden) < kDecodeK && rows <= kMostRows && ctas > most * m.sms &&
                      decode_per_sm(s, m, rows, kFewDecodeStages) > most;
@@ -155,15 +156,14 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
   const std::int64_t walks = max_tiles(s.num_tokens, s.num_adapters, 16) *
                              ceil_div<std::int64_t>(s.rank_rows(), kMmaShapes[0].rows());
   const bool whole = s.max_rank > kExpandPrefillMaxRank && walks >= 2 * m.sms;
-  if (partials_are_light(s) && partials_fit(s) && !whole) {
-    c.partials = tile_partials(s, m);
-  }
-  if (!c.split()) return walking_shrink(s, m);
+  if (!partials_are_light(s) || !partials_fit(s) || whole) return walking_shrink(s, m);
+  const ExpandPlan expand = choose_expand(s, m);
+  c.partials = tile_partials(s, m, expand);
   if (!s.aligned_x) {
     c.rows = kMmaShapes[0].rows();
     return c;
   }
-  if (const int rows = room_rows(s, m, c.partials); rows > 0) {
+  if (const int rows = room_rows(s, m, expand, c.partials); rows > 0) {
     c.kernel = ShrinkKernel::kDecode;
     c.rows = rows;
     return c;
@@ -245,9 +245,9 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
   // 8,192, 1.07 times as long; 11,972 of 78, ranks up to 64, 0.98 times; 541 of 12, rank 128, 3,584
   // to 2 x 18,944, 0.93 times; but 5,745 of 75, 16,384 to 2 x 53,248, 1.06 times.)
   c.log_run = least_log_run(s);
-  const int most = h_width(s) > 64 || !s.aligned_y ? 3 : 1;
-  const std::int64_t least_runs = c.log_run == 1 ? 10 : 24;
   const bool reuses = h_width(s) > 64;
+  const int most = reuses || !s.aligned_y ? 3 : 1;
+  const std::int64_t least_runs = c.log_run == 1 ? 10 : 24;
   const std::int64_t reused = ceil_div<std::int64_t>(tokens_per_adapter(s), 64);
   while (c.log_run < most && steps > (least_runs * m.sms * c.per_sm << c.log_run) &&
          (!reuses || (2 << c.log_run) <= reused)) {

@@ -14,6 +14,8 @@ inline constexpr int kExpandCluster = 4;             ///< CTAs of it that make h
 /// Tiles of 16 start sooner and waste less of a tile on few tokens of an adapter; tiles of 64 read
 /// weights less often.
 int best_tile_tokens(const LoraShape& s);
+/// Adapters that can have tokens, at least one.
+std::int64_t used_adapters(const LoraShape& s);
 /// Tokens of an adapter if all of those loaded have as many.
 std::int64_t tokens_per_adapter(const LoraShape& s);
 /// Columns per CTA, close to `cols`, that cut the widest slice into blocks of equal width, so that
@@ -99,11 +101,13 @@ bool shares_h(const LoraShape& s, const Machine& m, const ShrinkPlan& shrink,
               const ExpandPlan& expand);
 /// CTAs of such a cluster, where clusters are faster; otherwise 1.
 int h_cluster(const LoraShape& s, const Machine& m, const ExpandPlan& c);
+/// CTAs of the decode shrink that leaves partials, with so many rank rows each.
+std::int64_t decode_shrink_ctas(const LoraShape& s, int rows);
 /// Who adds the partials of tiles of 16 tokens.
-Partials tile_partials(const LoraShape& s, const Machine& m);
+Partials tile_partials(const LoraShape& s, const Machine& m, const ExpandPlan& expand);
 /// The fewest rank rows of a CTA of the decode shrink with which its CTAs find an SM each beside
 /// expand's; 0: none do.
-int room_rows(const LoraShape& s, const Machine& m, Partials partials);
+int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand, Partials partials);
 /// Whether the decode expand adds the partials of the wgmma shrink's chunks, two kernels in place
 /// of three, and then how.
 bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand);

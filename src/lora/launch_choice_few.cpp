@@ -32,10 +32,6 @@ std::int64_t trips(const LoraShape& s) {
 bool decodes(const ExpandPlan& c) {
   return c.kernel == ExpandKernel::kDecode || c.kernel == ExpandKernel::kDirect;
 }
-std::int64_t shrink_ctas(const LoraShape& s, int rows) {
-  return max_tiles(s.num_tokens, s.num_adapters, 16) * ceil_div<std::int64_t>(s.hidden, kDecodeK) *
-         ceil_div(s.rank_rows(), rows);
-}
 std::int64_t expand_ctas(const LoraShape& s, const ExpandPlan& c) {
   return max_tiles(s.num_tokens, s.num_adapters, 16) *
          ceil_div<std::int64_t>(s.sum_widths(), c.cols);
@@ -50,11 +46,16 @@ bool alone(const LoraShape& s, const Machine& m, std::int64_t shrink_ctas, const
 
 /// Whether all CTAs of the decode shrink, of so many rows, find an SM of their own beside expand's.
 bool shrink_fits(const LoraShape& s, const Machine& m, int rows, const ExpandPlan& c) {
-  const std::int64_t shrinks = shrink_ctas(s, rows), expands = expand_ctas(s, c);
+  const std::int64_t shrinks = decode_shrink_ctas(s, rows), expands = expand_ctas(s, c);
   return shrinks + (alone(s, m, shrinks, c) ? expands : ceil_div(expands, kExpandPerSm)) <= m.sms;
 }
 
 }  // namespace
+
+std::int64_t decode_shrink_ctas(const LoraShape& s, int rows) {
+  return max_tiles(s.num_tokens, s.num_adapters, 16) * ceil_div<std::int64_t>(s.hidden, kDecodeK) *
+         ceil_div(s.rank_rows(), rows);
+}
 
 bool shares_h(const LoraShape& s, const Machine& m, const ShrinkPlan& shrink,
               const ExpandPlan& expand) {
@@ -94,8 +95,7 @@ int h_cluster(const LoraShape& s, const Machine& m, const ExpandPlan& c) {
 /// 256, 1,024 to 512 + 2 x 256, 6.2 and 8.9; 2 of 336, rank 256, 3,072 to 1,024, 4.4 and 5.1; but 2
 /// of 19, rank 512, 3,072 to 1,024, 7.8 and 6.8. More trips to L2 than a cluster has CTAs: 90 of
 /// one, rank 128, 1,024 to 2 x 3,072, 8.1 and 7.0.)
-Partials tile_partials(const LoraShape& s, const Machine& m) {
-  const ExpandPlan expand = choose_expand(s, m);
+Partials tile_partials(const LoraShape& s, const Machine& m, const ExpandPlan& expand) {
   if (h_cluster(s, m, expand) > 1) return Partials::kExpand;
   const std::int64_t bytes = likely_tile(s) * num_leaves(s.hidden) * h_width(s) * 4;
   const bool high = s.max_rank > kExpandPrefillMaxRank && (m.arch != 90 || trips(s) > 1);
@@ -109,11 +109,9 @@ Partials tile_partials(const LoraShape& s, const Machine& m) {
 /// rank 16, 4.4 and 4.3; one token, gate_up, rank 64, 3.8 and 3.7. Where a kernel adds partials, up
 /// to 32 rows: 49 of one, rank 128, 2,048 to 1,024, 5.3 and 6.8; but 64 rows, 36 of two, 3,584 to
 /// 3,584, 7.2 and 6.3.)
-int room_rows(const LoraShape& s, const Machine& m, Partials partials) {
+int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand, Partials partials) {
   const int most = partials == Partials::kExpand ? 64 : 32;
-  if (s.op != Op::kApply || tokens_per_adapter(s) <= 16) return 0;
-  const ExpandPlan expand = choose_expand(s, m);
-  if (!decodes(expand)) return 0;
+  if (s.op != Op::kApply || tokens_per_adapter(s) <= 16 || !decodes(expand)) return 0;
   for (int rows = 16; rows <= std::min(most, decode_most_rows(s, m)); rows += 16) {
     if (shrink_fits(s, m, rows, expand)) return rows;
     if (rows >= s.rank_rows()) break;
@@ -160,7 +158,8 @@ bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, Expan
 /// against 4.9.)
 void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand) {
   if (!shrink.split() || !decodes(expand)) return;
-  if (shrink.partials == Partials::kExpand && alone(s, m, shrink_ctas(s, shrink.rows), expand)) {
+  if (shrink.partials == Partials::kExpand &&
+      alone(s, m, decode_shrink_ctas(s, shrink.rows), expand)) {
     expand.per_sm = 1;
   }
   const bool decode = shrink.kernel == ShrinkKernel::kDecode;

@@ -94,14 +94,10 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
   return partials_are_light(s) || partial_bytes(s) <= kFewPartials ? all : costs.many * all;
 }
 
-std::int64_t groups_of(const LoraShape& s) {
-  return std::max<std::int64_t>(1, std::min(s.num_tokens, s.num_adapters));
-}
 /// Runs where all adapters have as many tokens.
 double even_runs(const LoraShape& s, int tiles) {
-  const std::int64_t groups = groups_of(s), own = ceil_div(s.num_tokens, groups);
-  return static_cast<double>(groups *
-                             std::max<std::int64_t>(1, ceil_div<std::int64_t>(own, 64 * tiles)));
+  const std::int64_t own = ceil_div<std::int64_t>(tokens_per_adapter(s), 64 * tiles);
+  return static_cast<double>(used_adapters(s) * std::max<std::int64_t>(1, own));
 }
 
 /// The host does not know how tokens are shared out, nor how many have no adapter: between as few
@@ -113,7 +109,7 @@ double even_runs(const LoraShape& s, int tiles) {
 double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
                     const WgmmaShape& shape) {
   constexpr double kFew = 0.3, kEven = 0.5, kThree = 1.12;
-  const std::int64_t groups = groups_of(s), tokens = 64 * shape.tiles;
+  const std::int64_t groups = used_adapters(s), tokens = 64 * shape.tiles;
   const auto least = static_cast<double>(std::max(groups, ceil_div(s.num_tokens, tokens)));
   const auto most = static_cast<double>((s.num_tokens - groups) / tokens + groups);
   const double half_full = static_cast<double>(s.num_tokens) / static_cast<double>(tokens) +
@@ -175,7 +171,7 @@ ShrinkPlan least_clocks(const Costs& costs, const LoraShape& s, const Machine& m
 }  // namespace
 
 double likely_runs(const LoraShape& s, int tiles) {
-  const std::int64_t groups = std::max<std::int64_t>(1, std::min(s.num_tokens, s.num_adapters));
+  const std::int64_t groups = used_adapters(s);
   const std::int64_t tokens = 64 * tiles, half = ceil_div<std::int64_t>(groups, 2);
   return static_cast<double>(groups == 1 ? ceil_div(s.num_tokens, tokens)
                                          : std::max(groups, s.num_tokens / tokens + half));
