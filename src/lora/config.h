@@ -167,16 +167,21 @@ inline std::int64_t decode_cluster_smem(std::int64_t hidden, int rows) {
 }
 
 /// The one kernel of lora_apply: CTAs of a cluster, its largest rank, and columns of a CTA.
-inline constexpr int kOneCluster = 8, kOneMaxRank = 16, kOneMaxCols = 512;
+inline constexpr int kOneCluster = 8, kOneMaxRank = 64, kOneMaxCols = 512;
+/// CTAs of it that an SM has registers for.
+inline constexpr int kOnePerSm = 3;
 /// Turns that the CTAs of its clusters take at K.
 MORTAR_HOST_DEVICE constexpr int one_turns(std::int64_t hidden) {
   return static_cast<int>(ceil_div<std::int64_t>(hidden, kOneCluster * kDecodeK));
 }
-/// Shared memory of a CTA of it, bytes: sums of all leaves of K, x, A, B and h.
-inline std::int64_t one_smem(std::int64_t hidden, int cols) {
-  return num_leaves(hidden) * 16 * kOneMaxRank * 4 +
-         one_turns(hidden) * (16 + kOneMaxRank) * (kDecodeK + 8) * 2 +
-         (cols + 16) * kOneMaxRank * 2;
+/// The place that it has for the ranks of an adapter: 16, 32 or 64.
+MORTAR_HOST_DEVICE constexpr int one_ranks(int max_rank) {
+  return max_rank <= 16 ? 16 : max_rank <= 32 ? 32 : 64;
+}
+/// Shared memory of a CTA of it, bytes: sums of all leaves of K that it adds, x, A, B and h.
+inline std::int64_t one_smem(std::int64_t hidden, int cols, int ranks) {
+  return num_leaves(hidden) * std::max(2 * ranks, 64) * 4 +
+         one_turns(hidden) * (16 + ranks) * (kDecodeK + 8) * 2 + (cols + 16) * ranks * 2;
 }
 
 /// Most tiles that `num_tokens` tokens can make: one token of every adapter and the rest in whole

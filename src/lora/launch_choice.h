@@ -87,8 +87,6 @@ ExpandPlan choose_parts_expand(const LoraShape& s, const Machine& m);
 /// Whether the one kernel of lora_apply can, with so many columns a CTA: all of K fits its shared
 /// memory.
 bool runs_one(const LoraShape& s, const Machine& m, int cols);
-/// CTAs of it.
-std::int64_t one_ctas(const LoraShape& s, int cols);
 ExpandPlan one_expand(int cols);
 /// Whether it is faster than two, and then how.
 bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c);

@@ -6,16 +6,20 @@
 
 namespace mortar::lora {
 
+namespace {
+
+/// Shared memory of a CTA with so many columns, static and dynamic.
+std::int64_t one_cta_smem(const LoraShape& s, int cols) {
+  return one_smem(s.hidden, cols, one_ranks(s.max_rank)) + kDecodeStaticSmem;
+}
+
+}  // namespace
+
 bool runs_one(const LoraShape& s, const Machine& m, int cols) {
   return s.op == Op::kApply && m.arch == 90 && s.one_type && s.aligned_x && s.aligned_y &&
          s.hidden > 0 && s.max_rank > 0 && s.max_rank <= kOneMaxRank && cols % 32 == 0 &&
-         cols <= kOneMaxCols && one_smem(s.hidden, cols) + kDecodeStaticSmem <= m.max_smem &&
+         cols <= kOneMaxCols && one_cta_smem(s, cols) <= m.max_smem &&
          max_tiles(s.num_tokens, s.num_adapters, 16) <= 65535;
-}
-
-std::int64_t one_ctas(const LoraShape& s, int cols) {
-  return max_tiles(s.num_tokens, s.num_adapters, 16) * kOneCluster *
-         column_blocks(s, cols * kOneCluster);
 }
 
 ExpandPlan one_expand(int cols) {
@@ -27,46 +31,78 @@ ExpandPlan one_expand(int cols) {
 
 namespace {
 
-/// Where one kernel was measured to be faster, behind a matrix product: one slice, K that a cluster
-/// holds at once and that gives most of its CTAs work, columns of one cluster at most, and few
-/// tokens of an adapter, as CTAs send each other sums of all. (us a call, one kernel and two, 4,096
-/// to 4,096, rank 16: one token 3.8 and 4.3, 8 tokens of 8 adapters 4.4 and 5.3, 32 of 32 7.1 and
-/// 7.6, 64 of 16 6.8 and 7.0; but 16 of one 4.5 and 4.3; 14,336 to 4,096, one token, 5.8 and 4.6;
-/// 4,096 to 4,096 + 2 x 1,024, 32 of 32, 18 and 12.)
-constexpr std::int64_t kLeastHidden = 2048, kMostHidden = 4096, kMostColumns = 4096;
-constexpr std::int64_t kMostTokens = 4, kMostTiles = 32;
-constexpr int kLeastRank = 8;
+/// Tiles of 16 tokens that there are likely to be: those of a sole adapter are known, of several
+/// the last ones are half full.
+double likely_tiles(const LoraShape& s) {
+  const auto tokens = static_cast<double>(s.num_tokens);
+  const auto adapters = static_cast<double>(used_adapters(s));
+  if (adapters <= 1) return static_cast<double>(ceil_div<std::int64_t>(s.num_tokens, 16));
+  return std::min(static_cast<double>(max_tiles(s.num_tokens, s.num_adapters, 16)),
+                  std::max(adapters, tokens / 16 + adapters / 2));
+}
+/// Tokens of a tile.
+std::int64_t tile_size(const LoraShape& s) {
+  return std::min<std::int64_t>(16, ceil_div(s.num_tokens, used_adapters(s)));
+}
 
-/// Columns of all slices up to which one token is taken so, too, each slice by clusters of its own
-/// that make its h. (us on an H100, one kernel and two: one token, qkv, 2.95 and 3.21 back to back,
-/// and behind a matrix product 0.6 less; but gate_up, 448 CTAs, 8.7 and 3.4.)
-constexpr std::int64_t kMostColumnsOfSlices = 6144;
+/// CTAs of the one kernel that the device runs at once: clusters leave some SMs idle.
+double room_for_one(const LoraShape& s, const Machine& m, int cols) {
+  const std::int64_t fit = m.sm_smem / (one_cta_smem(s, cols) + 1024);
+  return 0.88 * m.sms * static_cast<double>(std::min<std::int64_t>(kOnePerSm, fit));
+}
 
-/// CTAs up to which the columns of few tiles and of more are shared out: clusters take long to
-/// start (one token, 4,096 to 4,096: 3.8 us with 32 CTAs, 3.8 to 4.0 with 64, 4.3 with 128), but
-/// after some numbers of them the next matrix product of a model takes longer. (What the four calls
-/// of a layer of bench/model.py add, us on an H100: one token 25.2 with 32 CTAs, 22.8 with 64, 23.3
-/// with 128, of one slice; 8 tokens of 8 adapters 31.0 with 64, 27.4 with 128, 32.2 with 256. A
-/// whole step of one token: 4,318 with 64 and 4,332 with 128 on an H200; on another H100 5,640 and
-/// 5,606.)
-constexpr std::int64_t kFewTiles = 4, kShareCtasOfFew = 64, kShareCtas = 128;
+/// us a call of the one kernel, and of two, on an H100, fitted to choose well among 822 problems of
+/// up to 146 tokens and ranks of 4 to 64 in 19 layers, calls back to back: what it chooses takes
+/// 0.873 times as long as two kernels do on average, and the best choice would 0.854. For the one
+/// counts how many CTAs start, what each of them reads and how many read at once, and whether the
+/// next call's CTAs find room beside them; for two, what all CTAs read, and the split-K partials
+/// that each of expand's adds.
+double us_of_one(const LoraShape& s, const Machine& m, int cols, double ctas) {
+  const auto rank = static_cast<double>(s.max_rank), tokens = static_cast<double>(tile_size(s));
+  const double kb = one_turns(s.hidden) * (rank + tokens) + cols * 2 * (rank + 2 * tokens) / 1024;
+  return 1.43 + 0.035 * static_cast<double>(num_leaves(s.hidden)) + 0.0052 * ctas +
+         (0.0082 + 0.0001 * ctas) * kb + (2 * ctas > room_for_one(s, m, cols) ? 1.2 : 0);
+}
+double us_of_two(const LoraShape& s, double tiles) {
+  const auto rank = static_cast<double>(s.max_rank), tokens = static_cast<double>(tile_size(s));
+  const auto hidden = static_cast<double>(s.hidden), columns = static_cast<double>(s.sum_widths());
+  const double rows = s.num_slices * rank;
+  const double a = hidden * rows, x = hidden * 16, b = columns * rank, y = columns * 2 * tokens;
+  const double partials = static_cast<double>(num_leaves(s.hidden)) * rows * tokens;
+  return 2.6 + tiles * (0.4e-6 * a + 0.96e-6 * x + 0.48e-6 * b + 0.8e-6 * y) + 3.8e-5 * partials;
+}
+
+/// Most CTAs: after more, the next matrix product of a model takes longer. From how many tiles on
+/// there are as many of them as that allows: behind a matrix product they are the faster ones (8
+/// tokens of 8 adapters, 4,096 to 4,096, rank 16, us a layer of bench/model.py on an H100: 2.1 less
+/// than two kernels with 128 CTAs, 0.9 more with 64). And most tiles where a CTA takes K in turns.
+constexpr double kMostCtas = 128, kSpreadTiles = 5, kMostTilesOfTurns = 4;
+/// Ranks above which tiles of few tokens take two kernels: every CTA that adds up a part of K reads
+/// all rank rows, which those of the decode shrink share out (1.1 to 1.4 times as long).
+constexpr int kMostRankOfFew = 32;
+constexpr std::int64_t kFewTokens = 7;
 
 }  // namespace
 
 bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c) {
-  const std::int64_t adapters = std::min(s.num_tokens, s.num_adapters);
-  const bool one_token = s.num_tokens == 1 && s.sum_widths() <= kMostColumnsOfSlices;
-  const bool faster = (s.num_slices == 1 || one_token) && s.hidden > kLeastHidden &&
-                      s.hidden <= kMostHidden && s.max_width() <= kMostColumns &&
-                      s.num_tokens <= kMostTokens * adapters && s.max_rank > kLeastRank &&
-                      !s.b_by_8 && max_tiles(s.num_tokens, s.num_adapters, 16) <= kMostTiles;
-  if (!faster) return false;
-  const bool few = s.num_slices == 1 && max_tiles(s.num_tokens, s.num_adapters, 16) <= kFewTiles;
-  const std::int64_t most = few ? kShareCtasOfFew : kShareCtas;
-  int cols = 32;
-  while (cols < kOneMaxCols && one_ctas(s, cols) > most) cols *= 2;
-  c = one_expand(cols);
-  return runs_one(s, m, cols);
+  if (s.num_tokens <= 0 || !runs_one(s, m, 32)) return false;
+  const double tiles = likely_tiles(s);
+  if (one_turns(s.hidden) > 1 && tiles > kMostTilesOfTurns) return false;
+  if (s.max_rank > kMostRankOfFew && tile_size(s) <= kFewTokens) return false;
+  double least = us_of_two(s, tiles);
+  bool suits = false;
+  for (int cols = 32; runs_one(s, m, cols); cols *= 2) {
+    const double ctas =
+        tiles * kOneCluster * static_cast<double>(column_blocks(s, cols * kOneCluster));
+    if (ctas > std::min(kMostCtas, room_for_one(s, m, cols))) continue;
+    if (const double us = us_of_one(s, m, cols, ctas); us < least) {
+      least = us;
+      c = one_expand(cols);
+      suits = true;
+    }
+    if (tiles >= kSpreadTiles) break;
+  }
+  return suits;
 }
 
 }  // namespace mortar::lora

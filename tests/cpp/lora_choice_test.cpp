@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -14,32 +15,39 @@
 namespace mortar::lora {
 namespace {
 
-/// lora_apply is one kernel for few tokens of an adapter, one slice and K up to 4,096, and for one
-/// token of more slices.
+/// lora_apply is one kernel for few tiles of ranks up to 64 whose clusters all run at once.
 TEST(LoraChoice, OneKernelIsChosenWhereItIsFaster) {
-  const auto is_one = [](const LoraShape& s, const Machine& m = {}) {
-    return choose(s, m).one_kernel();
+  const std::vector<std::int64_t> o = {4096}, qkv = {4096, 1024, 1024}, gate_up = {14336, 14336};
+  const auto cols = [](const LoraShape& s, const Machine& m = {}) {
+    const LaunchPlan plan = choose(s, m);
+    return plan.one_kernel() ? plan.expand.cols : 0;
   };
-  for (const auto& [tokens, adapters] : {std::pair{1, 1}, {4, 4}, {8, 8}, {32, 32}, {64, 16}}) {
-    EXPECT_TRUE(is_one(shape(tokens, adapters, 16, 4096, {4096}))) << tokens;
+  for (const auto& [tokens, adapters, most] : {std::tuple{1, 1, 256},
+                                               {4, 4, 512},
+                                               {8, 8, 256},
+                                               {16, 1, 256},
+                                               {64, 1, 512},
+                                               {64, 16, 512}}) {
+    EXPECT_EQ(cols(shape(tokens, adapters, 16, 4096, o)), most) << tokens << " " << adapters;
   }
-  EXPECT_EQ(choose(shape(1, 1, 16, 4096, {4096}), {}).expand.cols, 64);
-  EXPECT_EQ(choose(shape(8, 8, 16, 4096, {4096}), {}).expand.cols, 256);
-  EXPECT_FALSE(is_one(shape(16, 1, 16, 4096, {4096})));
-  EXPECT_FALSE(is_one(shape(64, 64, 16, 4096, {4096})));
-  EXPECT_FALSE(is_one(shape(1, 1, 16, 14336, {4096})));
-  EXPECT_TRUE(is_one(shape(1, 1, 16, 4096, {4096, 1024, 1024})));
-  EXPECT_EQ(choose(shape(1, 1, 16, 4096, {4096, 1024, 1024}), {}).expand.cols, 64);
-  EXPECT_FALSE(is_one(shape(8, 8, 16, 4096, {4096, 1024, 1024})));
-  EXPECT_FALSE(is_one(shape(1, 1, 16, 4096, {14336, 14336})));
-  EXPECT_FALSE(is_one(shape(1, 1, 32, 4096, {4096})));
-  EXPECT_FALSE(is_one(shape(1, 1, 16, 4096, {4096}), kMachines[1]));
-  LoraShape s = shape(1, 1, 16, 4096, {4096});
+  EXPECT_EQ(cols(shape(1, 1, 16, 4096, qkv)), 256);
+  EXPECT_EQ(cols(shape(64, 1, 32, 4096, qkv)), 512);
+  EXPECT_EQ(cols(shape(146, 1, 64, 4096, o)), 512);
+  EXPECT_EQ(cols(shape(1, 1, 16, 4096, gate_up)), 512);
+  EXPECT_EQ(cols(shape(30, 5, 4, 768, {1024})), 64);
+  for (const LoraShape& s :
+       {shape(32, 32, 16, 4096, o), shape(8, 8, 16, 4096, qkv), shape(146, 1, 32, 4096, qkv),
+        shape(1, 1, 64, 4096, o), shape(8, 8, 64, 4096, o), shape(64, 1, 16, 4096, gate_up),
+        shape(8, 8, 16, 14336, o), shape(1, 1, 128, 4096, o)}) {
+    EXPECT_EQ(cols(s), 0) << describe(choose(s, {}));
+  }
+  EXPECT_EQ(cols(shape(1, 1, 16, 4096, o), kMachines[1]), 0);
+  LoraShape s = shape(1, 1, 16, 4096, o);
   s.aligned_y = false;
-  EXPECT_FALSE(is_one(s));
+  EXPECT_EQ(cols(s), 0);
   s.aligned_y = true;
   s.op = Op::kShrink;
-  EXPECT_FALSE(is_one(s));
+  EXPECT_EQ(cols(s), 0);
 }
 
 /// The decode shrink takes fewer stages where more of its CTAs have to run at once.
@@ -88,10 +96,11 @@ TEST(LoraChoice, FewTokensOfSeveralSlicesTakeChunksOnWgmma) {
 TEST(LoraChoice, CtasOfSeveralTilesFindAnSmEach) {
   const auto shrink = [](const LoraShape& s) { return choose(s, {}).shrink; };
   const std::vector<std::int64_t> qkv = {4096, 1024, 1024};
-  for (const auto& [rank, rows] : {std::pair{16, 32}, {32, 48}}) {
-    const ShrinkPlan c = shrink(shape(64, 1, rank, 4096, qkv));
+  for (const LoraShape& s :
+       {shape(100, 1, 16, 4096, qkv), shape(64, 1, 32, 4096, {14336, 14336})}) {
+    const ShrinkPlan c = shrink(s);
     EXPECT_EQ(c.kernel, ShrinkKernel::kDecode);
-    EXPECT_EQ(c.rows, rows);
+    EXPECT_EQ(c.rows, s.num_slices == 3 ? 48 : 64);
     EXPECT_EQ(c.per_sm, 1);
     EXPECT_EQ(c.partials, Partials::kExpand);
   }

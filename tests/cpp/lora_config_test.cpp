@@ -162,7 +162,8 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
       EXPECT_TRUE(runs_one(s, kMachines[i % 4], expand.cols));
       EXPECT_EQ(plan.workspace_bytes, 0);
     }
-    if (s.op != Op::kApply || kMachines[i % 4].arch != 90 || !s.aligned_y || s.max_rank > 16) {
+    if (s.op != Op::kApply || kMachines[i % 4].arch != 90 || !s.aligned_y ||
+        s.max_rank > kOneMaxRank) {
       EXPECT_FALSE(plan.one_kernel());
     }
     if (s.op != Op::kApply) {

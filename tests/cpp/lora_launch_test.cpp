@@ -215,8 +215,8 @@ TEST_P(LoraLaunch, EveryPlanGivesTheSameBits) {
 }
 
 /// Plans of one kernel beside those of two: so few elements of K and columns that CTAs of a cluster
-/// have none, and as many as fit; tiles that are full, nearly empty and not there; ranks of one MMA
-/// step and below, of none, and of rows of B by 8 bytes; pointer tables; y overwritten.
+/// have none, and as many as fit; tiles that are full, nearly empty and not there; ranks of up to four
+/// MMA steps, of a part of one, of none, and of rows of B by 8 bytes; pointer tables; y overwritten.
 TEST_P(LoraLaunch, OneKernelGivesTheBitsOfTwo) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
     const auto of = [&](std::int64_t tokens, std::int64_t hidden,
@@ -231,6 +231,9 @@ TEST_P(LoraLaunch, OneKernelGivesTheBitsOfTwo) {
     expect_same_bits(of(21, 4104, {136}, {12, 1, 16, 9}));
     expect_same_bits(of(18, 9736, {4112, 1000}, {16, 7}));
     expect_same_bits(of(33, 16384, {264}, {9, 16}));
+    expect_same_bits(of(5, 1040, {264, 40}, {64, 3, 20}));
+    expect_same_bits(of(21, 4104, {136}, {24, 1, 32, 9}));
+    expect_same_bits(of(60, 776, {520, 40}, {64, 40, 0, 57}));
     LoraCase table = of(40, 520, {264, 40}, {16, 0, 5, 11});
     table.table = true;
     expect_same_bits(table);
@@ -238,6 +241,9 @@ TEST_P(LoraLaunch, OneKernelGivesTheBitsOfTwo) {
     alone.map = Map::kOneAdapter;
     alone.add = false;
     expect_same_bits(alone);
+    LoraCase high = of(70, 2056, {264, 72}, {52});
+    high.map = Map::kOneAdapter;
+    expect_same_bits(high);
     EXPECT_EQ(one_ran_.size(), this_machine().arch == 90 ? 5u : 0u);
     one_ran_.clear();
   }

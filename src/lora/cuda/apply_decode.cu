@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// y (+)= (x A^T) B^T for few tokens per adapter and ranks up to 16 in one launch, on sm_90.
+// y (+)= (x A^T) B^T for few tokens per adapter and ranks up to 64 in one launch, on sm_90.
 //
 // h[t, r] = sum_l sum_{k in leaf l} x[t, k] A_{a(t), s}[r, k]     K hidden, r rank
 // y[t, n] (+)= scale * sum_r h[t, r] B_{a(t), s}[n, r]            N hidden out
@@ -29,21 +29,37 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kTokens = 16;  ///< of a tile
-constexpr int kRanks = kOneMaxRank;
 constexpr int kCtas = kOneCluster;
 constexpr int kK = kDecodeK;          ///< elements of K per CTA and turn
 constexpr int kPitch = kDecodeK + 8;  ///< elements; free of bank conflicts
 constexpr int kPieces = kK / 8;       ///< 16-byte pieces of a row
 constexpr int kRowStep = kThreads / kPieces;
 constexpr int kPasses =
-    kOneMaxCols / kThreads;  ///< times that the CTA's warps take 32 columns each
-using Ranks = RankTile<1>;
-static_assert(Ranks::kPitch == kRanks);
+    kOneMaxCols / kThreads;       ///< times that the CTA's warps take 32 columns each
+constexpr int kStepsAtOnce = 16;  ///< MMA steps of the shortest leaf
 
-/// The sums of a leaf of 16 tokens and 8 rank rows, to all CTAs of the cluster: two neighbouring
-/// lanes make 16 bytes of each half of the tokens.
-__device__ __forceinline__ void send_leaf(const float (&sum)[4], float* leaf, int count,
-                                          device::Mbarrier* barrier) {
+/// Most sums of a leaf that go to all CTAs of the cluster, each of which makes all of h of them. More
+/// would take longer to send than to send on: then each goes to the one CTA that makes this value
+/// of h for all others.
+constexpr int kMostToAll = 64;
+
+/// What a CTA makes of h where sums of a leaf go to one CTA alone: 8 ranks of `kOwned` tokens.
+template <class Ranks>
+struct Share {
+  static constexpr int kOctets = Ranks::kPitch / 8;  ///< of ranks
+  static constexpr int kOwned = kTokens * kOctets / kCtas;
+  static constexpr int kLeafElts =  ///< room for sums of a leaf
+      8 * kOwned > kMostToAll ? 8 * kOwned : kMostToAll;
+  static_assert(kCtas % kOctets == 0);
+};
+
+/// Sends the sums of a leaf of 16 tokens and 8 ranks to the CTAs that make h of them; `octets`:
+/// those of the adapter's ranks, of which this is `octet`. Two neighbouring lanes make 16 bytes of
+/// each half of the tokens.
+template <class Ranks>
+__device__ __forceinline__ void send_leaf(const float (&sum)[4], float* leaf, int octet, int octets,
+                                          int count, bool to_all, device::Mbarrier* barrier) {
+  using S = Share<Ranks>;
   const int lane = threadIdx.x % 32;
   const bool upper = lane % 2 == 1;  // this lane sends tokens 8 to 15
   const float own0 = upper ? sum[2] : sum[0], own1 = upper ? sum[3] : sum[1];
@@ -51,20 +67,45 @@ __device__ __forceinline__ void send_leaf(const float (&sum)[4], float* leaf, in
   const float other1 = __shfl_xor_sync(0xffffffffu, upper ? sum[1] : sum[3], 1);
   const float4 v =
       upper ? make_float4(other0, other1, own0, own1) : make_float4(own0, own1, other0, other1);
-  const int place = lane / 4 + (upper ? 8 : 0);
+  const int place = lane / 4 + (upper ? 8 : 0), first = lane % 4 / 2 * 4;
   if (place >= count) return;
-  float* to = leaf + place * kRanks + lane % 4 / 2 * 4;
+  if (to_all) {
+    float* to = leaf + (place * octets + octet) * 8 + first;
 #pragma unroll
-  for (int cta = 0; cta < kCtas; ++cta) device::send_to_cluster(to, v, barrier, cta);
+    for (int cta = 0; cta < kCtas; ++cta) device::send_to_cluster(to, v, barrier, cta);
+  } else {
+    float* to = leaf + place % S::kOwned * 8 + first;
+    device::send_to_cluster(to, v, barrier, octet + place / S::kOwned * S::kOctets);
+  }
 }
 
-/// kLeaves: of a CTA's turn at K.
-template <class T, int kLeaves>
-__global__ void __launch_bounds__(kThreads, 3)
+/// The sum over all leaves of two values, in the order of leaf_size (problem.h): the two halves side
+/// by side.
+template <class Ranks>
+__device__ __forceinline__ float2 sum_leaves(const float* from, int leaves) {
+  constexpr int kPitchOfLeaves = Share<Ranks>::kLeafElts;
+  const int middle = static_cast<int>(first_leaves(leaves));
+  const float* behind = from + middle * kPitchOfLeaves;
+  float2 first = {}, second = {};
+#pragma unroll 4
+  for (int l = 0; l < middle; ++l, from += kPitchOfLeaves, behind += kPitchOfLeaves) {
+    const float2 v = *reinterpret_cast<const float2*>(from);
+    first = make_float2(first.x + v.x, first.y + v.y);
+    if (middle + l < leaves) {
+      const float2 u = *reinterpret_cast<const float2*>(behind);
+      second = make_float2(second.x + u.x, second.y + u.y);
+    }
+  }
+  return make_float2(first.x + second.x, first.y + second.y);
+}
+
+template <class T, class Ranks>
+__global__ void __launch_bounds__(kThreads, kOnePerSm)
     apply_decode_kernel(const __grid_constant__ ApplyParams params) {
-  constexpr int kSteps = kK / 16 / kLeaves;  // MMA steps of a leaf
+  using S = Share<Ranks>;
+  constexpr int kRanks = Ranks::kPitch;
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ device::Mbarrier all_sent;
+  __shared__ device::Mbarrier all_sent, h_sent;
   const ExpandParams& p = params.expand;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int cta = static_cast<int>(blockIdx.y);
@@ -84,13 +125,15 @@ __global__ void __launch_bounds__(kThreads, 3)
   const std::int64_t hidden = p.weights.hidden;
   const int leaves = static_cast<int>(num_leaves(hidden));
   const int turns = one_turns(hidden);
+  const int leaf_steps = static_cast<int>(leaf_size(hidden)) / 16;
+  const int log_turn_leaves = leaf_steps == kK / 16 ? 0 : 1, log_turns = 32 - __clz(turns - 1);
 
   const SliceWeights w = weights_of(p, tile, block, live);
   if (w.rank == 0) return device::pdl_wait();  // all CTAs of the cluster do
 
   // Load: A and B do not depend on the predecessor.
   float* const sums = reinterpret_cast<float*>(smem);
-  T* const x_tile = reinterpret_cast<T*>(sums + leaves * kTokens * kRanks);
+  T* const x_tile = reinterpret_cast<T*>(sums + leaves * S::kLeafElts);
   T* const a_tile = x_tile + turns * kTokens * kPitch;
   T* const b_tile = a_tile + turns * kRanks * kPitch;
   T* const h_tile = b_tile + own_cols * Ranks::kPitch;
@@ -115,13 +158,20 @@ __global__ void __launch_bounds__(kThreads, 3)
                                          w.b_row_stride, w.rank);
   b_copy.block(b_tile, 0, block.cols);
 
-  const int row_groups = ceil_div(w.rank, 8);
+  const int octets = ceil_div(w.rank, 8), steps = ceil_div(w.rank, 16);
+  // What this CTA makes of h: all of it, or tokens from `own_token` on, ranks from 8 own_octet on.
+  const bool to_all = tile.count * octets * 8 <= kMostToAll;
+  const int own_octet = cta % S::kOctets, own_token = cta / S::kOctets * S::kOwned;
+  const int own_count = max(min(tile.count - own_token, S::kOwned), 0);
   if (threadIdx.x == 0) {
     all_sent.init(1);
+    h_sent.init(1);
     device::Mbarrier::fence_init();
-    all_sent.arrive_and_expect(leaves * tile.count * row_groups * 32);
+    const int sent = to_all ? tile.count * octets : own_octet < octets ? own_count : 0;
+    all_sent.arrive_and_expect(leaves * sent * 32);
+    if (!to_all) h_sent.arrive_and_expect(tile.count * steps * 32);
   }
-  device::cluster_arrive();
+  device::cluster_arrive_relaxed();  // fence_init has shown the barriers to the cluster
 
   // All addresses before the wait.
   const T* x_rows[kTokens / kRowStep];
@@ -167,50 +217,63 @@ __global__ void __launch_bounds__(kThreads, 3)
 
   // Shrink: a warp takes a leaf and 8 rank rows at a time.
 #pragma unroll 1
-  for (int task = warp; task < turns * kLeaves * row_groups; task += kWarps) {
-    const int group = task % row_groups, part = task / row_groups;
-    const int turn = part / kLeaves, leaf = part % kLeaves;
-    const int which = (turn * kCtas + cta) * kLeaves + leaf;
-    if (which >= leaves) break;
-    const std::uint32_t x_from = device::smem_address(
-        x_tile + (turn * kTokens + lane % 16) * kPitch + lane / 16 * 8 + leaf * kSteps * 16);
-    const std::uint32_t a_from =
-        device::smem_address(a_tile + (turn * kRanks + group * 8 + lane % 8) * kPitch +
-                             lane / 8 * 8 + leaf * kSteps * 16);
+  for (int task = warp; task < octets << (log_turns + log_turn_leaves); task += kWarps) {
+    const int leaf = task & ((1 << log_turn_leaves) - 1);
+    const int turn = (task >> log_turn_leaves) & ((1 << log_turns) - 1);
+    const int octet = task >> (log_turns + log_turn_leaves);
+    const int which = ((turn * kCtas + cta) << log_turn_leaves) + leaf;
+    if (turn >= turns || which >= leaves) continue;
+    std::uint32_t x_from = device::smem_address(x_tile + (turn * kTokens + lane % 16) * kPitch +
+                                                lane / 16 * 8 + leaf * leaf_steps * 16);
+    std::uint32_t a_from =
+        device::smem_address(a_tile + (turn * kRanks + octet * 8 + lane % 8) * kPitch +
+                             lane / 8 * 8 + leaf * leaf_steps * 16);
     float sum[4] = {};
-#pragma unroll 8
-    for (int i = 0; i < kSteps; i += 2) {
-      std::uint32_t a[4], x[2][4];
-      device::ldmatrix_x4(a, a_from + i * 32);
-      device::ldmatrix_x4(x[0], x_from + i * 32);
-      device::ldmatrix_x4(x[1], x_from + (i + 1) * 32);
-      device::mma_16816<T>(sum, x[0], a[0], a[1]);
-      device::mma_16816<T>(sum, x[1], a[2], a[3]);
+#pragma unroll 1
+    for (int step = 0; step < leaf_steps; step += kStepsAtOnce) {
+#pragma unroll
+      for (int i = 0; i < kStepsAtOnce; i += 2, x_from += 64, a_from += 64) {
+        std::uint32_t a[4], x[2][4];
+        device::ldmatrix_x4(a, a_from);
+        device::ldmatrix_x4(x[0], x_from);
+        device::ldmatrix_x4(x[1], x_from + 32);
+        device::mma_16816<T>(sum, x[0], a[0], a[1]);
+        device::mma_16816<T>(sum, x[1], a[2], a[3]);
+      }
     }
-    send_leaf(sum, sums + which * kTokens * kRanks + group * 8, tile.count, &all_sent);
+    send_leaf<Ranks>(sum, sums + which * S::kLeafElts, octet, octets, tile.count, to_all,
+                     &all_sent);
   }
   all_sent.wait(0);
 
-  // h: a thread makes two ranks of a token.
-  if (const int place = threadIdx.x / 8, r = threadIdx.x % 8 * 2; place < tile.count) {
-    const float* from = sums + place * kRanks + r;
-    const int middle = static_cast<int>(first_leaves(leaves));
-    float2 first = {}, second = {};
-#pragma unroll 8
-    for (int l = 0; l < middle; ++l) {
-      const float2 v = *reinterpret_cast<const float2*>(from + l * kTokens * kRanks);
-      first = make_float2(first.x + v.x, first.y + v.y);
-    }
-#pragma unroll 8
-    for (int l = middle; l < leaves; ++l) {
-      const float2 v = *reinterpret_cast<const float2*>(from + l * kTokens * kRanks);
-      second = make_float2(second.x + v.x, second.y + v.y);
-    }
-    *reinterpret_cast<std::uint32_t*>(h_tile + Ranks::place(place, r / 8) + r % 8) =
-        device::pack2<T>(r < w.rank ? first.x + second.x : 0.0f,
-                         r + 1 < w.rank ? first.y + second.y : 0.0f);
+  // h: a thread makes two ranks of a token, zeros past the adapter's up to a whole MMA step.
+  const int place = to_all ? warp : static_cast<int>(threadIdx.x) / 4, pair = lane % 4;
+  const int r = to_all ? lane * 2 : own_octet * 8 + pair * 2;
+  const bool mine = place < (to_all ? tile.count : own_count) && r < 16 * steps;
+  float2 value = {};
+  if (mine && r < w.rank) {
+    value =
+        sum_leaves<Ranks>(sums + (to_all ? place * octets * 8 + r : place * 8 + pair * 2), leaves);
   }
-  __syncthreads();
+  const std::uint32_t own = device::pack2<T>(value.x, r + 1 < w.rank ? value.y : 0.0f);
+  if (to_all) {
+    if (mine) {
+      *reinterpret_cast<std::uint32_t*>(h_tile + Ranks::place(place, r / 8) + r % 8) = own;
+    }
+    __syncthreads();
+  } else {
+    float4 piece_of_h;  // a quad has 8 ranks of a token, and each of its lanes sends to two CTAs
+    piece_of_h.x = __uint_as_float(__shfl_sync(0xffffffffu, own, 0, 4));
+    piece_of_h.y = __uint_as_float(__shfl_sync(0xffffffffu, own, 1, 4));
+    piece_of_h.z = __uint_as_float(__shfl_sync(0xffffffffu, own, 2, 4));
+    piece_of_h.w = __uint_as_float(__shfl_sync(0xffffffffu, own, 3, 4));
+    if (mine) {
+      auto* to = reinterpret_cast<float*>(h_tile + Ranks::place(own_token + place, own_octet));
+      device::send_to_cluster(to, piece_of_h, &h_sent, pair);
+      device::send_to_cluster(to, piece_of_h, &h_sent, pair + 4);
+    }
+    h_sent.wait(0);
+  }
 
   // Expand and store
   const std::uint32_t h_at = a_fragment_row<Ranks>(h_tile, 0);
@@ -220,7 +283,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   for (int i = 0; i < kPasses; ++i) {
     if (i * kThreads + warp * 32 >= block.cols) break;
     float acc[1][4][4] = {};
-    multiply<T, Ranks, 1>(acc, h_at, b_at + i * kThreads * Ranks::kPitch * 2, 1);
+    multiply<T, Ranks, 1>(acc, h_at, b_at + i * kThreads * kRanks * 2, kRanks == 16 ? 1 : steps);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half == 1 && !both) break;
@@ -233,18 +296,19 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 // ---- host ---------------------------------------------------------------------------------------
 
-template <class T, int kLeaves>
-void launch_leaves(const ApplyParams& p, Stream stream) {
+template <class T, class Ranks>
+void launch_ranks(const ApplyParams& p, Stream stream) {
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(p.expand.block_start[p.expand.weights.num_slices]), kCtas,
                 static_cast<unsigned>(p.expand.tiles.num));
   l.cluster_y = kCtas;
   l.threads = kThreads;
-  l.smem = static_cast<std::size_t>(one_smem(p.expand.weights.hidden, p.expand.cols / kCtas));
+  l.smem = static_cast<std::size_t>(
+      one_smem(p.expand.weights.hidden, p.expand.cols / kCtas, Ranks::kPitch));
   l.per_sm = p.expand.per_sm;
   l.stream = stream;
   l.pdl = true;
-  device::launch<apply_decode_kernel<T, kLeaves>>("lora_apply", l, p);
+  device::launch<apply_decode_kernel<T, Ranks>>("lora_apply", l, p);
 }
 
 }  // namespace
@@ -252,13 +316,14 @@ void launch_leaves(const ApplyParams& p, Stream stream) {
 void apply_decode(const ApplyParams& p, Stream stream) {
   const ExpandParams& e = p.expand;
   check(e.groups.plan != nullptr && e.tiles.tile_tokens == kTokens && e.vector_y &&
-            e.h.width <= kRanks && e.cols % (32 * kCtas) == 0 && e.cols <= kCtas * kOneMaxCols,
-        "lora_apply: the one kernel takes a plan, tiles of 16 tokens, ranks up to ", kRanks,
+            e.h.width <= kOneMaxRank && e.cols % (32 * kCtas) == 0 && e.cols <= kCtas * kOneMaxCols,
+        "lora_apply: the one kernel takes a plan, tiles of 16 tokens, ranks up to ", kOneMaxRank,
         " and aligned rows");
   device::visit_dtype<Float16DTypes>(e.y.dtype, "lora_apply", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    leaf_size(e.weights.hidden) == kK ? launch_leaves<T, 1>(p, stream)
-                                      : launch_leaves<T, 2>(p, stream);
+    if (e.h.width <= 16) return launch_ranks<T, RankTile<1>>(p, stream);
+    if (e.h.width <= 32) return launch_ranks<T, RankTile<2>>(p, stream);
+    launch_ranks<T, RankTile<3>>(p, stream);
   });
 }
 
