@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mortar
+import mortar.nn.fp8_rmsnorm as nn_module
 from fp8_rmsnorm_cases import E4M3, E5M2, FLOATS, FP8, assert_same_bytes, random_case
 from mortar.nn import Fp8RMSNorm, Fp8RMSNormLinear, fp8_linear
 from mortar.nn.fp8_rmsnorm import multiply
@@ -282,6 +283,23 @@ def test_compiles(device, backend, residual):
         sum(o.square().sum() for o in outputs).backward()
         results.append([*(o.detach() for o in outputs), leaf.grad, layer.weight.grad,
                         layer.norm.weight.grad])  # fmt: skip
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compiles_for_any_sizes(device, monkeypatch):
+    """With torch._scaled_mm, which fixes a width that was traced as a symbol."""
+    if device.type == "cpu":
+        monkeypatch.setattr(nn_module, "_has_fp8_product", lambda device: True)
+    torch._dynamo.reset()
+    layer = make(device, (48, 32))
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    results = []
+    for function in (layer, compiled):
+        x, added = (torch.full((16, 48), v, device=device, requires_grad=True) for v in (1.0, 2.0))
+        out, updated = function(x, residual=added)
+        (out.square().sum() + updated.sum()).backward()
+        results.append([out.detach(), updated.detach(), x.grad, added.grad])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
 
