@@ -33,6 +33,12 @@ inline Device to_device(DLDevice device, const char* op, const char* name) {
   return on_cuda ? Device{DeviceType::kCUDA, device.device_id} : Device{};
 }
 
+inline std::string dtype_string(DLDataType dtype) {
+  // TVM-FFI has no name for these.
+  if (dtype.code == kDLComplex) return concat("complex", static_cast<int>(dtype.bits));
+  return std::string(tvm::ffi::DLDataTypeToString(dtype));
+}
+
 inline DType to_dtype(DLDataType dtype, const char* op, const char* name) {
   struct Pair {
     int code, bits;
@@ -55,8 +61,7 @@ inline DType to_dtype(DLDataType dtype, const char* op, const char* name) {
   fail(ErrorKind::kType,
        concat(op, ": ", name,
               " must have dtype bfloat16, float16, float32, float64, float8_e4m3fn, ",
-              "float8_e5m2, int32, int64 or uint8, got ",
-              std::string(tvm::ffi::DLDataTypeToString(dtype))));
+              "float8_e5m2, int32, int64 or uint8, got ", dtype_string(dtype)));
 }
 
 /// False for a tensor that has elements but no memory, such as PyTorch's fake ones.

@@ -64,7 +64,7 @@ struct Fp8Quantized {
 ///
 /// A NaN is not quantised away: with kTensor it reaches the scale and every value, else it stays in
 /// its row or group. Conversions saturate. Results are the same bits every time. M may be 0: the
-/// scale of an empty tensor is that of zeros.
+/// scale of an empty tensor, or scale_t of its columns, is that of zeros.
 /// Throws Error, with nothing written, if an argument does not fit.
 void fp8_rmsnorm_forward(const Tensor& x, const Tensor& x_scale, const Tensor& weight, float eps,
                          float weight_offset, const Tensor& residual, const Fp8Format& format,

@@ -22,7 +22,7 @@ import torch
 from torch.compiler import is_compiling
 
 from ._ffi import lib, torch_function
-from ._library import define, increment_version
+from ._library import define, increment_version, refuse_tangents
 
 SCALINGS = ("tensor", "row", "group")
 NUMERICS = ("fast", "compat")
@@ -181,10 +181,21 @@ def _run_into(function: _Function, now, tensors: tuple, written: tuple, values: 
 def _run_op(function: _Function, tensors: tuple, written: tuple, values: tuple) -> None:
     """By way of the dispatcher but below autograd, for tensors that may require a gradient."""
     require_tensors(function.name, function.operands, tensors)
+    _require_one_device(function, tensors)
+    if not is_compiling():
+        refuse_tangents(function.name, tensors)
     with torch.no_grad():
         function.op(*tensors[:-1], *values)
     if not is_compiling():
         note_writes(written)
+
+
+def _require_one_device(function: _Function, tensors: tuple) -> None:
+    """The dispatcher takes a call with one meta tensor for a traced one, and writes nothing."""
+    device = tensors[0].device
+    for (name, _), tensor in zip(function.operands, tensors, strict=False):
+        if tensor is not None and tensor.device != device:
+            raise TypeError(f"{function.name}: {name} must be on {device}, got {tensor.device}")
 
 
 def _renamed(error: Exception, inner: str, outer: str) -> Exception:

@@ -15,7 +15,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALING_INDEX = {name: i for i, name in enumerate(SCALINGS)}
 _NUMERICS_INDEX = {name: i for i, name in enumerate(NUMERICS)}
 _TRANSPOSES = (False, True, "only")
-_GIVEN_SCALES = (("scale", True), ("scale", True))
+_GIVEN_SCALE, _GIVEN_SCALES = (("scale", False),), (("scale", False), ("scale_t", False))
 _F32 = torch.float32
 
 
@@ -101,10 +101,10 @@ def _given_scales(function: str, scale, index: int, transpose) -> tuple[Tensor |
                 f"scaling={SCALINGS[index]!r}, got {got}"
             )
         pair = tuple(scale)
-    else:
-        pair = (None, scale) if both else (scale, None)
-    require_tensors(function, _GIVEN_SCALES, pair)
-    return pair
+        require_tensors(function, _GIVEN_SCALES, pair)
+        return pair
+    require_tensors(function, _GIVEN_SCALE, (scale,))
+    return (None, scale) if both else (scale, None)
 
 
 def _new_scale(rows: int, length: int, index: int, group: int, col: bool, empty) -> Tensor:

@@ -73,6 +73,17 @@ def is_eager(first) -> bool:
     )
 
 
+def refuse_tangents(function: str, tensors) -> None:
+    """Raises where forward-mode AD would lose a tangent in an op without a derivative."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if isinstance(tensor, _Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                f"{function}: has no forward-mode derivative, but an argument is dual"
+            )
+
+
 def _has_negative_bit(args) -> bool:
     tensors = (t for arg in args for t in (arg if isinstance(arg, list) else (arg,)))
     return any(isinstance(t, _Tensor) and t.is_neg() for t in tensors)
@@ -85,8 +96,8 @@ def shortcut(op: Callable, impl: Callable) -> Callable:
     ``op`` elsewhere: under torch.compile or torch.jit.trace, in a dispatch mode (make_fx,
     FakeTensorMode, a counter of flops), with a subclass or a meta tensor as its first argument, or
     with a negative-bit view, which the dispatcher resolves.
-    Inside torch.func it raises: a transform would lose its gradients or tangents in an op without
-    a derivative. Only for such ops.
+    Inside torch.func, and for dual tensors of forward-mode AD, it raises: gradients or tangents
+    would be lost in an op without a derivative. Only for such ops.
     """
 
     def call(first, *args):
@@ -95,6 +106,8 @@ def shortcut(op: Callable, impl: Callable) -> Callable:
             return op(first, *args)
         if _functorch_level() is not None:
             raise RuntimeError(f"{op.name()}: cannot run inside transforms of torch.func")
+        if forward_ad._current_level >= 0:
+            refuse_tangents(op.name(), (first, *args))
         if _has_negative_bit((first, *args)):
             return op(first, *args)
         return impl(first, *args)

@@ -17,8 +17,15 @@ int check_width(const ArgCheck& arg, const Tensor& k) {
   return static_cast<int>(width);
 }
 
+/// Channels are dense. Without elements strides mean nothing: PyTorch expands the gradient of an
+/// empty sum with strides of 0.
+void check_channels_dense(const ArgCheck& arg, const Tensor& t, const char* name) {
+  if (t.numel() > 0) arg.last_dim_dense(t, name);
+}
+
 /// Channels, and the W taps of each, are dense; dimensions of size 1 have no stride to speak of.
 void check_taps_dense(const ArgCheck& arg, const Tensor& t, const char* name) {
+  if (t.numel() == 0) return;
   arg.last_dim_dense(t, name);
   const std::int64_t width = t.size(-1);
   check(t.size(-2) <= 1 || t.stride(-2) == width, arg.op(), ": ", name,
@@ -46,7 +53,7 @@ Shape check_shape(const ArgCheck& arg, const Tensor& x, const Tensor& k, const T
                   bool silu) {
   arg.ndim(x, "x", 3);
   check_float(arg, x, "x");
-  arg.last_dim_dense(x, "x");
+  check_channels_dense(arg, x, "x");
   arg.ndim(k, "kernels", 4);
   Shape s;
   s.width = check_width(arg, k);
@@ -92,7 +99,7 @@ Signal check_like(const ArgCheck& arg, const Tensor& t, const char* name, const 
   if (model.ndim == 4) {
     check_taps_dense(arg, t, name);
   } else {
-    arg.last_dim_dense(t, name);
+    check_channels_dense(arg, t, name);
   }
   return signal(t);
 }
@@ -116,7 +123,7 @@ StepProblem check_step(const ArgCheck& arg, const Tensor& x, const Tensor& k, co
                        const Tensor& slots, const Tensor& y, bool silu) {
   arg.ndim(x, "x", 2);
   check_float(arg, x, "x");
-  arg.last_dim_dense(x, "x");
+  check_channels_dense(arg, x, "x");
   arg.ndim(k, "kernels", 3);
   StepProblem p;
   p.width = check_width(arg, k);
@@ -134,7 +141,7 @@ StepProblem check_step(const ArgCheck& arg, const Tensor& x, const Tensor& k, co
   check_type(y.dtype == x.dtype, arg.op(), ": y must have the dtype of x (", dtype_name(x.dtype),
              "), got ", dtype_name(y.dtype));
   arg.device(y, "y", x.device);
-  arg.last_dim_dense(y, "y");
+  check_channels_dense(arg, y, "y");
   if (slots.defined()) {
     check_slots_tensor(arg, slots);
     arg.device(slots, "slots", x.device);

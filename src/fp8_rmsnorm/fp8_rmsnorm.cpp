@@ -14,9 +14,11 @@ using fp8_rmsnorm::Backend;
 
 constexpr auto& backend = choose_backend<fp8_rmsnorm::cpu::kBackend, fp8_rmsnorm::cuda::kBackend>;
 
-/// Whether a scale or amax of the whole tensor is written even if it is empty.
+/// Whether a scale or amax of the whole tensor, or scales of its columns, are written even if it is
+/// empty.
 bool writes_without_rows(const fp8_rmsnorm::Quantize& q) {
-  return q.scaling == Fp8Scaling::kTensor && (!q.given_scale || q.amax != nullptr);
+  if (q.scaling == Fp8Scaling::kTensor) return !q.given_scale || q.amax != nullptr;
+  return q.scaling == Fp8Scaling::kRow && q.scale_t.given() && !q.given_scale;
 }
 
 /// A scale that is given is read, another is written.

@@ -88,8 +88,8 @@ struct QuantizeProblem {
 
 /// What every backend does. Arguments are checked, N is at least 1, and the workspace is as large
 /// as the query said. M is 0 only where something has to be written all the same: a scale and amax
-/// of the whole tensor (those of zeros), or dw (zeros, or what it was). The queries get problems
-/// whose pointers may be null apart from whether q, q_t and rng are given.
+/// of the whole tensor or scales of its columns (of zeros), or dw (zeros, or what it was). Queries
+/// get problems whose pointers may be null apart from whether q, q_t and rng are given.
 struct Backend {
   void (*forward)(const ForwardProblem& p, Stream stream);
   void (*backward)(const BackwardProblem& p, Stream stream);

@@ -129,6 +129,41 @@ def test_stochastic_division(device):
     assert (zeros.float() == 0).all()
 
 
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+def test_division_of_zeros_and_of_nothing(device, x_dtype):
+    """By a positive scale: in float16 1e-10 / 448 is 0."""
+    for shape in ((3, 32), (0, 32), (2, 0, 32), (0, 2, 32)):
+        x = torch.zeros(shape, device=device, dtype=x_dtype)
+        y, s_y, y_t = coat.fp8_division_transpose(x, 16, "E4M3")
+        assert s_y > 0 and s_y.dtype == x_dtype
+        assert y.shape == shape and (y.float() == 0).all() and y_t.shape[0] == 32
+    small = torch.full((3, 32), 2.0**-20, device=device, dtype=x_dtype)
+    y, s_y, _ = coat.fp8_division_transpose(small, 16, "E4M3")
+    torch.testing.assert_close(y.float() * s_y.float(), small.float(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_a_nan_reaches_its_scale_and_every_value(device, only, dtype):
+    x = torch.randn(2, 5, 32, device=device).bfloat16()
+    x[1, 2, 3] = math.nan
+    if only:
+        y_t, s_y = coat.fp8_division_transpose(x, 16, dtype, only_transposed=True)
+    else:
+        y, s_y, y_t = coat.fp8_division_transpose(x, 16, dtype)
+        assert y.shape == x.shape and y.float().isnan().all()
+    assert s_y.isnan() and y_t.shape == (32, 10) and y_t.float().isnan().all()
+
+
+def test_forward_of_nothing(device):
+    for shape in ((0, 32), (2, 0, 32), (0, 2, 32)):
+        x = torch.zeros(shape, device=device).to(E4M3)
+        s_x = torch.ones(*shape[:-1], 2, device=device)
+        qy, s_y, qy_t, _ = coat.fp8_rmsnorm_forward(x, s_x, torch.ones(32, device=device), 16, 1e-5)
+        assert qy.shape == shape and s_y > 0
+        assert qy_t.shape == (shape if len(shape) == 3 else (32, 0))
+
+
 def test_it_runs_on_parameters(device):
     """Like the originals, where weights are quantised outside of any graph."""
     weight = torch.nn.Parameter(torch.randn(16, 32, device=device).bfloat16())

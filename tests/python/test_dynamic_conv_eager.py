@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import mortar._dynamic_conv_ops as module
 from dynamic_conv_cases import assert_bitwise, random_case, run, with_mortar
@@ -252,6 +253,24 @@ def test_second_derivatives_are_refused(device):
     dx = torch.autograd.grad(dynamic_conv(x, case.kernels), x, dy, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8), (2, 5, 0)], ids=str)
+def test_gradients_of_empty_sums(device, shape):
+    """PyTorch expands them with strides of 0."""
+    x = torch.randn(shape, device=device, requires_grad=True)
+    kernels = torch.randn(*shape, 4, device=device, requires_grad=True)
+    dynamic_conv(x, kernels).sum().backward()
+    assert x.grad.shape == shape and kernels.grad.shape == (*shape, 4)
+
+
+def test_tangents_are_not_lost_in_silence(device):
+    x, kernels = torch.ones(2, 3, 8, device=device), torch.ones(2, 3, 8, 4, device=device)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
+            dynamic_conv(dual, kernels)
+        dynamic_conv(x, kernels)
 
 
 def test_outputs_that_get_no_gradient(device):

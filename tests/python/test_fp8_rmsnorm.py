@@ -22,6 +22,7 @@ from fp8_rmsnorm_cases import (
     random_case,
     run,
 )
+from mortar.fp8 import Fp8Output
 from mortar.reference import fp8_rmsnorm as reference
 
 # One element, groups, vectors and tiles and one to either side, odd, wide; dimensions of x.
@@ -196,6 +197,14 @@ def test_empties(device, scaling):
         assert out.rstd.shape == (0,)
     if scaling == "tensor":
         assert out.amax == 0 and out.scale > 0
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_columns_of_no_rows_have_the_scale_of_zeros(dtype):
+    scale_t = torch.full((33,), math.nan)
+    out = Fp8Output(q_t=torch.empty(33, 0).to(dtype), scale_t=scale_t)
+    mortar.fp8_quantize(torch.empty(0, 33), scaling="row", transpose="only", out=out)
+    torch.testing.assert_close(scale_t, torch.full((33,), 1e-10 / reference.LARGEST[dtype]))
 
 
 # ---- what is not finite --------------------------------------------------------------------------

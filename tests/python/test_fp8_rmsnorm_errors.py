@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import mortar
 from conftest import DEVICES
@@ -21,6 +22,7 @@ NORM = [
     ({"weight": None}, TypeError, "weight must be a tensor, got NoneType"),
     ({"x": [1.0]}, TypeError, "x must be a tensor, got list"),
     ({"x": torch.ones(4, 32, dtype=torch.int32)}, TypeError, "x must have dtype"),
+    ({"x": torch.ones(4, 32, dtype=torch.complex64)}, TypeError, "x must have dtype"),
     ({"x": torch.ones(32)}, ValueError, "x must have at least 2 dimensions, got (32,)"),
     ({"x": torch.ones(32, 4).t()}, ValueError, "x must have stride 1 in its last dimension"),
     ({"x": torch.ones(2, 3, 32)[:, :2]}, ValueError, "x must have leading dimensions that one"),
@@ -47,6 +49,8 @@ NORM = [
     ({"scale": torch.ones(1)}, ValueError, "scale must have shape (), got (1)"),
     ({"scale": torch.ones(4), "scaling": "row", "transpose": True}, TypeError,
      "scale must be the pair (scale, scale_t) with transpose=True and scaling='row', got Tensor"),
+    ({"scale": (torch.ones(4), None), "scaling": "row", "transpose": True}, TypeError,
+     "scale_t must be a tensor, got NoneType"),
     ({"scale": torch.ones((), dtype=torch.bfloat16)}, TypeError, "scale must have dtype float32"),
     ({"scale": 1.0}, TypeError, "scale must be a tensor, got float"),
 ]  # fmt: skip
@@ -219,6 +223,27 @@ def test_gradients_are_not_lost_in_silence(device):
     with pytest.raises(RuntimeError, match="^fp8_rmsnorm_backward: has no gradient"):
         mortar.fp8_rmsnorm_backward(x, x, weight, torch.ones(4, device=device))
     with torch.no_grad():
+        mortar.fp8_rmsnorm(x, weight)
+
+
+def test_a_weight_that_was_left_on_meta(device):
+    """The dispatcher alone would return what the outputs' memory happens to hold."""
+    x, weight = torch.ones(4, 32, device=device), torch.ones(32, device="meta")
+    place = re.escape(str(x.device))
+    with pytest.raises(TypeError, match=f"^fp8_rmsnorm: weight must be on {place}, got meta"):
+        mortar.fp8_rmsnorm(x, weight)
+    with pytest.raises(TypeError, match=f"^fp8_rmsnorm_backward: weight must be on {place}, got"):
+        mortar.fp8_rmsnorm_backward(x, x, weight, torch.ones(4, device=device))
+
+
+def test_tangents_are_not_lost_in_silence(device):
+    x, weight = torch.ones(4, 32, device=device), torch.ones(32, device=device)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="^fp8_rmsnorm: has no forward-mode derivative"):
+            mortar.fp8_rmsnorm(dual, weight, normed=True)
+        with pytest.raises(RuntimeError, match="^fp8_quantize: has no forward-mode derivative"):
+            mortar.fp8_quantize(dual)
         mortar.fp8_rmsnorm(x, weight)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mortar
+import mortar.nn.fp8_rmsnorm as nn_module
 from fp8_rmsnorm_cases import E4M3, E5M2, FLOATS, FP8, assert_same_bytes, random_case
 from mortar.nn import Fp8RMSNorm, Fp8RMSNormLinear, fp8_linear
 from mortar.nn.fp8_rmsnorm import multiply
@@ -206,6 +207,33 @@ def test_products(device, sizes, dtypes):
     assert ((got.double() - want).abs() <= product_bound(a, b_t, 1.5)).all()
 
 
+def test_a_cpu_multiplies_in_float32(monkeypatch):
+    """Its torch._scaled_mm may be a thousand times as slow."""
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: 1 / 0)
+    layer = make(torch.device("cpu"), (32, 16))
+    layer(torch.randn(48, 32, requires_grad=True)).square().sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(0, 48), (2, 0, 48)], ids=str)
+def test_empty_batches(device, shape):
+    """As of an expert without tokens: the gradient of an empty sum has strides of 0."""
+    layer, norm = make(device), Fp8RMSNorm(48, normed=True).to(device)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    layer(x).sum().backward()
+    norm(x).normed.sum().backward()
+    assert x.grad.shape == shape
+    for p in (*layer.parameters(), *norm.parameters()):
+        assert (p.grad == 0).all()
+
+
+def test_meta_modules():
+    layer = make(torch.device("meta"))
+    x = torch.randn(8, 48, device="meta", requires_grad=True)
+    out = layer(x)
+    out.sum().backward()
+    assert out.shape == (8, 32) and x.grad.is_meta and layer.weight.grad.is_meta
+
+
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_checkpointing_recomputes_the_same_bytes(device, stochastic):
     layer = make(device, stochastic=stochastic, stochastic_gradient=stochastic)
@@ -259,6 +287,23 @@ def test_compiles(device, backend, residual):
         torch.testing.assert_close(a, b)
 
 
+def test_compiles_for_any_sizes(device, monkeypatch):
+    """With torch._scaled_mm, which fixes a width that was traced as a symbol."""
+    if device.type == "cpu":
+        monkeypatch.setattr(nn_module, "_has_fp8_product", lambda device: True)
+    torch._dynamo.reset()
+    layer = make(device, (48, 32))
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    results = []
+    for function in (layer, compiled):
+        x, added = (torch.full((16, 48), v, device=device, requires_grad=True) for v in (1.0, 2.0))
+        out, updated = function(x, residual=added)
+        (out.square().sum() + updated.sum()).backward()
+        results.append([out.detach(), updated.detach(), x.grad, added.grad])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_state_dict_and_repr(device):
     layer = make(device)
     assert {n: tuple(p.shape) for n, p in layer.named_parameters()} == {
@@ -278,6 +323,10 @@ def test_errors(device):
     norm = Fp8RMSNorm(48).to(device)
     with pytest.raises(TypeError, match="^Fp8RMSNorm: carrier must be given with an 8-bit x"):
         norm(case.x.requires_grad_(), case.x_scale)
+    with pytest.raises(ValueError, match="^Fp8RMSNorm: carrier must have the shape of x"):
+        norm(case.x, case.x_scale, carrier=torch.zeros(4, 47, device=device))
+    with pytest.raises(TypeError, match="^Fp8RMSNorm: carrier must be a tensor of a floating"):
+        norm(case.x, case.x_scale, carrier=torch.zeros(4, 48, dtype=torch.int32, device=device))
     x, weight = torch.randn(4, 48, device=device), torch.randn(8, 48, device=device)
     with torch.no_grad():
         rows = Fp8RMSNorm(48, scaling="row").to(device)(x)

@@ -34,7 +34,7 @@ __all__ = [
     "uninstall",
 ]
 
-_LEAST_SCALE = 1e-10
+_LEAST_SCALE, _LEAST_FLOAT16 = 1e-10, 2.0**-24
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _BY_NAME = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 _UPPER_HALF = 1 if sys.byteorder == "little" else 0
@@ -78,7 +78,7 @@ def fp8_rmsnorm_forward(
     if x.ndim == 3:
         qy = qy.view(x.shape)
         if not transpose_output_2d:
-            qy_t = qy_t.view(x.shape[0], -1, x.shape[-1])
+            qy_t = qy_t.view(x.shape)
     return qy, s_y, qy_t, (w, rstd, _NUM_WARPS)
 
 
@@ -116,15 +116,27 @@ def fp8_division_transpose(
             "fp8_division_transpose: fp8type must be 'E4M3', 'E5M2', torch.float8_e4m3fn or "
             f"torch.float8_e5m2, got {fp8type!r}"
         )
-    if s_y is None:
-        s_y = (x.abs().max() + _LEAST_SCALE) / _LARGEST[dtype]
     rows = _dense(_rows(x))
+    if s_y is None:
+        s_y = _scale_of(x, dtype)
+        if x.is_cpu and not torch.compiler.is_compiling() and not s_y.isfinite():
+            # What is given to fp8_quantize must be finite there.
+            y = (rows / s_y).to(dtype)
+            y_t = y.t().contiguous()
+            return (y_t, s_y) if only_transposed else (y.view(x.shape), s_y, y_t)
     scale = s_y.reshape(()).float()
     out = _quantize(rows, dtype, scale=scale, transpose="only" if only_transposed else True,
                     stochastic=stochastic, numerics="compat")  # fmt: skip
     if only_transposed:
         return out.q_t, s_y
     return out.q.view(x.shape), s_y, out.q_t
+
+
+def _scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In x's dtype, of which float16 would make 0 of the scale of small values."""
+    amax = x.abs().max() if x.numel() > 0 else x.new_zeros(())
+    scale = (amax + _LEAST_SCALE) / _LARGEST[dtype]
+    return scale.clamp_min(_LEAST_FLOAT16) if x.dtype == torch.float16 else scale
 
 
 # ---- install -------------------------------------------------------------------------------------

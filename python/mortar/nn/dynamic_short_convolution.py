@@ -130,8 +130,9 @@ class DynamicShortConvolution(nn.Module):
 
         With a cache, one token a row and no gradient wanted: one step, in place. Else the whole of
         x at once if a gradient is wanted, and else in chunks of CHUNK_TOKENS that hand their states
-        on: the same bits, without all kernels in memory at once. Uses `get_kernel`, `kernel_size`
-        and `activation` alone, so that `mortar.compat.jet` can lend it to Jet-Nemotron's layer.
+        on, without all kernels in memory at once: the same bits where PyTorch gives a token's
+        kernels the same bits whatever the number of tokens. Uses `get_kernel`, `kernel_size` and
+        `activation` alone, so that `mortar.compat.jet` can lend it to Jet-Nemotron's layer.
 
         Args:
             x: [B, T, D].

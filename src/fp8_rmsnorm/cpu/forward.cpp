@@ -27,7 +27,8 @@ struct Workspace {
   std::uint32_t* columns;
 
   static bool has_columns(const Quantize& out) {
-    return out.scaling == Fp8Scaling::kRow && out.q_t.given() && !out.given_scale;
+    const bool wants_q_t = out.q_t.given() || out.scale_t.given();  // an empty q_t has no memory
+    return out.scaling == Fp8Scaling::kRow && wants_q_t && !out.given_scale;
   }
   static std::int64_t bytes(std::int64_t rows, std::int64_t columns, const Quantize& out) {
     const std::int64_t matrix = has_columns(out) ? RowChunks(rows).count : 0;
@@ -72,7 +73,7 @@ class Forward {
 
   void run() const {
     if (norm_) widen_weight(k_, p_.weight, p_.weight_offset, in_.hidden, memory_.weight);
-    if (out_.needs_whole_tensor()) {
+    if (out_.needs_whole_tensor() || Workspace::has_columns(out_)) {
       finish(measure());
       emit_all<false>();
     } else {
