@@ -303,6 +303,11 @@ TEST_P(Fp8RmsNorm, SmallEmpty) {
                       1);
       trial.run();
       trial.expect_guards();
+      if (scaling == Fp8Scaling::kRow && !given) {
+        for (std::int64_t n = 0; n < 64; ++n) {
+          EXPECT_EQ(trial.scale_t.at(n, 0), static_cast<double>(1e-10f / 448.0f));
+        }
+      }
       if (scaling != Fp8Scaling::kTensor) continue;
       EXPECT_EQ(get_value(trial.amax, 0), 0.0);
       if (!given) {

@@ -32,6 +32,7 @@ void set_input(ForwardShape& s, const Input& input) {
 
 /// Launches the kernels of p.plan.
 void run(ForwardParams p, Stream stream) {
+  if (p.input.rows == 0 && p.out.scaling == Fp8Scaling::kRow) return empty_columns(p, stream);
   const ForwardPlan& plan = p.plan;
   const std::int64_t hidden = p.input.hidden;
   const std::int64_t element = dtype_size(p.input.x.dtype), piece = 16 / element;

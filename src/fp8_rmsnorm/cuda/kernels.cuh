@@ -77,6 +77,8 @@ void clear_column_maxima(const ForwardParams& p, Stream stream);
 void column_maxima(const ForwardParams& p, Stream stream);
 void any_column_maxima(const ForwardParams& p, Stream stream);
 void reduce_amax(const ForwardParams& p, Stream stream);
+/// Scales of the columns of no rows.
+void empty_columns(const ForwardParams& p, Stream stream);
 
 /// `plan` null: choose()'s; tests inject others.
 void forward(const ForwardProblem& p, const ForwardPlan* plan, Stream stream);
