@@ -13,7 +13,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from ._ffi import lib
-from ._library import define, increment_version, shortcut
+from ._library import define, guard_tangents, increment_version, shortcut
 
 # Bound once: an attribute look-up per call would cost as much as an argument.
 _plan, _shrink, _expand, _apply = lib.lora_plan, lib.lora_shrink, lib.lora_expand, lib.lora_apply
@@ -51,14 +51,6 @@ def wants_gradient(tensors) -> bool:
         if t.requires_grad:
             return True
     return False
-
-
-def guard_tangents(op: str, tensors) -> None:
-    """Inside a dual level: refuses tensors with a tangent of forward-mode AD."""
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise RuntimeError(
-            f"{op}: arguments must not have tangents of forward-mode AD, got a dual tensor"
-        )
 
 
 def guard_autograd(op: str, tensors, *written: torch.Tensor) -> None:
