@@ -203,8 +203,9 @@ def _refusal(layer: LoraLayer) -> str | None:
     for variant in layer.lora_variant.values():
         return type(variant).__name__
     linears = (*layer.lora_A.values(), *layer.lora_B.values())
-    if any(type(linear) is not torch.nn.Linear for linear in linears):
-        return f"adapters of {type(layer.lora_A).__name__}"
+    for linear in linears:
+        if type(linear) is not torch.nn.Linear:
+            return f"adapters of {type(linear).__name__}"
     if any(linear.bias is not None for linear in linears):
         return "LoRA biases"
     for name, a in layer.lora_A.items():
