@@ -94,9 +94,8 @@ void check_plan(const ArgCheck& arg, const std::int32_t* plan, std::int64_t num_
     end += group[2];
   }
   const std::int32_t* sorted = plan + layout.sorted;
-  whole = whole && std::all_of(sorted, sorted + num_rows, [&](std::int32_t row) {
-            return row >= 0 && row < num_rows;
-          });
+  whole = whole && std::all_of(sorted, sorted + num_rows,
+                               [&](std::int32_t row) { return row >= 0 && row < num_rows; });
   check(whole, arg.op(), ": plan must be as lora_plan made it, got one that was written over");
 }
 
