@@ -22,7 +22,8 @@ _is_grad_enabled = torch.is_grad_enabled
 
 def remember_sizes(plan: torch.Tensor, num_tokens: int, num_adapters: int) -> None:
     """Notes on a plan's tensor what it is made for, so that ops that are given the tensor alone
-    need not read it back from the device."""
+    need not read it back from the device. And tells autograd that it was written."""
+    increment_version((plan,))
     plan._mortar_sizes = (num_tokens, num_adapters), _version(plan)
 
 

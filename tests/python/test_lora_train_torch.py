@@ -196,6 +196,17 @@ def test_a_given_output_that_is_saved_elsewhere_is_noticed(device, grad, is_base
         product.sum().backward()
 
 
+def test_a_plan_made_anew_before_the_backward_is_noticed(device):
+    case = Case(Problem((5, 6), ranks=(2, 3), form="plan"), device)
+    case.leaves()
+    plan = case.rows()
+    y = lora.mixed_linear(case.x, case.adapters, plan, case.scales)
+    with torch.no_grad():
+        lora.plan(case.row_adapter.flip(0), 2, out=plan)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(y, case.dy)
+
+
 def test_negations(device):
     """Negative-bit views are read as what they stand for, and not written to."""
     case = Case(Problem(), device)
