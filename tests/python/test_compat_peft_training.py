@@ -213,19 +213,6 @@ def test_layers_left_to_peft_train_through_it(device):
         torch.testing.assert_close(g, want[1][name], rtol=1e-3, atol=1e-5)
 
 
-def test_an_adapter_of_another_class_is_named(device):
-    """As fully_shard makes of the modules that it is called with."""
-
-    class Sharded(nn.Linear):
-        pass
-
-    model = adapted(llama(device=device), {"small": ADAPTERS["small"]})
-    layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    layer.lora_A["small"].__class__ = Sharded
-    with pytest.warns(UserWarning, match="left to PEFT: 1 x adapters of Sharded$"):
-        accelerate(model)
-
-
 def test_hooks_on_an_adapter_are_respected(device):
     model = trainable(adapted(llama(device=device)), "small")
     seen = []

@@ -15,7 +15,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 from .. import lora
 from .._lora_table import ALIGNMENT, DTYPES, MAX_RANK
-from ._peft_training import TrainedForward, training_mixed
+from ._peft_training import TrainedForward, training_mixed, why_not_plain
 from ._serving import KEY, ServedForward, Session
 
 # PEFT's layers over quantised base layers: base(x), plus the plain delta. They are no subclass of
@@ -178,7 +178,9 @@ class _Watched:
 
     def _now(self) -> list[float]:
         linears = (linear for factors in self._factors for linear in factors.values())
-        return [w._parameters["weight"].data_ptr() for w in linears] + [*self._scaling.values()]
+        weights = [linear._parameters.get("weight") for linear in linears]
+        places = [0 if weight is None else weight.data_ptr() for weight in weights]
+        return places + [*self._scaling.values()]
 
     def changed(self) -> bool:
         return self._now() != self._state
@@ -204,10 +206,9 @@ def _refusal(layer: LoraLayer) -> str | None:
         return type(variant).__name__
     linears = (*layer.lora_A.values(), *layer.lora_B.values())
     for linear in linears:
-        if type(linear) is not torch.nn.Linear:
-            return f"adapters of {type(linear).__name__}"
-    if any(linear.bias is not None for linear in linears):
-        return "LoRA biases"
+        reason = why_not_plain(linear)
+        if reason is not None:
+            return reason
     for name, a in layer.lora_A.items():
         dtypes = sorted({str(a.weight.dtype), str(layer.lora_B[name].weight.dtype)})
         if len(dtypes) > 1 or a.weight.dtype not in DTYPES:
