@@ -43,3 +43,15 @@ def test_modules_of_an_adapter_that_are_more_than_a_weight(device, reason, befor
     want = train_step(model, ids)
     torch.testing.assert_close(got[0], want[0], rtol=1e-3, atol=1e-4)
     assert got[1].keys() == want[1].keys()
+
+
+def test_hooks_are_respected_in_a_mixed_batch(device):
+    model = adapted(llama(device=device), {"small": ADAPTERS["small"]}).eval()
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.lora_A["small"].register_forward_hook(lambda module, inputs, output: 2 * output)
+    options = {"input_ids": tokens(2, 5, device), "adapter_names": ["small", "__base__"]}
+    with torch.no_grad():
+        want = model(**options).logits
+        with pytest.warns(UserWarning, match="left to PEFT: 1 x hooks on the modules"):
+            accelerate(model)
+        torch.testing.assert_close(model(**options).logits, want, rtol=1e-3, atol=1e-4)

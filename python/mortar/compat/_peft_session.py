@@ -15,7 +15,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 from .. import lora
 from .._lora_table import ALIGNMENT, DTYPES, MAX_RANK
-from ._peft_training import TrainedForward, training_mixed, why_not_plain
+from ._peft_training import TrainedForward, has_hooks, training_mixed, why_not_plain
 from ._serving import KEY, ServedForward, Session
 
 # PEFT's layers over quantised base layers: base(x), plus the plain delta. They are no subclass of
@@ -221,6 +221,8 @@ def _refusal(layer: LoraLayer) -> str | None:
 def _cannot_serve(layer: LoraLayer) -> str | None:
     """Why PEFT serves the mixed batches of a layer that Mortar can train."""
     linears = (*layer.lora_A.values(), *layer.lora_B.values())
+    if any(map(has_hooks, linears)):
+        return "hooks on the modules of an adapter"
     weights = [linear.weight.data for linear in linears]
     dtypes = sorted({str(w.dtype) for w in weights})
     if len(dtypes) > 1:

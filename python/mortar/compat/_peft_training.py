@@ -122,7 +122,7 @@ class TrainedForward:
             if type(modules[2]) not in _DROPOUTS:
                 return f"dropout of {type(modules[2]).__name__}"
             for module in modules:
-                if _has_hooks(module):
+                if has_hooks(module):
                     return "hooks on the modules of an adapter"
             for linear in modules[:2]:
                 reason = why_not_plain(linear)
@@ -141,7 +141,7 @@ class TrainedForward:
         if (
             type(base) is not nn.Linear
             or "forward" in base.__dict__
-            or _has_hooks(base)
+            or has_hooks(base)
             or has_global_hooks()
         ):
             return None
@@ -220,7 +220,7 @@ def _names_or_offsets(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("adapter_names") is not None or kwargs.get("alora_offsets") is not None
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     there = module.__dict__
     return (
         there["_forward_hooks"]
