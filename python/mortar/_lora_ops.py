@@ -13,7 +13,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from ._ffi import lib
-from ._library import define, increment_version, shortcut
+from ._library import define, increment_version, refuse_tangents, shortcut
 
 # Bound once: an attribute look-up per call would cost as much as an argument.
 _plan, _shrink, _expand, _apply = lib.lora_plan, lib.lora_shrink, lib.lora_expand, lib.lora_apply
@@ -22,7 +22,8 @@ _is_grad_enabled = torch.is_grad_enabled
 
 def remember_sizes(plan: torch.Tensor, num_tokens: int, num_adapters: int) -> None:
     """Notes on a plan's tensor what it is made for, so that ops that are given the tensor alone
-    need not read it back from the device."""
+    need not read it back from the device. And tells autograd that it was written."""
+    increment_version((plan,))
     plan._mortar_sizes = (num_tokens, num_adapters), _version(plan)
 
 
@@ -53,18 +54,10 @@ def wants_gradient(tensors) -> bool:
     return False
 
 
-def guard_tangents(op: str, tensors) -> None:
-    """Inside a dual level: refuses tensors with a tangent of forward-mode AD."""
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise RuntimeError(
-            f"{op}: arguments must not have tangents of forward-mode AD, got a dual tensor"
-        )
-
-
 def guard_autograd(op: str, tensors, *written: torch.Tensor) -> None:
     """With gradients enabled: refuses tensors that want one, and tells autograd of the write."""
     if forward_ad._current_level >= 0:
-        guard_tangents(op, tensors)
+        refuse_tangents(op, tensors)
     if wants_gradient(tensors):
         raise RuntimeError(
             f"{op}: arguments must not require gradients (call it under torch.no_grad() or "

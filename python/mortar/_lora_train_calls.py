@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -109,6 +110,13 @@ def as_read(t: Tensor) -> Tensor:
     return t if t.ndim == 2 or (t.ndim > 2 and t.is_contiguous()) else as_rows(t)
 
 
+def as_written(t: Tensor) -> Tensor:
+    """[..., C] as a view that the library writes to."""
+    if t.ndim == 2 or (t.ndim > 2 and t.is_contiguous()):
+        return t
+    return t.view(math.prod(t.shape[:-1]), t.shape[-1])
+
+
 def hidden_width(layer: Layer, a: Sequence[Tensor]) -> int:
     """Columns of h: the ranks of the slices, each rounded up to a multiple of 8."""
     if len(a) == 1:
@@ -130,6 +138,12 @@ def _exact(layer: Layer, rows: Rows, a, b, num_rows: int) -> reference.Problem:
         raise TypeError(
             "lora_train: x must be float32, float16 or bfloat16 with a plan, got float64"
         )
+    for name, matrices in (("a", a), ("b", b)):
+        for t in matrices:
+            if t.dtype is not float64:
+                raise TypeError(
+                    f"lora_train: {name} must have dtype float64, as x has, got {t.dtype}"
+                )
     slices, adapters, _ = layer.sizes
     if rows.offsets is None:
         row_adapter = zeros(num_rows, dtype=int64)

@@ -12,15 +12,18 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
-from ._library import define, increment_version, is_eager
+from ._library import any_negation, define, increment_version, is_eager, refuse_tangents
 from ._lora_train_calls import (
     Layer,
     Rows,
     as_read,
     as_rows,
+    as_written,
     exact_gradients,
     hidden_width,
     interleaved_adds,
@@ -82,8 +85,7 @@ def _train_out(x, base, a, b, y, h, rng, offsets, plan, widths, places, scales, 
     refuse_gradient("lora_train_out", x, base, a, b)
     layer = _layer(widths, places, scales, p, drops_delta)
     run_forward(layer, Rows(rng, offsets, plan), x, h, y, base, a, b, is_eager(x))
-    if _is_grad_enabled():
-        increment_version([*y, *([] if h is None else [h])])
+    increment_version([*y, *([] if h is None else [h])])
 
 
 def _gradient_buffers(dy, a, b, wants, dx_dtype, eager: bool) -> list[Tensor | None]:
@@ -148,8 +150,7 @@ def _train_backward_out(
             grads[column][pair], adds[column][pair] = grad, add
     run_backward(layer, Rows(rng, offsets, plan), dy, x, h, dx, add_dx, a, b, *grads,
                  interleaved_adds(layer, *adds), is_eager(dy[0]))  # fmt: skip
-    if _is_grad_enabled():
-        increment_version([*da, *db, *([] if dx is None else [dx])])
+    increment_version([*da, *db, *([] if dx is None else [dx])])
 
 
 _ROWS = "Tensor? rng, Tensor? offsets, Tensor? plan"
@@ -204,6 +205,8 @@ def wants_gradient(x, base, a, b) -> bool:
 
 
 def refuse_gradient(op: str, x, base, a, b) -> None:
+    if forward_ad._current_level >= 0 and not is_compiling():
+        refuse_tangents(op, (x, *base, *a, *b))
     if wants_gradient(x, base, a, b):
         raise RuntimeError(
             f"{op}: out must be the base itself while a gradient is wanted, got another tensor; "
@@ -226,7 +229,7 @@ def forward_outputs(call: Call, x, base, a, b, save_h: bool) -> tuple[list[Tenso
         h = empty(shape, dense_strides(shape), a[0].dtype)
     if call.in_place:
         y = list(base)
-        flat_base = flat = [as_read(t) if t.is_contiguous() else t.view(-1, t.shape[-1]) for t in y]
+        flat_base = flat = [as_written(t) for t in y]
     else:
         shapes = [(*lead, width) for width in layer.widths]
         y = [empty(shape, dense_strides(shape), call.dtype) for shape in shapes]
@@ -241,7 +244,7 @@ def found_gradients(layer, rows, dy, x, h, a, b, wants, dx_dtype) -> list[Tensor
     if True not in wants:
         return [None] * len(wants)
     first = dy[0]
-    if is_eager(first) and not first.is_meta:
+    if is_eager(first) and not first.is_meta and not any_negation(dy[1:]):
         return gradients(layer, rows, dy, x, h, a, b, wants, dx_dtype, True)
     flat, flat_x = [as_rows(g) for g in dy], None if x is None else as_rows(x)
     made = iter(_backward_op(flat, flat_x, h, a, b, *rows, *layer, wants, dx_dtype))
@@ -298,26 +301,32 @@ _make_linear = super(torch.autograd.Function, _Linear).apply
 # ---- calls of the friendly layer -----------------------------------------------------------------
 
 
-def train(call: Call, x: Tensor, base, a, b) -> list[Tensor]:
+def train(op: str, call: Call, x: Tensor, base, a, b) -> list[Tensor]:
     """y of every slice, with a gradient where one is wanted."""
-    if torch.compiler.is_compiling():
+    if call.in_place and (is_compiling() or x.is_meta or not is_eager(x)):
+        # What traces sees a result that is copied.
+        y = train(op, call._replace(in_place=False), x, base, a, b)
+        return [old.copy_(new) for old, new in zip(base, y, strict=True)]
+    if is_compiling():
         args = (as_rows(x), [as_rows(t) for t in base], list(a), list(b), *call.rows, *call.layer)
         *flat, _ = _op(*args, call.dtype, call.save_h)
-        y = [t.view(*x.shape[:-1], t.shape[-1]) for t in flat]
-        if call.in_place:
-            y = [old.copy_(new) for old, new in zip(base, y, strict=True)]
-        return y
+        return [t.view(*x.shape[:-1], t.shape[-1]) for t in flat]
+    if forward_ad._current_level >= 0:
+        refuse_tangents(op, (x, *base, *a, *b))
     if wants_gradient(x, base, a, b):
         connect = _make_linear if is_eager(x) else _Linear.apply
         y = connect(call, x, *base, *a, *b)
         return [y] if isinstance(y, Tensor) else list(y)
-    return forward_outputs(call, x, base, list(a), list(b), False)[0]
+    y = forward_outputs(call, x, base, list(a), list(b), False)[0]
+    if call.in_place:
+        increment_version(y)
+    return y
 
 
 def train_into(op: str, layer: Layer, rows: Rows, x: Tensor, base, a, b, out: list[Tensor]) -> None:
     refuse_gradient(op, x, base, a, b)
-    flat = [t.view(-1, t.shape[-1]) if t.ndim != 2 else t for t in out]
-    _out_op(as_rows(x), [as_rows(t) for t in base], list(a), list(b), flat, None, *rows, *layer)
+    flat, flat_base = [as_written(t) for t in out], [as_rows(t) for t in base]
+    _out_op(as_rows(x), flat_base, list(a), list(b), flat, None, *rows, *layer)
 
 
 def accumulate(

@@ -34,17 +34,21 @@ The method is that of Hu et al. (arXiv:2106.09685).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import _lora_train_ops as ops
 from ._ffi import lib
-from ._lora_train_calls import NO_ROWS, draw, known_layer
+from ._library import any_negation
+from ._lora_train_calls import NO_ROWS, as_written, draw, known_layer
 
 __all__ = ["backward", "check", "linear", "mixed_linear"]
 
 _DROPS = {"input": False, "delta": True}
+_NUMBERS = (float, int, Real)  # what is usual first: an abstract class takes long to ask
 
 
 def linear(
@@ -92,12 +96,7 @@ def linear(
     slices = len(a)
     if len(b) != slices:
         raise ValueError(f"linear: b must have one matrix per slice = {slices}, got {len(b)}")
-    if isinstance(scale, float | int):
-        scales = (float(scale),) * slices
-    else:
-        scales = tuple(float(s) for s in scale)
-        if len(scales) != slices:
-            raise ValueError(f"linear: scale must have one entry per slice, got {len(scales)}")
+    scales = _scales("linear", scale, slices)
     _check_matrices("linear", x, a, b)
     p = _probability("linear", dropout, training)
     widths = tuple([m.shape[0] for m in b])
@@ -168,7 +167,7 @@ def mixed_linear(
             places.append(number * slices + s)
             a.append(pair[0])
             b.append(pair[1])
-            pair_scales.append(float(scales[number]))
+            pair_scales.append(_number("mixed_linear", "scales", scales[number]))
             if found[s] is None:
                 found[s] = pair[1].shape[0]
     if not places or None in found or len(found) != slices:
@@ -176,7 +175,7 @@ def mixed_linear(
             "mixed_linear: adapters must hold a pair for every slice, or widths say how wide it "
             f"is, got widths {found}"
         )
-    p = (dropout,) * len(listed) if isinstance(dropout, float | int) else tuple(dropout)
+    p = (dropout,) * len(listed) if isinstance(dropout, _NUMBERS) else dropout
     _check_count("dropout", p, len(listed))
     p = tuple(_probability("mixed_linear", q, training) for q in p)
     layer = ops.Layer(
@@ -216,17 +215,18 @@ def backward(
         add: True adds to what dx, da and db hold, in float32, rounded once.
         rng: int64 [2], seed and offset of the forward; needed if 0 < dropout < 1.
     """
-    a, b, dy = (
-        _listed("backward", "a", a, None),
-        _listed("backward", "b", b, None),
-        _listed("backward", "dy", dy, None),
-    )
+    a = _listed("backward", "a", a, None)
     slices = len(a)
+    b, dy = (_listed("backward", name, ts, slices) for name, ts in (("b", b), ("dy", dy)))
     da, db = (
-        _listed("backward", "gradients", [None] * slices if g is None else g, slices)
-        for g in (da, db)
+        _listed("backward", name, [None] * slices if g is None else g, slices)
+        for name, g in (("da", da), ("db", db))
     )
-    scales = (float(scale),) * slices if isinstance(scale, float | int) else tuple(scale)
+    for name, tensors in (("a", a), ("b", b), ("dy", dy), ("da", da), ("db", db)):
+        for t in tensors:
+            if not isinstance(t, Tensor) and not (t is None and name in ("da", "db")):
+                raise TypeError(f"backward: {name} must be a tensor, got {type(t).__name__}")
+    scales = _scales("backward", scale, slices)
     p = _probability("backward", dropout, True)
     widths = tuple(m.shape[0] for m in b)
     layer = ops.Layer(widths, tuple(range(slices)), scales, (p,), _drops("backward", dropout_on))
@@ -251,7 +251,10 @@ def check(offsets: Tensor, num_adapters: int, num_rows: int) -> None:
 
 def _listed(op: str, name: str, given, count: int | None) -> list:
     """One tensor or a sequence of them as a list, of `count` entries unless that is None."""
-    listed = [given] if isinstance(given, Tensor) else list(given)
+    try:
+        listed = [given] if isinstance(given, Tensor) else list(given)
+    except TypeError:
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(given).__name__}") from None
     if count is not None and len(listed) != count:
         raise ValueError(
             f"{op}: {name} must have one tensor per slice = {count}, got {len(listed)}"
@@ -259,7 +262,28 @@ def _listed(op: str, name: str, given, count: int | None) -> list:
     return listed
 
 
+def _scales(op: str, scale: float | Sequence[float], slices: int) -> tuple[float, ...]:
+    if isinstance(scale, _NUMBERS):
+        return (float(scale),) * slices
+    try:
+        scales = tuple(scale)
+    except TypeError:
+        got = type(scale).__name__
+        raise TypeError(f"{op}: scale must be a number, or one for each slice, got {got}") from None
+    if len(scales) != slices:
+        raise ValueError(f"{op}: scale must have one entry per slice = {slices}, got {len(scales)}")
+    return tuple(_number(op, "scale", s) for s in scales)
+
+
+def _number(op: str, name: str, value) -> float:
+    if isinstance(value, _NUMBERS) or (isinstance(value, Tensor) and value.ndim == 0):
+        return float(value)
+    raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+
+
 def _check_count(name: str, values: Sequence, count: int) -> None:
+    if not hasattr(values, "__len__"):
+        raise TypeError(f"mixed_linear: {name} must be a list, got {type(values).__name__}")
     if len(values) != count:
         raise ValueError(
             f"mixed_linear: {name} must have one entry per adapter = {count}, got {len(values)}"
@@ -287,9 +311,10 @@ def _check_matrices(op: str, x, a: Sequence, b: Sequence) -> None:
 
 
 def _probability(op: str, p: float, training: bool) -> float:
+    p = _number(op, "dropout", p)
     if not 0 <= p <= 1:
         raise ValueError(f"{op}: dropout must be 0 to 1, got {p}")
-    return float(p) if training else 0.0
+    return p if training else 0.0
 
 
 def _drops(op: str, dropout_on: str) -> bool:
@@ -317,7 +342,9 @@ def _rows(rng: Tensor | None, rows, x: Tensor, num_adapters: int) -> ops.Rows:
     return ops.Rows(rng, None, rows.data)
 
 
-def _result_dtype(x: Tensor, base: list[Tensor], dtype: torch.dtype | None) -> torch.dtype:
+def _result_dtype(op: str, x: Tensor, base: list[Tensor], dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{op}: dtype must be a torch.dtype, got {type(dtype).__name__}")
     if base:
         return base[0].dtype
     if dtype is not None:
@@ -333,17 +360,34 @@ def _run(op: str, layer, rows, x, a, b, base, out, dtype, save_h) -> list[Tensor
     base = [] if base is None else _listed(op, "base", base, slices)
     for t, width in zip(base, layer.widths, strict=len(base) > 0):
         _check_shape(op, "base", t, (*x.shape[:-1], width))
+    if out is not None:
+        out = _listed(op, "out", out, slices)
+        for t, width in zip(out, layer.widths, strict=True):
+            _check_shape(op, "out", t, (*x.shape[:-1], width))
+            if not is_compiling():
+                _check_written(op, t)
+    if not is_compiling() and any_negation((x, *base, *a, *b)):
+        x, (base, a, b) = x.resolve_neg(), ([t.resolve_neg() for t in ts] for ts in (base, a, b))
     if out is None:
-        call = ops.Call(layer, rows, len(base), _result_dtype(x, base, dtype), save_h, False)
-        return ops.train(call, x, base, a, b)
-    out = _listed(op, "out", out, slices)
-    for t, width in zip(out, layer.widths, strict=True):
-        _check_shape(op, "out", t, (*x.shape[:-1], width))
+        dtype = _result_dtype(op, x, base, dtype)
+        return ops.train(op, ops.Call(layer, rows, len(base), dtype, save_h, False), x, base, a, b)
     if len(base) == slices and all(y is t for y, t in zip(out, base, strict=True)):
         call = ops.Call(layer, rows, slices, base[0].dtype, save_h, True)
-        return ops.train(call, x, base, a, b)
+        return ops.train(op, call, x, base, a, b)
     ops.train_into(op, layer, rows, x, base, a, b, out)
     return out
+
+
+def _check_written(op: str, out: Tensor) -> None:
+    if out.is_neg():
+        raise ValueError(f"{op}: out must hold its own values (resolve_neg() it), got a negation")
+    try:
+        as_written(out)
+    except RuntimeError:
+        raise ValueError(
+            f"{op}: out must have leading dimensions that one stride steps through, got shape "
+            f"{tuple(out.shape)} with strides {out.stride()}"
+        ) from None
 
 
 def _check_shape(op: str, name: str, t, shape: tuple[int, ...]) -> None:

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lora_expect.h"
+#include "lora_train_case.h"
 
 namespace mortar::testing {
 namespace {
@@ -84,27 +85,33 @@ struct TileModel {
       }
     }
   }
-  static void update(const float* sums, std::int64_t columns, float scale, const BFloat16* base,
-                     BFloat16* y) {
+  template <class Y>
+  static void update(const float* sums, std::int64_t columns, float scale, const Y* base, Y* y) {
     for (std::int64_t n = 0; n < columns; ++n) {
-      y[n] = from_float<BFloat16>(
-          std::fma(sums[n], scale, base != nullptr ? to_float(base[n]) : -0.0f));
+      y[n] = from_float<Y>(std::fma(sums[n], scale, base != nullptr ? to_float(base[n]) : -0.0f));
     }
   }
 };
 
-class LoraAmxModel : public ::testing::TestWithParam<LoraCase> {
- protected:
-  LoraAmxModel() : table_(*lora::cpu::supported_kernels().back()) {
+/// The ops run on the stand-in for its lifetime.
+class UseTileModel {
+ public:
+  UseTileModel() : table_(*lora::cpu::supported_kernels().back()) {
     AmxShrink<TileModel>::pack = table_.pack;
     table_.shrink[1][1] = AmxShrink<TileModel>::run;
-    table_.expand_pairs[1] = AmxExpand<TileModel>::run;
+    table_.expand_pairs[0] = AmxExpand<TileModel, float>::run;
+    table_.expand_pairs[1] = AmxExpand<TileModel, BFloat16>::run;
     lora::cpu::use_kernels(&table_);
   }
-  ~LoraAmxModel() override { lora::cpu::use_kernels(nullptr); }
+  ~UseTileModel() { lora::cpu::use_kernels(nullptr); }
 
  private:
   Kernels table_;
+};
+
+class LoraAmxModel : public ::testing::TestWithParam<LoraCase> {
+ private:
+  UseTileModel model_;
 };
 
 std::vector<LoraCase> amx_cases() {
@@ -147,6 +154,22 @@ TEST_P(LoraAmxModel, ApplyMatchesOracle) {
 TEST_P(LoraAmxModel, TwoOpsMatchOracle) {
   LoraOperands op(GetParam(), Device{}, 2);
   expect_two_ops_match(op, DType::kBFloat16, true);
+}
+
+/// Tiles whose rows are ranks, columns that no kernel can write in place.
+TEST(LoraAmxModelTraining, MatchesOracle) {
+  const UseTileModel model;
+  TrainCase c;
+  c.rows = 139;
+  c.widths = {70, 3};
+  c.ranks = {5, 40};
+  c.x = c.w = c.y = c.grad = c.dx = DType::kBFloat16;
+  for (const bool transposed : {false, true}) {
+    c.transposed = transposed;
+    c.name = transposed ? "transposed" : "dense";
+    TrainStep step(c, Device{});
+    expect_matches(step);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, LoraAmxModel, ::testing::ValuesIn(amx_cases()),

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "lora/cpu/kernels.h"
 #include "lora/train/dropout.h"
 #include "lora_train_case.h"
 
@@ -77,6 +78,36 @@ TEST_P(LoraTrainInvariance, StridesAndGivenOutputsChangeNoBit) {
       expect_same(first, other, what);
     }
   }
+}
+
+/// Sums over many ranks, which two instruction sets would add in other orders, and a base that is
+/// subnormal where nothing is added to it.
+TEST(LoraTrainOnCpu, StridesChangeNoBitOfAnyLevel) {
+  TrainCase dense;
+  dense.rows = 300;
+  dense.hidden = dense.widths[0] = 520;
+  dense.ranks = {200};
+  dense.x = dense.w = dense.y = dense.grad = dense.dx = kBF16;
+  dense.base = BaseIs::kApart;
+  TrainCase transposed = dense;
+  transposed.transposed = true;
+  for (const lora::cpu::Kernels* level : lora::cpu::supported_kernels()) {
+    lora::cpu::use_kernels(level);
+    TrainStep first(dense, Device{});
+    const Tensor x = first.x.host(), base = first.base[0].host();
+    for (int i = 0; i < 520; ++i) {
+      store_float(x.data, kBF16, 5 * x.strides[0] + i, 0.0f);
+      store_float(base.data, kBF16, 5 * base.strides[0] + i, 3e-40f);
+    }
+    first.x.memory().upload();
+    first.base[0].memory().upload();
+    TrainStep other(transposed, Device{});
+    copy_inputs(first, &other);
+    run(&first);
+    run(&other);
+    expect_same(first, other, level->level);
+  }
+  lora::cpu::use_kernels(nullptr);
 }
 
 TEST(LoraTrainOnCpu, ThreadsChangeNoBit) {

@@ -70,6 +70,28 @@ def test_words(case):
     bad_call(case, 'dropout_on must be "input" or "delta"', dropout_on="post")
 
 
+def test_types(case):
+    bad_call(case, "linear: dropout must be a number, got str", TypeError, dropout="0.1")
+    bad_call(case, "linear: dropout must be a number, got NoneType", TypeError, dropout=None)
+    bad_call(case, "linear: scale must be a number, or one for each", TypeError, scale=None)
+    bad_call(case, "linear: scale must be a number, got str", TypeError, scale="2")
+    bad_call(case, "scale must have one entry per slice = 1, got 2", scale=[1.0, 2.0])
+    bad_call(case, "linear: a must be a tensor, got NoneType", TypeError, a=None)
+    bad_call(case, "linear: b must be a tensor, got int", TypeError, b=1)
+    bad_call(case, "linear: dtype must be a torch.dtype, got str", TypeError, dtype="float32")
+    a, b = (w.double() for w in case.adapters[0][0])
+    bad_call(case, "b must have dtype float64", TypeError, x=case.x.double(), a=a, base=None)
+    numpy_scale = lora.linear(case.x, a.float(), b.float(), a.new_tensor(2.0).cpu().numpy()[()])
+    assert torch.equal(numpy_scale, lora.linear(case.x, a.float(), b.float(), 2))
+
+
+def test_out_whose_rows_no_stride_steps_through(case, device):
+    x = case.x[:18].view(2, 9, -1)
+    out = torch.full((9, 2, 24), 3.0, device=device).transpose(0, 1)
+    bad_call(case, "out must have leading dimensions that one stride", x=x, base=None, out=out)
+    bad_call(case, "out must have leading dimensions that one stride", x=x, base=out, out=out)
+
+
 def test_overlap(case):
     a, b = case.adapters[0][0]
     room = torch.zeros(19, 64, device=case.x.device)
@@ -134,12 +156,30 @@ def test_adapter_ids_out_of_range_are_reported(several):
         lora.check(lora.plan(ids, 3))
 
 
+@pytest.mark.parametrize("place", [4, 8, 26, 28, 29, 30, 32], ids="word {}".format)
+@pytest.mark.parametrize("value", [-1, 19, 10**6])
+def test_a_plan_that_was_written_over(several, place, value):
+    """The number of groups, a row, and the first groups' adapter, start and count."""
+    if several.device.type != "cpu":
+        pytest.skip("plans are not read back from a GPU")
+    plan = lora.plan(several.row_adapter, 3)
+    plan.data[place] = value
+    out = torch.full_like(several.base[0], 3.0)
+    with pytest.raises(ValueError, match="plan must be as lora_plan made it"):
+        mixed(several, plan, out=out)
+    assert (out == 3).all()
+
+
 def test_counts(several):
     rows = several.rows()
     with pytest.raises(ValueError, match="scales must have one entry per adapter = 3, got 2"):
         lora.mixed_linear(several.x, several.adapters, rows, [1.0, 2.0])
     with pytest.raises(ValueError, match="dropout must have one entry per adapter = 3, got 1"):
         mixed(several, rows, dropout=[0.5])
+    with pytest.raises(TypeError, match="mixed_linear: dropout must be a list, got NoneType"):
+        mixed(several, rows, dropout=None)
+    with pytest.raises(TypeError, match="mixed_linear: scales must be a list, got float"):
+        lora.mixed_linear(several.x, several.adapters, rows, 1.0)
     with pytest.raises(ValueError, match="adapters must hold at least one adapter"):
         lora.mixed_linear(several.x, [], rows, [])
     with pytest.raises(ValueError, match="adapters must hold a pair for every slice"):
@@ -155,10 +195,15 @@ def test_backward(case, device):
         ({"da": da[:-1], "x": case.x}, "da must have shape"),
         ({"da": da, "x": case.x, "dropout": 0.5}, "rng is required with dropout"),
         ({"da": da, "db": da, "x": case.x}, "db must have shape"),
+        ({"da": [da, da], "x": case.x}, "da must have one tensor per slice = 1, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             lora_train.backward(case.dy[0], a, b, **options)
         assert (da == 3).all()
+    with pytest.raises(ValueError, match="dy must have one tensor per slice = 1, got 2"):
+        lora_train.backward(case.dy * 2, a, b, x=case.x, da=da)
+    with pytest.raises(TypeError, match="backward: da must be a tensor, got str"):
+        lora_train.backward(case.dy, a, b, x=case.x, da=["da"])
 
 
 def test_float64_with_a_plan(several):

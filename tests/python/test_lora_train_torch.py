@@ -182,6 +182,54 @@ def test_changing_what_is_saved_is_noticed(device):
         torch.autograd.backward(y, case.dy)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("is_base", [True, False])
+def test_a_given_output_that_is_saved_elsewhere_is_noticed(device, grad, is_base):
+    """Whether gradients are enabled at the time or not, as with PyTorch's own ops."""
+    case = Case(Problem(), device)
+    out = torch.zeros_like(case.base[0])
+    product = out * torch.ones_like(out).requires_grad_()
+    with torch.set_grad_enabled(grad):
+        base = out if is_base else case.base[0]
+        lora.linear(case.x, *case.adapters[0][0], base=base, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_a_plan_made_anew_before_the_backward_is_noticed(device):
+    case = Case(Problem((5, 6), ranks=(2, 3), form="plan"), device)
+    case.leaves()
+    plan = case.rows()
+    y = lora.mixed_linear(case.x, case.adapters, plan, case.scales)
+    with torch.no_grad():
+        lora.plan(case.row_adapter.flip(0), 2, out=plan)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(y, case.dy)
+
+
+def test_negations(device):
+    """Negative-bit views are read as what they stand for, and not written to."""
+    case = Case(Problem(), device)
+    a, b = case.adapters[0][0]
+    given = [case.x, a, b, case.base[0]]
+    want = lora.linear(case.x, a, b, base=case.base[0])
+    for i, t in enumerate(given):
+        negated = list(given)
+        negated[i] = torch.conj(torch.complex(t, -t)).imag
+        assert negated[i].is_neg()
+        x, a, b, base = negated
+        assert torch.equal(lora.linear(x, a, b, base=base), want)
+    with pytest.raises(ValueError, match="linear: out must hold its own values"):
+        lora.linear(x, a, b, base=base, out=base)
+    a, b, dy = given[1].requires_grad_(), given[2], case.dy[0]
+    negated = torch.conj(torch.complex(dy, -dy)).imag
+    of_both = [
+        torch.autograd.grad(lora.linear(case.x, [a, a], [b, b]), a, [dy, second])[0]
+        for second in (dy, negated)
+    ]
+    assert torch.equal(*of_both)
+
+
 def test_result_is_no_view_and_may_change_in_place(device):
     case = Case(Problem(), device)
     leaves = case.leaves()
@@ -197,8 +245,12 @@ def test_meta_tensors_have_shapes():
 
 def test_functional_transforms_of_a_gradient_are_refused(device):
     case = Case(Problem(), device)
+    a, b = case.adapters[0][0]
     with pytest.raises(RuntimeError):
-        torch.func.grad(lambda x: lora.linear(x, *case.adapters[0][0]).sum())(case.x)
+        torch.func.grad(lambda x: lora.linear(x, a, b).sum())(case.x)
+    for out in (None, torch.zeros_like(case.base[0])):
+        with pytest.raises(RuntimeError, match="linear: arguments must not have tangents"):
+            torch.func.jvp(lambda a, out=out: lora.linear(case.x, a, b, out=out), (a,), (a,))
 
 
 def test_bytes_saved_beside_peft(device):
@@ -235,6 +287,20 @@ def test_traced_with_symbols(device):
     x, a, b = (torch.randn(*s, device=device) for s in ((6, 8), (4, 8), (5, 4)))
     traced = make_fx(lambda *t: lora.linear(*t), tracing_mode="symbolic")(x, a, b)
     torch.testing.assert_close(traced(x, a, b), lora.linear(x, a, b))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_traced_onto_the_base_in_place(device, mode):
+    given = [torch.randn(*s, device=device) for s in ((6, 8), (4, 8), (5, 4), (6, 5))]
+
+    def onto(x, a, b, base):
+        y = base + 1
+        return lora.linear(x, a, b, base=y, out=y)
+
+    traced = make_fx(onto, tracing_mode=mode)(*given)
+    others = [t + 1 for t in given]
+    torch.testing.assert_close(traced(*others), onto(*others))
+    assert onto(*(t.to("meta") for t in given)).shape == (6, 5)
 
 
 def test_gradients_have_no_gradient(device):

@@ -15,7 +15,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 from .. import lora
 from .._lora_table import ALIGNMENT, DTYPES, MAX_RANK
-from ._peft_training import TrainedForward, training_mixed
+from ._peft_training import TrainedForward, has_hooks, training_mixed, why_not_plain
 from ._serving import KEY, ServedForward, Session
 
 # PEFT's layers over quantised base layers: base(x), plus the plain delta. They are no subclass of
@@ -178,7 +178,9 @@ class _Watched:
 
     def _now(self) -> list[float]:
         linears = (linear for factors in self._factors for linear in factors.values())
-        return [w._parameters["weight"].data_ptr() for w in linears] + [*self._scaling.values()]
+        weights = [linear._parameters.get("weight") for linear in linears]
+        places = [0 if weight is None else weight.data_ptr() for weight in weights]
+        return places + [*self._scaling.values()]
 
     def changed(self) -> bool:
         return self._now() != self._state
@@ -203,10 +205,10 @@ def _refusal(layer: LoraLayer) -> str | None:
     for variant in layer.lora_variant.values():
         return type(variant).__name__
     linears = (*layer.lora_A.values(), *layer.lora_B.values())
-    if any(type(linear) is not torch.nn.Linear for linear in linears):
-        return f"adapters of {type(layer.lora_A).__name__}"
-    if any(linear.bias is not None for linear in linears):
-        return "LoRA biases"
+    for linear in linears:
+        reason = why_not_plain(linear)
+        if reason is not None:
+            return reason
     for name, a in layer.lora_A.items():
         dtypes = sorted({str(a.weight.dtype), str(layer.lora_B[name].weight.dtype)})
         if len(dtypes) > 1 or a.weight.dtype not in DTYPES:
@@ -219,6 +221,8 @@ def _refusal(layer: LoraLayer) -> str | None:
 def _cannot_serve(layer: LoraLayer) -> str | None:
     """Why PEFT serves the mixed batches of a layer that Mortar can train."""
     linears = (*layer.lora_A.values(), *layer.lora_B.values())
+    if any(map(has_hooks, linears)):
+        return "hooks on the modules of an adapter"
     weights = [linear.weight.data for linear in linears]
     dtypes = sorted({str(w.dtype) for w in weights})
     if len(dtypes) > 1:

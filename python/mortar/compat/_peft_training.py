@@ -27,8 +27,8 @@ class _Adapter(NamedTuple):
     """One adapter of a layer."""
 
     name: str
-    a: Tensor
-    b: Tensor
+    a: Tensor | None
+    b: Tensor | None
     modules: list[nn.Module]
     """A, B and dropout."""
 
@@ -100,14 +100,16 @@ class TrainedForward:
         kinds = self._layer._modules
         a, b = kinds["lora_A"]._modules[name], kinds["lora_B"]._modules[name]
         modules = (a, b, kinds["lora_dropout"]._modules[name])
-        return _Adapter(name, a._parameters["weight"], b._parameters["weight"], modules)
+        weights = a._parameters.get("weight"), b._parameters.get("weight")
+        return _Adapter(name, *weights, modules)
 
     def _trains(self, x: Tensor, adapters: list[_Adapter]) -> bool:
         if self._layer.training:
             return True
         if not torch.is_grad_enabled():
             return False
-        return x.requires_grad or any(m.a.requires_grad or m.b.requires_grad for m in adapters)
+        weights = [weight for adapter in adapters for weight in (adapter.a, adapter.b)]
+        return x.requires_grad or any(w is None or w.requires_grad for w in weights)
 
     def _reason(self, x: Tensor, adapters: list[_Adapter]) -> str | None:
         """Why PEFT has to do this call; None if Mortar can."""
@@ -120,8 +122,12 @@ class TrainedForward:
             if type(modules[2]) not in _DROPOUTS:
                 return f"dropout of {type(modules[2]).__name__}"
             for module in modules:
-                if _has_hooks(module):
+                if has_hooks(module):
                     return "hooks on the modules of an adapter"
+            for linear in modules[:2]:
+                reason = why_not_plain(linear)
+                if reason is not None:
+                    return reason
             for weight in (a, b):
                 if type(weight) not in _TENSORS:
                     return f"weights of {type(weight).__name__}"
@@ -135,7 +141,7 @@ class TrainedForward:
         if (
             type(base) is not nn.Linear
             or "forward" in base.__dict__
-            or _has_hooks(base)
+            or has_hooks(base)
             or has_global_hooks()
         ):
             return None
@@ -199,11 +205,22 @@ class TrainedForward:
         )
 
 
+def why_not_plain(linear: nn.Module) -> str | None:
+    """Why a module of an adapter is more than a product with its weight; None if it is not."""
+    if type(linear) is not nn.Linear:
+        return f"adapters of {type(linear).__name__}"
+    if linear._parameters["bias"] is not None:
+        return "LoRA biases"
+    if linear._parameters.get("weight") is None:
+        return "adapters whose weight is no parameter"
+    return None
+
+
 def _names_or_offsets(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("adapter_names") is not None or kwargs.get("alora_offsets") is not None
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     there = module.__dict__
     return (
         there["_forward_hooks"]

@@ -10,7 +10,8 @@
 // `Tiles` is the unit itself, or a stand-in for it in tests:
 //   configure(units)       tiles 0-5 full; 6 of `units` * 4 bytes a row, 7 of `units` rows
 //   release(), zero<c>(), load<t>(p, stride_bytes), store<t>(p, stride_bytes), dot<c, a, b>()
-//   update(const float* sums, num_columns, scale, base, BFloat16* y): a row of y, up to 64 columns
+//   update(const float* sums, num_columns, scale, base, y): a row of y, up to 64 columns, in float32
+//   or bfloat16
 #pragma once
 
 #include <algorithm>
@@ -166,7 +167,7 @@ class AmxShrink {
 };
 
 /// h must have room for whole tiles of tokens: rows up to the next multiple of 16 are loaded.
-template <class Tiles>
+template <class Tiles, class Y>
 struct AmxExpand {
   static void run(const ExpandBlock& block) {
     const std::int64_t rest = block.units % kTileRows;
@@ -208,11 +209,9 @@ struct AmxExpand {
     Tiles::template store<3>(sums[0] + 3 * kTileRows, kPanelBytes);
     const std::int64_t columns = std::min(kPackColumns, block.num_columns - n);
     for (std::int64_t i = 0; i < std::min(kTileRows, block.num_tokens - t); ++i) {
-      const auto* base = block.base_rows == nullptr
-                             ? nullptr
-                             : static_cast<const BFloat16*>(block.base_rows[t + i]) + n;
-      Tiles::update(sums[i], columns, block.scale, base,
-                    static_cast<BFloat16*>(block.y_rows[t + i]) + n);
+      const auto* base =
+          block.base_rows == nullptr ? nullptr : static_cast<const Y*>(block.base_rows[t + i]) + n;
+      Tiles::update(sums[i], columns, block.scale, base, static_cast<Y*>(block.y_rows[t + i]) + n);
     }
   }
 

@@ -79,8 +79,7 @@ struct AmxTiles {
                      BFloat16* y) {
     const __m512 factor = _mm512_set1_ps(scale);
     for (std::int64_t n = 0; n < columns; n += 16) {
-      const std::int64_t left = columns - n;
-      const auto mask = static_cast<__mmask16>(left >= 16 ? 0xffffu : (1u << left) - 1);
+      const __mmask16 mask = columns_mask(columns - n);
       __m512 sum = _mm512_load_ps(sums + n);
       if (base != nullptr) {
         const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, base + n));
@@ -90,6 +89,22 @@ struct AmxTiles {
       }
       _mm256_mask_storeu_epi16(y + n, mask, (__m256i)_mm512_cvtneps_pbh(sum));
     }
+  }
+  static void update(const float* sums, std::int64_t columns, float scale, const float* base,
+                     float* y) {
+    const __m512 factor = _mm512_set1_ps(scale);
+    for (std::int64_t n = 0; n < columns; n += 16) {
+      const __mmask16 mask = columns_mask(columns - n);
+      __m512 sum = _mm512_load_ps(sums + n);
+      sum = base != nullptr ? _mm512_fmadd_ps(sum, factor, _mm512_maskz_loadu_ps(mask, base + n))
+                            : _mm512_mul_ps(sum, factor);
+      _mm512_mask_storeu_ps(y + n, mask, sum);
+    }
+  }
+
+ private:
+  static __mmask16 columns_mask(std::int64_t left) {
+    return static_cast<__mmask16>(left >= 16 ? 0xffffu : (1u << left) - 1);
   }
 };
 
@@ -110,7 +125,8 @@ std::unique_ptr<Kernels> amx_kernels(const Kernels& base) {
   auto table = std::make_unique<Kernels>(base);
   table->level = "AMX";
   table->shrink[1][1] = AmxShrink<AmxTiles>::run;
-  table->expand_pairs[1] = AmxExpand<AmxTiles>::run;
+  table->expand_pairs[0] = AmxExpand<AmxTiles, float>::run;
+  table->expand_pairs[1] = AmxExpand<AmxTiles, BFloat16>::run;
   return table;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lora/checks.h"
+#include "lora/plan_layout.h"
 
 namespace mortar::lora::train {
 namespace {
@@ -79,6 +80,25 @@ void check_pairs(const ArgCheck& arg, const LoraTrainProblem& given, std::int64_
   }
 }
 
+/// A plan on the host: one that something has written over since must not lead outside the batch.
+void check_plan(const ArgCheck& arg, const std::int32_t* plan, std::int64_t num_rows,
+                std::int64_t num_adapters) {
+  const PlanLayout layout = PlanLayout::make(num_rows, num_adapters);
+  const std::int32_t* group = plan + layout.groups;
+  std::int64_t adapter = -1, end = 0;
+  bool whole = plan[kPlanNumGroups] >= 0 && plan[kPlanNumGroups] <= layout.max_groups;
+  for (std::int32_t g = 0; whole && g < plan[kPlanNumGroups]; ++g, group += kPlanEntryWords) {
+    whole = group[0] > adapter && group[0] < num_adapters && group[1] == end && group[2] > 0 &&
+            group[2] <= num_rows - end;
+    adapter = group[0];
+    end += group[2];
+  }
+  const std::int32_t* sorted = plan + layout.sorted;
+  whole = whole && std::all_of(sorted, sorted + num_rows,
+                               [&](std::int32_t row) { return row >= 0 && row < num_rows; });
+  check(whole, arg.op(), ": plan must be as lora_plan made it, got one that was written over");
+}
+
 void check_rows(const ArgCheck& arg, const LoraTrainProblem& given, Device device, Problem* p) {
   const LoraTrainRows& rows = given.rows;
   check(!rows.offsets.defined() || !rows.plan.defined(), arg.op(),
@@ -87,6 +107,7 @@ void check_rows(const ArgCheck& arg, const LoraTrainProblem& given, Device devic
     const auto plan = LoraGroups::from_plan(rows.plan, p->num_rows, p->num_adapters);
     const GroupsView view = check_groups(arg, plan, p->num_rows, p->num_adapters, device);
     p->rows.plan = view.plan;
+    if (device.type == DeviceType::kCPU) check_plan(arg, view.plan, p->num_rows, p->num_adapters);
     return;
   }
   if (rows.offsets.defined()) {

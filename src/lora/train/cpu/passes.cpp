@@ -2,7 +2,9 @@
 #include "lora/train/cpu/passes.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "core/dtype_visitor.h"
 
@@ -100,11 +102,25 @@ void shrink_rows(const WideRows& wide, const StepRows& rows, const Matrix& a, st
   }
 }
 
+namespace {
+
+/// What kernels of pairs do where they round to bfloat16.
+void flush_subnormals(std::int64_t count, float* values) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (std::abs(values[i]) < std::numeric_limits<float>::min()) {
+      values[i] = std::copysign(0.0f, values[i]);
+    }
+  }
+}
+
+}  // namespace
+
 void expand_rows(const OutRows& out, const StepRows& rows, const Packed& b, std::int64_t stride,
                  DType weight, Scratch* scratch) {
   void* pointers[kStepRows];
   const void* base_pointers[kStepRows];
   const bool pairs = entry_dtype(weight) == DType::kBFloat16;
+  const bool flushes = pairs && out.out.dtype == DType::kBFloat16;
   const bool in_place = out.in_place() && !(pairs && out.out.dtype == DType::kFloat16);
   const std::int64_t size = dtype_size(out.out.dtype);
   const std::int64_t step = in_place ? std::max<std::int64_t>(out.width, 1) : kTileColumns;
@@ -145,6 +161,7 @@ void expand_rows(const OutRows& out, const StepRows& rows, const Packed& b, std:
         load_row(out.base, rows.row(i), c, block.num_columns, base);
         for (std::int64_t j = 0; j < block.num_columns; ++j) sum[j] += base[j];
       }
+      if (flushes) flush_subnormals(block.num_columns, sum);
       store_row(out.out, rows.row(i), c, block.num_columns, sum);
     }
   }

@@ -77,7 +77,8 @@ void copy_rows(const OutRows& out, const StepRows& rows, Scratch* scratch);
 DType outer_entry_dtype(DType wide, DType weight);
 
 /// sums[r, c] (+)= sum over rows of entries[r, row] wide[row, first + c] for those columns: entries
-/// are [rank, kStepRows] of outer_entry_dtype, with a zero behind an odd number of rows.
+/// are [rank, kStepRows] of outer_entry_dtype, with a zero behind an odd number of rows; those of
+/// bfloat16 with room for whole tiles of 16 ranks, which twice the memory of `rank` has.
 void outer_rows(const WideRows& wide, const StepRows& rows, Columns columns, const void* entries,
                 std::int64_t rank, bool add, DType weight, float* sums, Scratch* scratch);
 
