@@ -73,14 +73,14 @@ def is_eager(first) -> bool:
     )
 
 
-def refuse_tangents(function: str, tensors) -> None:
+def refuse_tangents(op: str, tensors) -> None:
     """Raises where forward-mode AD would lose a tangent in an op without a derivative."""
     if forward_ad._current_level < 0:
         return
     for tensor in tensors:
         if isinstance(tensor, _Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
             raise RuntimeError(
-                f"{function}: arguments must not have tangents of forward-mode AD, got a dual tensor"
+                f"{op}: arguments must not have tangents of forward-mode AD, got a dual tensor"
             )
 
 
@@ -115,7 +115,7 @@ def shortcut(op: Callable, impl: Callable) -> Callable:
         if _functorch_level() is not None:
             raise RuntimeError(f"{op.name()}: cannot run inside transforms of torch.func")
         if forward_ad._current_level >= 0:
-            refuse_tangents(op.name(), (first, *args))
+            refuse_tangents(op._schema.name.removeprefix("mortar::"), (first, *args))
         if _has_negative_bit((first, *args)):
             return op(first, *args)
         return impl(first, *args)
