@@ -8,10 +8,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mortar
-import mortar.nn.fp8_rmsnorm as nn_module
+import mortar.nn._fp8_product as product
 from fp8_rmsnorm_cases import E4M3, E5M2, FLOATS, FP8, assert_same_bytes, random_case
 from mortar.nn import Fp8RMSNorm, Fp8RMSNormLinear, fp8_linear
-from mortar.nn.fp8_rmsnorm import multiply
+from mortar.nn._fp8_product import multiply
 from mortar.reference import fp8_rmsnorm as reference
 
 
@@ -290,7 +290,7 @@ def test_compiles(device, backend, residual):
 def test_compiles_for_any_sizes(device, monkeypatch):
     """With torch._scaled_mm, which fixes a width that was traced as a symbol."""
     if device.type == "cpu":
-        monkeypatch.setattr(nn_module, "_has_fp8_product", lambda device: True)
+        monkeypatch.setattr(product, "_has_fp8_product", lambda device: True)
     torch._dynamo.reset()
     layer = make(device, (48, 32))
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
@@ -344,3 +344,12 @@ def test_errors(device):
         dx = torch.autograd.grad(layer(leaf), leaf, torch.ones(4, 32, device=device,
                                  requires_grad=True), create_graph=True)[0]  # fmt: skip
         dx.sum().backward()
+
+
+def test_settings_cannot_be_assigned():
+    layer = Fp8RMSNorm(32, eps=1e-6, weight_offset=1.0)
+    assert (layer.eps, layer.weight_offset) == (1e-6, 1.0)
+    for name in ("eps", "weight_offset"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(layer, name, 0.5)
+    assert (layer.eps, layer.weight_offset) == (1e-6, 1.0)

@@ -19,6 +19,7 @@ from .._fp8_outputs import Settings, record, settings
 from .._library import is_eager
 from .._new_tensors import spread
 from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm_backward, normalise
+from ._fp8_product import multiply
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _is_grad_enabled = torch.is_grad_enabled
@@ -44,46 +45,6 @@ def _dense(gradient: Tensor) -> Tensor:
     """A gradient as the library reads it. Autograd may hand over an expanded one, such as that of
     `y.sum()`: only such a gradient, whose rows are not dense, is copied."""
     return gradient if gradient.is_contiguous() else gradient.contiguous()
-
-
-@torch.compiler.assume_constant_result
-def _device_multiplies_fp8(device: torch.device) -> bool:
-    """Whether torch._scaled_mm is the fast way there."""
-    return _has_fp8_product(device)
-
-
-@functools.cache
-def _has_fp8_product(device: torch.device) -> bool:
-    # Most CPUs have it as oneDNN's reference code alone: 300 x 512 by 512 x 128 takes 600 ms on one
-    # core, and 1.1 ms in float32.
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def multiply(
-    a: Tensor, a_scale: Tensor, b_t: Tensor, b_scale: Tensor, out_dtype: torch.dtype
-) -> Tensor:
-    """(a a_scale) (b b_scale) of FP8 matrices a [M, K] and b [K, N], which comes as b_t [N, K].
-
-    Through torch._scaled_mm on a GPU that has it, for what it takes (K and N are multiples of 16
-    and not both dtypes float8_e5m2); else in float32. Never with fast accumulation, which keeps a
-    sum of all K products in the few bits that tensor cores add FP8 with.
-    """
-    if not a.is_meta and torch.is_autocast_enabled(a.device.type):
-        with torch.autocast(a.device.type, enabled=False):
-            return _multiply(a, a_scale, b_t, b_scale, out_dtype)
-    return _multiply(a, a_scale, b_t, b_scale, out_dtype)
-
-
-def _multiply(a, a_scale, b_t, b_scale, out_dtype) -> Tensor:
-    aligned = b_t.shape[0] % 16 == 0 and b_t.shape[1] % 16 == 0
-    both_e5m2 = a.dtype == b_t.dtype == _FP8[1]
-    fits = a.numel() > 0 and b_t.numel() > 0 and aligned and not both_e5m2
-    if fits and _device_multiplies_fp8(a.device):
-        return torch._scaled_mm(a, b_t.t(), a_scale, b_scale, out_dtype=out_dtype,
-                                use_fast_accum=False)  # fmt: skip
-    return (a.float() @ b_t.float().t() * (a_scale * b_scale)).to(out_dtype)
 
 
 class _Gradient(torch.autograd.Function):
@@ -193,12 +154,21 @@ class Fp8RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.hidden_size, self.eps, self.weight_offset = hidden_size, eps, weight_offset
+        self.hidden_size = hidden_size
         self.settings = settings("Fp8RMSNorm", fp8_dtype, scaling, group, False, pow2_scale,
                                  scale_layout, transpose, normed, stochastic, numerics, eps,
                                  weight_offset)  # fmt: skip
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
+
+    @property
+    def eps(self) -> float:
+        """Part of `settings`, as weight_offset is: neither can be assigned."""
+        return self.settings[-2]
+
+    @property
+    def weight_offset(self) -> float:
+        return self.settings[-1]
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, 1.0 - self.weight_offset)
