@@ -215,8 +215,9 @@ TEST_P(LoraLaunch, EveryPlanGivesTheSameBits) {
 }
 
 /// Plans of one kernel beside those of two: so few elements of K and columns that CTAs of a cluster
-/// have none, and as many as fit; tiles that are full, nearly empty and not there; ranks of up to four
-/// MMA steps, of a part of one, of none, and of rows of B by 8 bytes; pointer tables; y overwritten.
+/// have none, and as many as fit; tiles that are full, nearly empty and not there; ranks of up to
+/// four MMA steps, of a part of one, of none, and of rows of B by 8 bytes; pointer tables; y
+/// overwritten.
 TEST_P(LoraLaunch, OneKernelGivesTheBitsOfTwo) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
     const auto of = [&](std::int64_t tokens, std::int64_t hidden,

@@ -10,8 +10,8 @@
 // `Tiles` is the unit itself, or a stand-in for it in tests:
 //   configure(units)       tiles 0-5 full; 6 of `units` * 4 bytes a row, 7 of `units` rows
 //   release(), zero<c>(), load<t>(p, stride_bytes), store<t>(p, stride_bytes), dot<c, a, b>()
-//   update(const float* sums, num_columns, scale, base, y): a row of y, up to 64 columns, in float32
-//   or bfloat16
+//   update(const float* sums, num_columns, scale, base, y): a row of y, up to 64 columns, in
+//   float32 or bfloat16
 #pragma once
 
 #include <algorithm>

@@ -38,9 +38,9 @@ constexpr int kPasses =
     kOneMaxCols / kThreads;       ///< times that the CTA's warps take 32 columns each
 constexpr int kStepsAtOnce = 16;  ///< MMA steps of the shortest leaf
 
-/// Most sums of a leaf that go to all CTAs of the cluster, each of which makes all of h of them. More
-/// would take longer to send than to send on: then each goes to the one CTA that makes this value
-/// of h for all others.
+/// Most sums of a leaf that go to all CTAs of the cluster, each of which makes all of h of them.
+/// More would take longer to send than to send on: then each goes to the one CTA that makes this
+/// value of h for all others.
 constexpr int kMostToAll = 64;
 
 /// What a CTA makes of h where sums of a leaf go to one CTA alone: 8 ranks of `kOwned` tokens.
@@ -79,8 +79,8 @@ __device__ __forceinline__ void send_leaf(const float (&sum)[4], float* leaf, in
   }
 }
 
-/// The sum over all leaves of two values, in the order of leaf_size (problem.h): the two halves side
-/// by side.
+/// The sum over all leaves of two values, in the order of leaf_size (problem.h): the two halves
+/// side by side.
 template <class Ranks>
 __device__ __forceinline__ float2 sum_leaves(const float* from, int leaves) {
   constexpr int kPitchOfLeaves = Share<Ranks>::kLeafElts;
