@@ -10,10 +10,11 @@
 // limit  : the chain of dependent loads
 //
 // The CTAs of a cluster share all of K of one tile of 16 tokens and one slice, 512 elements each at
-// a time, and send the sums of their leaves to each other through distributed shared memory. Every
-// CTA adds them as leaf_size in problem.h says, and expands its own columns: the bits of
-// shrink_decode.cu and expand_decode.cu, without a second kernel that waits for the first to end. B
-// and y are on their way by then.
+// a time, and send the sums of their leaves to each other through distributed shared memory: few to
+// all, more to the one CTA that makes this value of h and sends it to all. They are added as
+// leaf_size in problem.h says, and every CTA expands its own columns: the bits of shrink_decode.cu
+// and expand_decode.cu, without a second kernel that waits for the first to end. B and y are on
+// their way by then.
 #include "device/barrier.cuh"
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
