@@ -23,7 +23,8 @@ std::vector<BackwardPlan> plans(int width, std::int64_t rows, DType weight, int 
   std::vector<BackwardPlan> all;
   for (int shape = 0; shape < static_cast<int>(kPanelShapes.size()); ++shape) {
     const PanelShape& s = kPanelShapes[shape];
-    if (s.makes_ds && (s.ranks < width || weight == DType::kFloat32)) continue;
+    const bool copies = weight == DType::kFloat32;  // three columns of a rank, in one thread block
+    if ((s.makes_ds && (s.ranks < width || copies)) || (copies && s.ranks < 24)) continue;
     for (const int steps : {1, static_cast<int>(rows / (s.rows * s.groups)) + 1}) {
       BackwardPlan plan;
       plan.one_pass = s.makes_ds;

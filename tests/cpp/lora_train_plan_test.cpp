@@ -117,6 +117,33 @@ TEST(LoraTrainPlan, OneLargeProductFillsTheDeviceOnce) {
   EXPECT_LE(blocks, 2 * kH200.sms) << describe(e);
 }
 
+// Thread blocks that split float32 weights share all tiles: a panel's evenly, or all SMs have some.
+TEST(LoraTrainPlan, TilesOfSplitWeightsFillTheDevice) {
+  const auto blocks = [](std::int64_t rows, std::int64_t columns, int width) {
+    return choose_parts_expand(rows, columns, width, kH200.sms).blocks;
+  };
+  EXPECT_EQ(blocks(4096, 4096, 64), 128);
+  EXPECT_EQ(blocks(2048, 13824, 32), 132);
+  EXPECT_EQ(blocks(64, 264, 16), 2);
+  EXPECT_EQ(blocks(1, 8, 16), 1);
+  EXPECT_EQ(describe(choose_parts_expand(4096, 4096, 20, kH200.sms)),
+            "float32 weights split on their way, 32 ranks, 16 panels, 128 blocks");
+}
+
+// h of float32 weights beside bfloat16: clusters that store it, of one tile for a slice.
+TEST(LoraTrainPlan, ColumnsOfPartsOfUpTo64RanksAreStoredByClusters) {
+  const auto shrink = [](int width, int slices) {
+    return choose_shrink(4096, 4096, width, 0, false, true, ShrinkOperands::kPartColumns, kH200,
+                         false, slices);
+  };
+  EXPECT_EQ(describe(shrink(192, 1)),
+            "product, 64 rows, 192 ranks, 2 blocks in a cluster, leaves of 512");
+  EXPECT_EQ(describe(shrink(48, 1)),
+            "product, 128 rows, 64 ranks, 2 blocks in a cluster, leaves of 512");
+  EXPECT_FALSE(shrink(192, 2).fused);
+  EXPECT_FALSE(shrink(216, 1).fused);
+}
+
 TEST(LoraTrainPlan, WideRanksAreProducts) {
   const auto shrink = [](std::int64_t rows, std::int64_t adapters, bool masked, bool dense) {
     return choose_shrink(rows, 4096, 256, adapters, masked, dense, kOneType, kH200);

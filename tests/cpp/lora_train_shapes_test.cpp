@@ -196,9 +196,10 @@ TEST_P(LoraTrainShapes, NoProductOfPartsChangesABit) {
   }
 }
 
-// Clusters that make h's forms of columns of parts, and the stream that splits float32 weights
-// itself, beside partial sums and weights that were written out: of either dense dimension, of one
-// adapter and of several, with dropout and a base, and with values that are not finite.
+// Clusters that make h's forms of columns of parts, and the stream and the product that split
+// float32 weights themselves, beside partial sums and weights that were written out: of either
+// dense dimension, of one adapter and of several, with dropout and a base, and with values that are
+// not finite.
 TEST_P(LoraTrainShapes, NoFusionOfPartsChangesABit) {
   constexpr DType kBF16 = DType::kBFloat16;
   struct Case {
@@ -210,7 +211,8 @@ TEST_P(LoraTrainShapes, NoFusionOfPartsChangesABit) {
   for (const Case& own :
        {Case{{16}}, Case{{13}, RowsBy::kOne, true, true, false},
         Case{{5}, RowsBy::kOne, true, false, false}, Case{{28}, RowsBy::kOne, true, false, false},
-        Case{{32}}, Case{{12}, RowsBy::kOne, false},
+        Case{{32}}, Case{{12}, RowsBy::kOne, false}, Case{{40}},
+        Case{{64}, RowsBy::kOne, true, true, false}, Case{{51}, RowsBy::kOne, true, false, false},
         Case{{16, 9}, RowsBy::kOne, true, false, true, {264, 136}},
         Case{{12, 3, 16}, RowsBy::kSegments}, Case{{16, 3, 12}, RowsBy::kPlan, false}}) {
     TrainCase c;
@@ -247,10 +249,18 @@ TEST_P(LoraTrainShapes, NoFusionOfPartsChangesABit) {
     const ExpandPlan copied =
         choose_expand(c.rows, 264, 6 * most, adapters, 2, Policy::kBFloat16, kH200Strided);
     const auto first = make({&streamed, &copied});
-    const int tile = 3 * most <= 64 ? 64 : 128;
-    for (int parts = kLeaves / most_split_leaves(tile); own.plain && parts <= kLeaves; parts *= 2) {
-      const ShrinkPlan fused = product_shrink(c.hidden, {tile, parts, 0, true});
-      expect_same_forward(*first, *make({&fused, nullptr}), describe(fused));
+    for (const int tile : {64, 128, kWidestPartTile}) {
+      for (int parts = kLeaves / most_split_leaves(tile); parts <= kLeaves; parts *= 2) {
+        if (own.by == RowsBy::kPlan || tile < 3 * most) break;
+        const ShrinkPlan fused = product_shrink(c.hidden, {tile, parts, 0, true});
+        expect_same_forward(*first, *make({&fused, nullptr}), describe(fused));
+      }
+    }
+    for (const int blocks : {1, 5, 100}) {
+      if (!own.plain || own.by != RowsBy::kOne) break;
+      ExpandPlan expand = choose_parts_expand(c.rows, own.widths[0], most, 132);
+      expand.blocks = blocks;
+      expect_same_forward(*first, *make({nullptr, &expand}), describe(expand));
     }
     if (most > kMostSplitRanks) continue;
     for (int row_warps = 1; row_warps <= 2; ++row_warps) {

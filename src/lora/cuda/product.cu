@@ -76,7 +76,7 @@ __device__ __forceinline__ void produce(const Params& p, Ring<S> ring, int units
                        : device::copy_box(place, a, unit.row + 64 * block, depth, full);
         }
       }
-      to += kRowsBytes;
+      to += S::kRowsBytes;
       if constexpr (S::kB == Major::kDepth) {
         const int own = rank * S::kColumns / 2;
         device::copy_box_to(kBoth, to + own * device::kSwizzleBytes, b, depth, unit.column + own,
@@ -115,21 +115,25 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   const int units = find_segments<S>(p, ring.segments);
 
   if (threadIdx.x >= kConsumers) {
-    device::fewer_registers<40>();
+    device::fewer_registers<S::kProducerRegisters>();
     if (threadIdx.x == kConsumers) produce<S>(p, ring, units);
     __syncwarp();
     // Nobody ends while the other block may still copy to its shared memory or free its stages.
     device::cluster_arrive_relaxed();
     device::cluster_wait();
   } else {
-    device::more_registers<232>();
+    device::more_registers<S::kConsumerRegisters>();
     const int first_row = static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
     for (int u = blockIdx.x; u < units; u += static_cast<int>(gridDim.x)) {
       const Unit<S> unit(p, *ring.segments, u);
       float sum[S::kSums];
       multiply(p, unit, &ring, sum);
       if constexpr (S::kEnd == ProductEnd::kPartials) {
-        store_partials<S>(p, unit, unit.row + first_row, sum);
+        if (S::kA == Major::kRows && p.adds_copies) {
+          store_added_partials<S>(p, unit, unit.row + first_row, sum);
+        } else {
+          store_partials<S>(p, unit, unit.row + first_row, sum);
+        }
       } else {
         if (p.scaled) scale_sums<S>(p, unit, sum);
         if constexpr (S::kBase) {
@@ -176,6 +180,14 @@ struct Launcher {
   void run() const {
     launch_shape<Shape<T, kColumns, kA, kB, kEnd, kLevels>>(op, product, plan, stream);
   }
+  /// Sums over rows with dropout on a.
+  template <int kColumns>
+  void run_dropped() const {
+    constexpr auto kRows = Major::kRows;
+    launch_shape<
+        Shape<__nv_bfloat16, kColumns, kRows, kRows, ProductEnd::kPartials, 0, false, true>>(
+        op, product, plan, stream);
+  }
   template <class T, Major kB>
   void rows_by_depth() const {
     constexpr Major kA = Major::kDepth;
@@ -194,6 +206,7 @@ struct Launcher {
       constexpr Major kRows = Major::kRows;
       using enum ProductEnd;
       if (plan.columns == 256) return run<T, 256, kRows, kRows, kPartials, 0>();
+      if (plan.columns == 192) return run<T, 192, kRows, kRows, kPartials, 0>();
       if (plan.columns == 128) return run<T, 128, kRows, kRows, kPartials, 0>();
       return run<T, 64, kRows, kRows, kPartials, 0>();
     }
@@ -211,6 +224,13 @@ bool takes_product(const ProductOperand& o) {
 void launch_product(const char* op, const Product& product, const ProductPlan& plan,
                     Stream stream) {
   const Launcher l{op, product, plan, stream};
+  if (product.rng != nullptr) {
+    check(product.dtype == DType::kBFloat16 && product.a[0].rows_dense && plan.columns <= 192, op,
+          ": no product of dropped rows");
+    if (plan.columns == 64) return l.run_dropped<64>();
+    if (plan.columns == 128) return l.run_dropped<128>();
+    return l.run_dropped<192>();
+  }
   if (product.dtype == DType::kFloat16) return l.run_type<__half>();
   l.run_type<__nv_bfloat16>();
 }

@@ -37,8 +37,8 @@ enum class ProductEnd {
 
 /// How the work is cut. No bit depends on anything but the depth's leaves.
 struct ProductPlan {
-  int columns = 128;      ///< of a tile: 64, 128 or 256; 128 with a base
-  int parts = 1;          ///< of the depth
+  int columns = 128;  ///< of a tile: 64, 128, 192 (kForms, sums over rows) or 256; 128 with a base
+  int parts = 1;      ///< of the depth
   std::int64_t leaf = 0;  ///< depth of one MMA chain, whole steps; 0: all of a part
   int leaves = 1;         ///< of a part, a power of two, that are added in pairs
   int clusters = 0;       ///< of the launch: as many as run at once
@@ -63,10 +63,19 @@ struct Product {
   bool scaled = false;
   float factor[kMostProductPairs] = {};
 
+  /// Dropout on a[0], of bfloat16 (lora/train/dropout.h), by a threshold for each b: of sums over
+  /// rows and of kForms. Null: none.
+  const std::int64_t* rng = nullptr;
+  std::int64_t mask_columns = 0, mask_first = 0;  ///< both in whole Philox blocks
+  std::uint32_t thresholds[kMostProductPairs] = {};
+
   ProductEnd end = ProductEnd::kStore;
   /// Starts and stores while the kernel before it runs, which has waited for all before it and
   /// neither writes the operands nor touches the partials; and waits for its end. Partials alone.
   bool early = false;
+  /// Three neighbouring octets of b's rows are the parts of one (lora/train/cuda/part_columns.cuh),
+  /// which are added: partials have a third of the columns. Of sums over rows.
+  bool adds_copies = false;
   float* partials = nullptr;
   std::int64_t part_stride = 0, row_stride = 0, column_stride = 0;  ///< one of the last two is 1
   void* out = nullptr;  ///< rows of whole 16-byte pieces, as base's
@@ -81,7 +90,7 @@ struct Product {
 bool takes_product(const ProductOperand& operand);
 
 void launch_product(const char* op, const Product& product, const ProductPlan& plan, Stream stream);
-/// The same of what is stored without a base, for b of tiles of 64 or 128 columns: clusters of as
+/// The same of what is stored without a base, in tiles of 64, 128 or 192 columns: clusters of as
 /// many thread blocks as parts have one tile each, and add their parts. No pairs are summed.
 void launch_split_product(const char* op, const Product& product, const ProductPlan& plan,
                           Stream stream);

@@ -4,6 +4,7 @@
 
 #include "device/leaf_sums.cuh"
 #include "device/wgmma.cuh"
+#include "lora/cuda/product_drop.cuh"
 #include "lora/cuda/product_shape.cuh"
 
 namespace mortar::lora::cuda::product {
@@ -35,8 +36,12 @@ __device__ __forceinline__ void add_leaf(Tree* tree, float4* parked, int i,
 template <class S>
 __device__ __forceinline__ void multiply(const Params& p, const Unit<S>& unit, Ring<S>* ring,
                                          float (&sum)[S::kSums]) {
-  const std::uint32_t own_rows = threadIdx.x / kWarpgroup * kBlockBytes;
+  const std::uint32_t warpgroup = threadIdx.x / kWarpgroup;
+  const std::uint32_t own_rows = S::kByColumns ? 0 : warpgroup * kBlockBytes;
+  const std::uint32_t own_columns = S::kRowsBytes + (S::kByColumns ? warpgroup * S::kMmaBytes : 0);
   device::LeafSums<S::kSums, S::kLevels - S::kParked> tree;
+  [[maybe_unused]] lora::train::cuda::Draws draws;
+  if constexpr (S::kDrops) draws.read(p.rng);
   int step = 0;
 #pragma unroll 1
   for (int leaf = 0; leaf < p.leaves; ++leaf) {
@@ -49,13 +54,16 @@ __device__ __forceinline__ void multiply(const Params& p, const Unit<S>& unit, R
 #pragma unroll 1
     for (; step < end; ++step, ring->at.next()) {
       ring->full[ring->at.stage].wait(ring->at.round & 1);
+      if constexpr (S::kDrops) {
+        drop_stage(p, draws, p.thresholds[unit.first_b], unit, step, ring->stage());
+      }
       const auto a = device::wgmma_descriptor(ring->stage() + own_rows, kBlockBytes);
-      const auto b = device::wgmma_descriptor(ring->stage() + kRowsBytes, kBlockBytes);
+      const auto b = device::wgmma_descriptor(ring->stage() + own_columns, kBlockBytes);
       device::wgmma_keep(sum);
       device::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kProductStep / 16; ++i) {
-        device::wgmma<typename S::T, S::kColumns, S::kA, S::kB>(
+        device::wgmma<typename S::T, S::kMmaColumns, S::kA, S::kB>(
             sum, a + i * device::descriptor_step(S::kA), b + i * device::descriptor_step(S::kB),
             i > 0 || last >= 0);
       }

@@ -36,11 +36,14 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
   const bool along_depth = product.along_depth || product.pairs == 1;
   p.num_groups = along_depth ? 1 : product.pairs;
   p.offsets = product.offsets;
+  p.rng = product.rng;
+  p.mask_columns = product.mask_columns;
+  p.mask_first = product.mask_first;
   p.segments = product.segments;
   p.pairs = product.pairs;
   for (int i = 0; i < product.pairs; ++i) {
     if (i == 0 || along_depth) {
-      set_map(p.a[i], product, product.a[i], kProductRows, kProductStep);
+      set_map(p.a[i], product, product.a[i], S::kRows, kProductStep);
     }
     if (i > 0 && along_depth) continue;
     p.groups[i] = {p.tiles, product.first_column[i]};
@@ -58,6 +61,7 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
           product.end == ProductEnd::kForms ? product.values[first + i] : static_cast<int>(b.rows);
       p.live[first + i] = b.data == nullptr ? 0 : rows;
       p.factor[first + i] = product.factor[first + i];
+      p.thresholds[first + i] = product.thresholds[first + i];
       p.columns[first + i] = static_cast<int>(
           product.end == ProductEnd::kPartials ? std::min(columns, there) : columns);
       if (b.data == nullptr) continue;
@@ -74,7 +78,7 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
   check(p.part_steps * plan.parts >= all_steps && plan.leaves <= 1 << S::kLevels, op,
         ": a product's parts leave some of the depth out");
   p.rows = product.a[0].rows;
-  const std::int64_t units = (ceil_div<std::int64_t>(p.rows, S::kSharers * kProductRows) +
+  const std::int64_t units = (ceil_div<std::int64_t>(p.rows, S::kSharers * S::kRows) +
                               (p.offsets != nullptr ? p.segments : 0)) *
                              p.tiles * (S::kSplit ? 1 : p.parts);
   check(units < std::int64_t{1} << 30, op, ": too many tiles");
@@ -82,6 +86,7 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
   p.partials = product.partials;
   p.part_stride = product.part_stride;
   p.early = product.early;
+  p.adds_copies = product.adds_copies;
   p.scaled = product.scaled;
   p.row_stride = product.row_stride;
   p.column_stride = product.column_stride;
@@ -99,6 +104,8 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
   p.sum_columns = product.sum_columns;
   p.pair_columns = product.pair_columns;
   p.out_stride = product.out_stride;
+  check((product.rng != nullptr) == S::kDrops, op, ": no product of dropped rows");
+  check(!p.adds_copies || S::kColumns <= 192, op, ": copies are added in tiles of up to 192");
   check(!p.early || S::kEnd == ProductEnd::kPartials, op, ": an early product has partials");
   check(product.base == nullptr || S::kBase, op, ": tiles with a base have 128 columns");
   if (product.base != nullptr) {

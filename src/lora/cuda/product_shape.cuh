@@ -20,9 +20,8 @@ using device::Major;
 inline constexpr int kWarpgroup = 128, kConsumers = 2 * kWarpgroup,
                      kThreads = kConsumers + kWarpgroup;
 inline constexpr int kBlockBytes =
-    kProductStep * device::kSwizzleBytes;                                ///< 64 rows of 64 elements
-inline constexpr int kRowsBytes = kProductRows * device::kSwizzleBytes;  ///< a's part of a stage
-inline constexpr int kRingBytes = 200 * 1024;                            ///< at most
+    kProductStep * device::kSwizzleBytes;           ///< 64 rows of 64 elements
+inline constexpr int kRingBytes = 200 * 1024;       ///< at most
 inline constexpr int kStoreRingBytes = 226 * 1024;  ///< at most, with the tile that is stored
 
 /// Where the rows of segments begin, and their tiles: those of a cluster, counted through all
@@ -34,26 +33,39 @@ struct Segments {
 /// kLevels: of the tree of leaves that a thread holds; of those kParked in shared memory, as two
 /// sets of 64 sums and 64 more are too many for its registers. kSplit: the thread blocks of a
 /// cluster have the same rows and share the depth; else they have neighbouring rows and share b.
+/// kDrops: dropout on a.
 template <class T_, int kColumns_, Major kA_, Major kB_, ProductEnd kEnd_, int kLevels_,
-          bool kSplit_ = false>
+          bool kSplit_ = false, bool kDrops_ = false>
 struct Shape {
   using T = T_;
   static constexpr int kColumns = kColumns_, kLevels = kLevels_;
-  static constexpr bool kSplit = kSplit_;
+  static constexpr bool kSplit = kSplit_, kDrops = kDrops_;
   static constexpr int kSharers = kSplit ? 1 : kProductCluster;  ///< of b's stages
   static constexpr int kArrivals = kSharers * kConsumers / 32;   ///< that free a stage
   static constexpr int kParked = kColumns == 128 && kLevels == 2 ? 1 : 0;
   static constexpr Major kA = kA_, kB = kB_;
   static constexpr ProductEnd kEnd = kEnd_;
-  static constexpr int kSums = kColumns / 2;  ///< of a thread
-  static constexpr int kStageBytes = kRowsBytes + kColumns * device::kSwizzleBytes;
+  /// Of 192 columns a tile has half of the rows, and the two warpgroups have columns of their own:
+  /// more thread blocks then share the depth's sums, in clusters of two, which all run at once.
+  static constexpr bool kByColumns = kSplit && kColumns == 192;
+  static constexpr int kRows = kByColumns ? kProductRows / 2 : kProductRows;
+  static constexpr int kMmaColumns = kByColumns ? kColumns / 2 : kColumns;
+  static constexpr int kSums = kMmaColumns / 2;                     ///< of a thread
+  static constexpr int kRowsBytes = kRows * device::kSwizzleBytes;  ///< a's part of a stage
+  /// What an MMA reads of b: all of its columns, or blocks of 64 of them.
+  static constexpr int kMmaBytes = kB_ == Major::kDepth ? kMmaColumns * device::kSwizzleBytes
+                                                        : (kMmaColumns + 63) / 64 * kBlockBytes;
+  static constexpr int kStageBytes = kRowsBytes + kColumns / kMmaColumns * kMmaBytes;
+  /// Of a thread; all three warpgroups have 504 together, what the kernel starts with.
+  static constexpr int kProducerRegisters = kByColumns ? 56 : 40;
+  static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
   /// The base's tile comes as one stage more, which it fills.
   static constexpr bool kBase = kEnd == ProductEnd::kStore && kColumns == kProductRows && !kSplit;
   static constexpr int kParkedBytes = kParked * kConsumers * kSums * 4;
   /// 128 columns of the rounded tile on their way out, blocks of 64 rows and columns; or the sums
   /// that the thread blocks of a cluster send each other.
   static constexpr int kTileBytes =
-      kEnd == ProductEnd::kPartials ? 0 : kProductRows * (kSplit ? kColumns * 4 : 128 * 2);
+      kEnd == ProductEnd::kPartials ? 0 : kRows * (kSplit ? kColumns * 4 : 128 * 2);
   static constexpr int kStages =
       ((kTileBytes > 0 ? kStoreRingBytes : kRingBytes) - kTileBytes - kParkedBytes) / kStageBytes;
   static constexpr int kSmem = kStages * kStageBytes + kTileBytes + kParkedBytes +
@@ -77,7 +89,7 @@ struct Params {
   const std::int32_t* offsets;
   int segments, pairs;
   int num_groups, tiles, parts, part_steps, leaf_steps, leaves, units;
-  bool early, scaled;
+  bool early, scaled, adds_copies;
   std::int64_t rows;
   float* partials;
   std::int64_t part_stride, row_stride, column_stride;
@@ -86,6 +98,9 @@ struct Params {
   const void* base;
   std::int64_t out_stride;
   void *sum_columns, *pair_columns;
+  const std::int64_t* rng;  ///< of dropout on a
+  std::int64_t mask_columns, mask_first;
+  std::uint32_t thresholds[kMostProductPairs];
 };
 
 /// A thread block's part of unit `index`: rows `row` to `end` - 1 and the columns of a tile up to
@@ -105,7 +120,7 @@ struct Unit {
       first_row = segments.row[segment];
       end = segments.row[segment + 1];
     }
-    row = first_row + (tile_of_rows * S::kSharers + (S::kSplit ? 0 : own)) * kProductRows;
+    row = first_row + (tile_of_rows * S::kSharers + (S::kSplit ? 0 : own)) * S::kRows;
     group = 0;
     while (group + 1 < p.num_groups && tile >= p.groups[group + 1].first_tile) ++group;
     column = (tile - p.groups[group].first_tile) * S::kColumns;
@@ -131,7 +146,7 @@ __device__ __forceinline__ int find_segments(const Params& p, Segments* to) {
   }
   __syncthreads();
   if (thread == 0) {
-    constexpr int kRows = S::kSharers * kProductRows;
+    constexpr int kRows = S::kSharers * S::kRows;
     int tiles = 0;
     for (int i = 0; i < p.segments; ++i) {
       to->tile[i] = tiles;

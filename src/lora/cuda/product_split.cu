@@ -35,13 +35,17 @@ __device__ __forceinline__ void produce(const Params& p, Ring<S> ring, const Uni
     full->arrive_and_expect(S::kStageBytes);
     const int depth = (unit.first_step + i) * kProductStep;
     device::copy_box(ring.stage(), p.a[0], depth, unit.row, full);
-    const std::uint32_t to = ring.stage() + kRowsBytes;
+    const std::uint32_t to = ring.stage() + S::kRowsBytes;
     if constexpr (S::kB == Major::kDepth) {
       device::copy_box(to, b, depth, unit.column, full);
     } else {
 #pragma unroll
-      for (int block = 0; block < S::kColumns / 64; ++block) {
-        device::copy_box(to + block * kBlockBytes, b, unit.column + 64 * block, depth, full);
+      for (int first = 0; first < S::kColumns; first += S::kMmaColumns) {
+#pragma unroll
+        for (int block = 0; block < S::kMmaBytes / kBlockBytes; ++block) {
+          device::copy_box(to + first / S::kMmaColumns * S::kMmaBytes + block * kBlockBytes, b,
+                           unit.column + first + 64 * block, depth, full);
+        }
       }
     }
   }
@@ -55,9 +59,11 @@ __device__ __forceinline__ void send_sums(const Unit<S>& unit, int parts, float*
                                           device::Mbarrier* received) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const bool upper = lane % 2 == 1;
-  const int row = thread / 32 * 16 + lane / 4 + (upper ? 8 : 0), own_rows = kProductRows / parts;
-  const int owner = thread / 32 * 16 / own_rows;
-  float* to = sums + (unit.part * own_rows + row % own_rows) * S::kColumns + lane % 4 / 2 * 4;
+  const int warp = thread / 32 % (S::kRows / 16), column = thread / 32 / (S::kRows / 16);
+  const int row = warp * 16 + lane / 4 + (upper ? 8 : 0), own_rows = S::kRows / parts;
+  const int owner = row / own_rows;
+  float* to = sums + (unit.part * own_rows + row % own_rows) * S::kColumns +
+              column * S::kMmaColumns + lane % 4 / 2 * 4;
 #pragma unroll
   for (int j = 0; j < S::kSums / 4; ++j) {
     float v[4] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
@@ -76,7 +82,7 @@ template <class S>
 __device__ __forceinline__ void store_share(const Params& p, const Unit<S>& unit,
                                             const float* sums) {
   constexpr int kOctets = S::kColumns / 8;
-  const int own_rows = kProductRows / p.parts, plane = own_rows * S::kColumns;
+  const int own_rows = S::kRows / p.parts, plane = own_rows * S::kColumns;
   const float factor = p.scaled ? p.factor[unit.first_b] : 1.0f;
   const int live = p.scaled ? p.live[unit.first_b] - unit.column : S::kColumns;
   for (int i = threadIdx.x; i < own_rows * kOctets; i += kConsumers) {
@@ -111,7 +117,7 @@ __device__ __forceinline__ void store_forms_share(const Params& p, const Unit<S>
                                                   const float* sums) {
   namespace parts = lora::train::cuda;
   constexpr int kOctetColumns = 8 * parts::kSumCopies, kOctets = S::kColumns / kOctetColumns;
-  const int own_rows = kProductRows / p.parts, plane = own_rows * S::kColumns;
+  const int own_rows = S::kRows / p.parts, plane = own_rows * S::kColumns;
   const float factor = p.factor[unit.first_b];
   const int live = p.live[unit.first_b];
   const int first = static_cast<int>(p.groups[unit.group].first_column) / parts::kSumCopies;
@@ -164,20 +170,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (index >= find_segments<S>(p, ring.segments)) return;
   const Unit<S> unit(p, *ring.segments, index);
   if (threadIdx.x >= kConsumers) {
-    device::fewer_registers<40>();
+    device::fewer_registers<S::kProducerRegisters>();
     if (threadIdx.x == kConsumers) produce<S>(p, ring, unit);
     return;
   }
-  device::more_registers<232>();
+  device::more_registers<S::kConsumerRegisters>();
   auto* const sums = reinterpret_cast<float*>(smem + S::kStages * S::kStageBytes);
   float sum[S::kSums];
   multiply(p, unit, &ring, sum);
   send_sums<S>(unit, p.parts, sums, sum, &received);
   received.wait(0);
+  // Made anew: kept, what it has would take registers of sums.
+  int same = index;
+  asm volatile("" : "+r"(same));
+  const Unit<S> stored(p, *ring.segments, same);
   if constexpr (S::kEnd == ProductEnd::kForms) {
-    store_forms_share<S>(p, unit, sums);
+    store_forms_share<S>(p, stored, sums);
   } else {
-    store_share<S>(p, unit, sums);
+    store_share<S>(p, stored, sums);
   }
 #endif
 }
@@ -195,20 +205,36 @@ void launch_shape(const char* op, const Product& product, const ProductPlan& pla
   device::launch<split_product_kernel<S>>(op, l, p);
 }
 
-template <class T, Major kB, ProductEnd kEnd>
+template <class T, Major kB>
 void launch_columns(const char* op, const Product& product, const ProductPlan& plan,
                     Stream stream) {
   constexpr auto kDepth = Major::kDepth;
-  if (plan.columns == 64) {
-    return launch_shape<Shape<T, 64, kDepth, kB, kEnd, 2, true>>(op, product, plan, stream);
-  }
-  launch_shape<Shape<T, 128, kDepth, kB, kEnd, 1, true>>(op, product, plan, stream);
+  constexpr auto kStore = ProductEnd::kStore;
+  plan.columns == 64
+      ? launch_shape<Shape<T, 64, kDepth, kB, kStore, 2, true>>(op, product, plan, stream)
+      : launch_shape<Shape<T, 128, kDepth, kB, kStore, 1, true>>(op, product, plan, stream);
 }
 
-template <class T, ProductEnd kEnd>
+template <class T>
 void launch_type(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {
-  dense_rows_of_b(product) ? launch_columns<T, Major::kRows, kEnd>(op, product, plan, stream)
-                           : launch_columns<T, Major::kDepth, kEnd>(op, product, plan, stream);
+  dense_rows_of_b(product) ? launch_columns<T, Major::kRows>(op, product, plan, stream)
+                           : launch_columns<T, Major::kDepth>(op, product, plan, stream);
+}
+
+template <Major kB, bool kDrops>
+void launch_forms(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {
+  const auto run = [&]<int kColumns, int kLevels>() {
+    launch_shape<Shape<__nv_bfloat16, kColumns, Major::kDepth, kB, ProductEnd::kForms, kLevels,
+                       true, kDrops>>(op, product, plan, stream);
+  };
+  if (plan.columns == 64) return run.template operator()<64, 2>();
+  if (plan.columns == 128) return run.template operator()<128, 1>();
+  run.template operator()<192, 2>();
+}
+template <Major kB>
+void launch_forms(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {
+  product.rng != nullptr ? launch_forms<kB, true>(op, product, plan, stream)
+                         : launch_forms<kB, false>(op, product, plan, stream);
 }
 
 }  // namespace
@@ -227,13 +253,11 @@ void launch_split_product(const char* op, const Product& product, const ProductP
         op, ": no product of clusters that share the depth");
   if (forms) {
     check(product.dtype == DType::kBFloat16, op, ": parts are bfloat16");
-    return launch_type<__nv_bfloat16, ProductEnd::kForms>(op, product, plan, stream);
+    return dense_rows_of_b(product) ? launch_forms<Major::kRows>(op, product, plan, stream)
+                                    : launch_forms<Major::kDepth>(op, product, plan, stream);
   }
-  constexpr auto kStore = ProductEnd::kStore;
-  if (product.dtype == DType::kFloat16) {
-    return launch_type<__half, kStore>(op, product, plan, stream);
-  }
-  launch_type<__nv_bfloat16, kStore>(op, product, plan, stream);
+  product.dtype == DType::kFloat16 ? launch_type<__half>(op, product, plan, stream)
+                                   : launch_type<__nv_bfloat16>(op, product, plan, stream);
 }
 
 }  // namespace mortar::lora::cuda

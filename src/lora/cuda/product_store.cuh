@@ -11,6 +11,7 @@
 #include "device/stmatrix.cuh"
 #include "device/tensor_copy.cuh"
 #include "lora/cuda/product_shape.cuh"
+#include "lora/train/cuda/part_columns.cuh"
 
 namespace mortar::lora::cuda::product {
 
@@ -35,6 +36,35 @@ __device__ __forceinline__ void store_partials(const Params& p, const Unit<S>& u
       } else {
         to[8 * j * step] = v.x;
         to[(8 * j + 1) * step] = v.y;
+      }
+    }
+  }
+}
+
+/// The same where three neighbouring octets of columns are the parts of one, which are added.
+template <class S>
+__device__ __forceinline__ void store_added_partials(const Params& p, const Unit<S>& unit, int row,
+                                                     const float (&sum)[S::kSums]) {
+  constexpr int kCopies = lora::train::cuda::kSumCopies;
+  const int first = (static_cast<int>(p.groups[unit.group].first_column) + unit.column) / kCopies +
+                    static_cast<int>(threadIdx.x) % 4 * 2;
+  const std::int64_t step = p.column_stride;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + 8 * half >= unit.end) continue;
+    float* to =
+        p.partials + unit.part * p.part_stride + (row + 8 * half) * p.row_stride + first * step;
+#pragma unroll
+    for (int o = 0; o < S::kColumns / (8 * kCopies); ++o) {
+      if (unit.column + 8 * kCopies * o >= unit.columns) continue;
+      const float* v = sum + 4 * kCopies * o + 2 * half;
+      const float2 two = make_float2(lora::train::cuda::sum_of_columns(v[0], v[4], v[8]),
+                                     lora::train::cuda::sum_of_columns(v[1], v[5], v[9]));
+      if (step == 1) {
+        *reinterpret_cast<float2*>(to + 8 * o) = two;
+      } else {
+        to[8 * o * step] = two.x;
+        to[(8 * o + 1) * step] = two.y;
       }
     }
   }

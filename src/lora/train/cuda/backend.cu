@@ -21,6 +21,7 @@
 #include "lora/train/cuda/float_plan.h"
 #include "lora/train/cuda/float_ring.cuh"
 #include "lora/train/cuda/kernels.cuh"
+#include "lora/train/cuda/part_choice.cuh"
 #include "lora/train/cuda/part_columns.cuh"
 #include "lora/train/cuda/work.cuh"
 
@@ -51,7 +52,8 @@ class Call {
       hidden_.first[s] = p.slices[s].first_hidden;
       hidden_.rank[s] = p.slices[s].rank;
     }
-    const PartNeeds needs = needs_of_kernels();
+    const PartNeeds needs = part_choice().needs(work_.weights.needs());
+    part_choice().leave_out(&work_, plan == nullptr);
     SavedHidden saved;
     if (plan_ != nullptr && p.h != nullptr && work_.h.sum_columns != nullptr &&
         looks_ahead(table_, rows_)) {
@@ -163,20 +165,8 @@ class Call {
     return {m, policy != Policy::kSplit && copies_async(m), loads_vectors(m), parts_of(m.dtype)};
   }
 
-  /// Whether y is made by the stream that splits float32 weights itself.
-  bool splits_expand(Side side, int width, const Matrix& out) const {
-    if (forced_.expand != nullptr) return forced_.expand->splits;
-    return side == Side::kB && in_part_columns(out.dtype, p_.weight) && width <= kMostSplitRanks;
-  }
-  /// Float32 weights that must be written out as columns of parts.
-  PartNeeds needs_of_kernels() const {
-    PartNeeds needs = work_.weights.needs();
-    bool pair_b = false;
-    for (int s = 0; s < p_.num_slices; ++s) {
-      pair_b = pair_b || !splits_expand(Side::kB, width_of(p_, s), p_.slices[s].y);
-    }
-    needs.pair_b = needs.pair_b && pair_b;
-    return needs;
+  PartChoice part_choice() const {
+    return {p_, forced_.expand, looks_ahead(table_, rows_), machine_};
   }
 
   void make_h() {
@@ -231,7 +221,7 @@ class Call {
                  ? choose_float_shrink(p_.num_rows, columns, s.width, groups(), stores_h, machine_)
                  : choose_shrink(p_.num_rows, columns, s.width, groups(), masked, dense, operands,
                                  machine(takes_products(s, policy)),
-                                 plan_ != nullptr && side == Side::kB);
+                                 plan_ != nullptr && side == Side::kB, num_slices);
     if (forced_.shrink != nullptr) s.plan = *forced_.shrink;
     s.part_leaves = s.plan.leaves / s.plan.parts;
     free_sms_ = free_sms(s.plan, p_.num_rows, s.width, columns, machine_);
@@ -279,13 +269,16 @@ class Call {
     const bool in_parts = in_part_columns(out.dtype, p_.weight);
     const DType dtype = in_parts ? DType::kBFloat16 : p_.weight;  // of the operands
     const Policy policy = policy_of(dtype, dtype);
-    const bool splits = splits_expand(side, width(slice, num_slices), out);
-    const int copies = in_parts && !splits ? kPairCopies : 1;
+    const int own = width(slice, num_slices);
+    const bool whole = part_choice().multiplies(own, base, out, columns, masked, mask);
+    const bool splits = !whole && part_choice().streams(side, own, out);
+    const int copies = in_parts && !splits && !whole ? kPairCopies : 1;
     ExpandParams e{};
     e.pairs = copies > 1 ? pair_table_ : table_;
     e.rows = rows_;
-    e.h = fetch_of({in_parts ? h.pair_columns : h.values,
-                    std::int64_t{in_parts ? kPairCopies : 1} * p_.hidden_width, 1, dtype},
+    const bool by_values = !in_parts || whole;
+    e.h = fetch_of({by_values ? h.values : h.pair_columns,
+                    std::int64_t{by_values ? 1 : kPairCopies} * p_.hidden_width, 1, dtype},
                    policy);
     e.hidden = copies > 1 ? part_columns(hidden_, copies) : hidden_;
     e.side = side;
@@ -293,7 +286,8 @@ class Call {
     e.num_slices = num_slices;
     e.first_hidden = e.hidden.first[slice];
     e.width = copies * width(slice, num_slices);
-    e.weights = copies > 1 ? part_layout(side) : layout(side, splits ? Policy::kSplit : policy);
+    e.weights =
+        copies > 1 ? part_layout(side) : layout(side, splits || whole ? Policy::kSplit : policy);
     e.columns = columns;
     e.base = base;
     e.out = out;
@@ -306,9 +300,10 @@ class Call {
     e.mask = mask;
     e.masked = masked;
     const int arrays = base.data == nullptr ? 1 : 2;
-    e.plan = splits ? choose_split_expand(p_.num_rows, columns, groups(), arrays, machine_)
-                    : choose_expand(p_.num_rows, columns, e.width, groups(), arrays, policy,
-                                    machine(takes_products(e, policy)));
+    e.plan = whole    ? choose_parts_expand(p_.num_rows, columns, e.width, machine_.sms)
+             : splits ? choose_split_expand(p_.num_rows, columns, groups(), arrays, machine_)
+                      : choose_expand(p_.num_rows, columns, e.width, groups(), arrays, policy,
+                                      machine(takes_products(e, policy)));
     if (forced_.expand != nullptr) e.plan = *forced_.expand;
     e.max_tiles = most_tiles(p_, e.plan.tile_rows);
     e.ahead = looks_ahead(e.pairs, e.rows);
@@ -328,6 +323,8 @@ class Call {
         return expand(e, stream_);
       case ExpandPlan::Kernel::kProduct:
         return expand_products(e, policy, stream_);
+      case ExpandPlan::Kernel::kParts:
+        return expand_parts(e, stream_);
     }
   }
 

@@ -111,6 +111,9 @@ constexpr int stream_stages(int ranks, int rows) {
 /// warps wait for their MMAs. 2048 x 5120 x 13824, rank 32, forward on an H100: 72 us, by products
 /// of columns of parts 57.
 inline constexpr int kMostSplitRanks = 16;
+/// Tiles of expand_parts.cu, and ranks whose parts of weights its shared memory holds.
+inline constexpr int kPartsRows = 64, kPartsColumns = 256, kMostPartsRanks = 64;
+inline constexpr std::int64_t kMostPartsRows = std::int64_t{1} << 24;
 /// Columns of h's parts that a rank has in this stream, of the six that are multiplied.
 inline constexpr int kStreamCopies = 4;
 
@@ -131,8 +134,8 @@ struct ShrinkPlan {
 
 /// One product with a reduction over ranks: y or dx.
 struct ExpandPlan {
-  enum class Kernel { kStream, kWide, kSplit, kProduct };
-  /// expand_stream.cu, expand_wide.cu, expand.cu or lora/cuda/product.cu
+  enum class Kernel { kStream, kWide, kSplit, kProduct, kParts };
+  /// expand_stream.cu, expand_wide.cu, expand.cu, lora/cuda/product.cu or expand_parts.cu
   Kernel kernel = Kernel::kSplit;
   int ranks = 16;                   ///< that its kernel has room for
   int row_warps = 1;                ///< warps of a thread block that share columns
@@ -141,6 +144,7 @@ struct ExpandPlan {
   int tile_columns = kTileColumns;  ///< of a product
   int at_once = 0;                  ///< RowCut's, of the streaming expand
   bool splits = false;              ///< the stream splits float32 weights itself
+  int blocks = 0;                   ///< thread blocks of expand_parts.cu, which share all tiles
 
   MORTAR_HOST_DEVICE constexpr RowCut cut() const {
     return {tile_rows, 16 * row_warps, panels, at_once, kExpandFixedRows};
@@ -201,7 +205,7 @@ inline ShrinkPlan product_shrink(std::int64_t columns, const ProductCut& cut,
   plan.product = true;
   plan.fused = leaves == 1 || cut.split;
   plan.leaves = leaves;
-  plan.rows = lora::cuda::kProductRows;
+  plan.rows = split_rows(cut.columns);
   plan.ranks = cut.columns;
   plan.parts = cut.parts;
   plan.leaf = leaf_columns(columns, leaves);
@@ -212,7 +216,7 @@ inline ShrinkPlan product_shrink(std::int64_t columns, const ProductCut& cut,
 inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int width,
                                 std::int64_t adapters, bool masked, bool dense,
                                 ShrinkOperands operands, const Machine& machine,
-                                bool beside = false) {
+                                bool beside = false, int slices = 1) {
   const bool part_columns = operands == ShrinkOperands::kPartColumns;
   ShrinkPlan plan;
   plan.leaves = leaves_of(rows, columns, width, adapters, masked, beside, operands);
@@ -223,16 +227,19 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   plan.parts = unfused_parts(rows, width, plan.leaves);
   if (!plan.stream || !machine.clusters) return plan;
   const int least_ranks = part_columns ? kLeastPartProductRanks : kLeastProductRanks;
+  // Slices have a tile each, and a tile of 192 columns would be mostly empty. Dropout is theirs
+  // that store h.
+  const bool one_tile = part_columns && width <= (slices == 1 ? kMostPartTile : kMostPartTile / 2);
   const bool products =
-      dense && !masked && takes_products(rows, width, least_ranks, adapters, machine);
+      dense && (!masked || one_tile) && takes_products(rows, width, least_ranks, adapters, machine);
   std::optional<BesideRowSums> with_sums;
   if (beside && products && !part_columns && adapters == 0) {
     with_sums.emplace(rows, columns, width, machine.sms);
   }
   const auto product = [&] {
     const std::int64_t own = product_rows(rows, adapters);
-    if (part_columns && width <= kMostPartTile) {
-      return cut_part_shrink(own, columns, width, plan.leaves, machine.sms);
+    if (one_tile) {
+      return cut_part_shrink(own, columns, width, plan.leaves, machine.sms, masked, beside);
     }
     return with_sums ? cut_leaves(own, columns, width, plan.leaves, true, machine.sms, *with_sums)
                      : cut_leaves(own, columns, width, plan.leaves, !part_columns, machine.sms);
@@ -290,6 +297,10 @@ inline std::string describe(const ExpandPlan& plan) {
     return "product, tiles of " + std::to_string(plan.tile_rows) + " rows by " +
            std::to_string(plan.tile_columns) + " columns, " + std::to_string(plan.panels) +
            " panels";
+  }
+  if (plan.kernel == ExpandPlan::Kernel::kParts) {
+    return "float32 weights split on their way, " + std::to_string(plan.ranks) + " ranks, " +
+           std::to_string(plan.panels) + " panels, " + std::to_string(plan.blocks) + " blocks";
   }
   constexpr const char* kNames[] = {"stream", "wide", "split-bf16"};
   return std::string(kNames[static_cast<int>(plan.kernel)]) + ", " +

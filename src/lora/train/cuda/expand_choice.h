@@ -108,4 +108,30 @@ inline ExpandPlan choose_split_expand(std::int64_t rows, std::int64_t columns,
   return plan;
 }
 
+/// y or dx by expand_parts.cu. A tile takes its MMAs or its share of the DRAM's rate, a panel's
+/// weights some 2 us.
+inline ExpandPlan choose_parts_expand(std::int64_t rows, std::int64_t columns, int width, int sms) {
+  ExpandPlan plan;
+  plan.kernel = ExpandPlan::Kernel::kParts;
+  plan.ranks = width <= 16 ? 16 : width <= 32 ? 32 : kMostPartsRanks;
+  plan.panels = static_cast<int>(ceil_div<std::int64_t>(columns, kPartsColumns));
+  const std::int64_t row_tiles =
+      std::max<std::int64_t>(ceil_div<std::int64_t>(rows, kPartsRows), 1);
+  const std::int64_t tiles = row_tiles * plan.panels;
+  const double tile_us = std::max(48 * width / 1755.0, 1.08), panel_us = 2;
+  double least = 0;
+  // Whole shares of a panel, or all SMs, whose thread blocks have the ends of two panels.
+  for (const std::int64_t blocks :
+       {sms / plan.panels * std::int64_t{plan.panels}, std::int64_t{sms}}) {
+    if (blocks == 0) continue;
+    const std::int64_t own = std::min(blocks, tiles), most = ceil_div(tiles, own);
+    const std::int64_t parts = ceil_div(most, row_tiles) + (tiles % own == 0 ? 0 : 1);
+    const double us = static_cast<double>(most) * tile_us + static_cast<double>(parts) * panel_us;
+    if (least > 0 && us >= least) continue;
+    least = us;
+    plan.blocks = static_cast<int>(own);
+  }
+  return plan;
+}
+
 }  // namespace mortar::lora::train::cuda

@@ -131,6 +131,8 @@ void expand(const ExpandParams& p, Stream stream);
 bool expand_float(const ExpandParams& p, Stream stream);
 void expand_stream(const ExpandParams& p, Policy policy, Stream stream);
 void expand_wide(const ExpandParams& p, Policy policy, Stream stream);
+/// Of float32 weights beside a plain bfloat16 output, rows of one adapter, h in float32.
+void expand_parts(const ExpandParams& p, Stream stream);
 bool takes_products(const ExpandParams& p, Policy policy);
 void expand_products(const ExpandParams& p, Policy policy, Stream stream);
 
@@ -183,12 +185,13 @@ struct PanelParams {
   const void* s;  ///< h or ds: dense [M, hidden_width]
   int hidden_width;
   HiddenColumns hidden;  ///< of one column for a rank
-  int copies;            ///< columns for a rank
+  int copies;            ///< columns for a rank, whose sums are added before they leave
   Side side;
   MaskParams mask;
   bool masked;
-  int shape;   ///< of kPanelShapes
-  int groups;  ///< of rank columns, thread blocks of one panel that share it in L2
+  int shape;          ///< of kPanelShapes
+  int groups;         ///< of rank columns, thread blocks of one panel that share it in L2
+  int group_columns;  ///< whole_octets() of the shape's
   RowCut chunk;
   std::int64_t max_tiles;
   /// Starts while the kernel before it runs, which has waited for all before it and writes nothing
@@ -231,8 +234,7 @@ struct GradSums {
   int first_slice, num_slices, first_hidden, width;
   std::int64_t columns;
   RowCut chunk;
-  int copies;  ///< columns of partials for a rank: 1 or kSumCopies
-  /// [tile][copies width][grad_stride(columns)] for dA, [tile][columns][copies width]
+  /// [tile][width][grad_stride(columns)] for dA, [tile][columns][width]
   const float* partials;
 };
 /// Columns of partials of dA, whole vectors of four.

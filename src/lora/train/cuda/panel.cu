@@ -20,6 +20,8 @@
 // for that one before its sums leave. Up to 16 ranks it has so few registers and stages that it
 // fits an SM beside a last thread block of the expand of dx, and reads x while that one writes.
 // With ds it asks for its first rows in L2 before it waits.
+#include <type_traits>
+
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
@@ -65,7 +67,11 @@ __global__ void __launch_bounds__(panel_threads(kPanelShapes[kShape]))
   if (!p.ahead) device::pdl_begin(p.early);
 
   __shared__ int live[P::kGroups];
-  const PanelPart<> part(p, P::kColumns, P::kRanks, P::kMakesDs, live);
+  // Columns of parts are of bfloat16, at least 24 wide, and make no ds.
+  constexpr bool kCopies =
+      std::is_same_v<T, __nv_bfloat16> && !P::kMakesDs && P::kRanks >= 8 * kSumCopies;
+  const int group_columns = kCopies ? p.group_columns : P::kRanks;
+  const PanelPart<> part(p, P::kColumns, group_columns, P::kMakesDs, live);
   if (part.rows.count == 0) return device::pdl_leave();
   __shared__ Draws draws;
   if (part.threshold != 0) {
@@ -242,6 +248,30 @@ __global__ void __launch_bounds__(panel_threads(kPanelShapes[kShape]))
   }
   if (p.early) device::pdl_wait();
   const int ranks = own.sums == nullptr ? 0 : *part.live - part.first_rank;
+  if constexpr (kCopies) {
+    if (p.copies > 1) {
+      // The three columns of a rank are added before they leave.
+#pragma unroll
+      for (int n = 0; n < kRankTiles / kSumCopies; ++n) {
+        if (8 * kSumCopies * n >= ranks) break;
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const std::int64_t at = part.column + warp_column + 16 * t + 8 * half + lane / 4;
+            const auto sum = [&](int i) {
+              const int own_column = 2 * half + i;
+              return sum_of_columns(sums[t][kSumCopies * n][own_column],
+                                    sums[t][kSumCopies * n + 1][own_column],
+                                    sums[t][kSumCopies * n + 2][own_column]);
+            };
+            part.store_added(at, 8 * n + lane % 4 * 2, sum(0), sum(1));
+          }
+        }
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int n = 0; n < kRankTiles; ++n) {
     if (8 * n >= ranks) break;

@@ -7,6 +7,7 @@
 
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/panel.h"
+#include "lora/train/cuda/part_columns.cuh"
 #include "lora/train/cuda/stream.cuh"
 
 namespace mortar::lora::train::cuda {
@@ -272,6 +273,21 @@ struct PanelPart {
       to[stride] = v1;
     } else {
       float* to = own->sums + (blockIdx.y * own->columns + c) * own->width + j;
+      *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
+    }
+  }
+  /// The same of ranks whose copies have been added.
+  __device__ __forceinline__ void store_added(std::int64_t c, int j, float v0, float v1) const {
+    if (c >= own->columns) return;
+    const int width = own->width / kSumCopies;
+    j += first_rank / kSumCopies;
+    if (p.side == Side::kA) {
+      const std::int64_t stride = grad_stride(own->columns);
+      float* to = own->sums + (std::int64_t{blockIdx.y} * width + j) * stride + c;
+      to[0] = v0;
+      to[stride] = v1;
+    } else {
+      float* to = own->sums + (blockIdx.y * own->columns + c) * width + j;
       *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
     }
   }

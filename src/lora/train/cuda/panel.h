@@ -27,6 +27,10 @@ struct PanelShape {
   /// measured on one H200.
   double rate, fixed_us;
 };
+/// Rank columns of a thread block of so many, where a rank has several: whole octets of ranks.
+constexpr int whole_octets(int ranks, int copies) {
+  return copies == 1 ? ranks : ranks / (8 * copies) * (8 * copies);
+}
 inline constexpr int kPanelWarps = 8;  ///< that share a panel's columns, in panel.cu
 
 /// Bytes of 64 columns of a stage, and of a stage: a panel, and 64 columns for the narrow operand.

@@ -61,9 +61,14 @@ constexpr std::int64_t product_blocks(std::int64_t rows, int width, int tile_col
          ceil_div(width, tile_columns) * parts;
 }
 
-/// Tiles of the product whose clusters share the depth: a cluster has one.
+/// The widest tile of the product whose clusters share the depth, of half of the rows.
+inline constexpr int kWidestPartTile = 192;
+constexpr int split_rows(int tile_columns) {
+  return tile_columns == kWidestPartTile ? lora::cuda::kProductRows / 2 : lora::cuda::kProductRows;
+}
+/// Its tiles: a cluster has one.
 constexpr std::int64_t split_tiles(std::int64_t rows, int width, int tile_columns) {
-  return ceil_div<std::int64_t>(rows, lora::cuda::kProductRows) * ceil_div(width, tile_columns);
+  return ceil_div<std::int64_t>(rows, split_rows(tile_columns)) * ceil_div(width, tile_columns);
 }
 
 /// A cut and its time. Parts of the depth leave partials, or (`split`) are those of a cluster.
@@ -79,12 +84,22 @@ struct ProductCut {
 /// 1.007 times as long as the best on average, and 1.08 at most, of 14 plans for each of 30 sizes
 /// on an H100 (512 to 16,384 rows, 2,048 to 14,336 columns, ranks 64 to 512).
 inline constexpr double kLongL2BytesPerUs = 7.3e6;
+inline constexpr double kStageBytesPerUs = 66e3;
 constexpr double long_step_us(int tile_columns) {
-  return 2.0 * lora::cuda::kProductStep * (lora::cuda::kProductRows + tile_columns) / 66e3;
+  return 2.0 * lora::cuda::kProductStep * (lora::cuda::kProductRows + tile_columns) /
+         kStageBytesPerUs;
 }
 
 /// Columns of a tile of dA or dB: as many of the ranks as a thread block takes.
 constexpr int rows_tile(int width) { return width <= 64 ? 64 : width <= 128 ? 128 : 256; }
+
+/// The same for a launch, of which no bit depends: 192 where 256 would be a quarter empty, or where
+/// a rank's `copies` are added in their tile.
+constexpr int rows_launch_tile(int width, int copies) {
+  const int tile = rows_tile(width);
+  if (copies > 1) return tile < 256 && width <= tile / (8 * copies) * (8 * copies) ? tile : 192;
+  return tile == 256 && ceil_div(width, 192) * 192 < ceil_div(width, 256) * 256 ? 192 : tile;
+}
 
 /// dA or dB: sums over rows of `width` ranks by `columns`, in chunks whose partials are added. Made
 /// for the SMs of an H200 on every device, because summation trees follow from the chunks.
@@ -188,25 +203,25 @@ ProductCut cut_whole_shrink(std::int64_t rows, std::int64_t columns, int width, 
 }
 
 /// Leaves that a thread of the product of clusters that share the depth adds, by columns of a tile.
-constexpr int most_split_leaves(int tile_columns) { return tile_columns == 64 ? 4 : 2; }
+constexpr int most_split_leaves(int tile_columns) { return tile_columns == 128 ? 2 : 4; }
 
 /// h or ds by that product: of a power of two of parts. `only`: columns of a tile, if not 0.
 template <class Total = Alone>
 ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves, int sms,
-                            const Total& total = {}, int only = 0) {
+                            const Total& total = {}, int only = 0, double more_step_us = 0) {
   constexpr double kEndUs = 1.1, kEndPartUs = 0.5;  // sums from block to block
   constexpr double kSplitL2BytesPerUs = 9.2e6;      // neighbours read the same rows
   ProductCut best;
   const double bytes = 2.0 * static_cast<double>(rows) * static_cast<double>(columns + width);
-  for (const int tile : {64, 128}) {
-    if (only != 0 && tile != only) continue;
+  for (const int tile : {64, 128, kWidestPartTile}) {
+    if (tile != only && (only != 0 || tile == kWidestPartTile)) continue;
     const std::int64_t tiles = std::max<std::int64_t>(split_tiles(rows, width, tile), 1);
     for (int parts = std::max(leaves / most_split_leaves(tile), 2); parts <= leaves; parts *= 2) {
       const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
       const double busy = static_cast<double>(parts * std::min(tiles, at_once));
-      const double stage_bytes = 2.0 * lora::cuda::kProductStep * (lora::cuda::kProductRows + tile);
-      const double step_us =
-          std::max({long_step_us(tile), tile * kMmaUs, stage_bytes * busy / kSplitL2BytesPerUs});
+      const double stage_bytes = 2.0 * lora::cuda::kProductStep * (split_rows(tile) + tile);
+      const double step_us = std::max(
+          {stage_bytes / kStageBytesPerUs, tile * kMmaUs, stage_bytes * busy / kSplitL2BytesPerUs});
       const double steps = static_cast<double>(
           ceil_div<std::int64_t>(ceil_div<std::int64_t>(columns, lora::cuda::kProductStep), parts));
       const double own = kRampUs + std::max(bytes / kDramBytesPerUs,
@@ -221,12 +236,23 @@ ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, 
 }
 
 /// Columns of parts of h or ds that one tile has, so that its thread blocks store what these make:
-/// those of 32 ranks.
-inline constexpr int kMostPartTile = 96;
-/// h or ds of so few columns of parts by clusters that share the depth.
+/// those of 64 ranks.
+inline constexpr int kMostPartTile = kWidestPartTile;
+/// What dropout adds to a step of 128 rows (h of 4096 x 4096 and rank 16 on an H100: 19 to 28 us).
+inline constexpr double kDropStepUs = 0.45;
+/// h or ds of so few columns of parts by clusters that share the depth, in one tile a row.
+/// `beside`: ds has the narrowest tile, as dB begins where clusters of four leave SMs free.
+/// (Backward, 4096 x 4096 x 4096, rank 32, on an H100: 88 us for 95; but forward 62 for 52.)
 inline ProductCut cut_part_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
-                                  int sms) {
-  return cut_split_shrink(rows, columns, width, leaves, sms, Alone(), width <= 64 ? 64 : 128);
+                                  int sms, bool masked, bool beside) {
+  ProductCut best;
+  for (const int tile : {64, 128, kWidestPartTile}) {
+    if (tile < width || (beside && best.us > 0)) continue;
+    const ProductCut cut = cut_split_shrink(rows, columns, width, leaves, sms, Alone(), tile,
+                                            masked ? kDropStepUs : 0.0);
+    if (best.us == 0 || cut.us < best.us) best = cut;
+  }
+  return best;
 }
 
 /// h or ds of so many leaves by either kernel. `splits`: clusters may share the depth.

@@ -74,9 +74,15 @@ Product product_of(const ShrinkParams& s, Policy policy) {
     if (pair.rank == 0) continue;
     p.b[i] = weights_of(pair, s.side, s.weights.rows_are_ranks, s.columns, false);
     p.factor[i] = pair.factor;
+    if (s.masked) p.thresholds[i] = pair.threshold;
     p.values[i] = s.ranks[i / p.pairs * s.pairs.num_slices + slices[i % p.pairs]];
   }
   p.scaled = true;
+  if (s.masked) {
+    p.rng = s.mask.rng;
+    p.mask_columns = s.mask.columns;
+    p.mask_first = s.mask.first;
+  }
   p.out = s.h;
   p.out_stride = s.hidden.width / s.copies;
   p.sum_columns = s.sum_columns;
@@ -128,11 +134,21 @@ Product product_of(const PanelParams& s, const PanelOperand& own, Policy policy)
   p.columns[0] = own.width;
   p.end = ProductEnd::kPartials;
   p.early = s.early;
+  if (s.masked) {
+    p.rng = s.mask.rng;
+    p.mask_columns = s.mask.columns;
+    p.mask_first = own.mask_first;
+    for (int i = own.slice; i < own.slice + own.num_slices; ++i) {
+      if (s.pairs.own[i].rank > 0) p.thresholds[0] = s.pairs.own[i].threshold;
+    }
+  }
   p.partials = own.sums;
   const bool of_a = s.side == Side::kA;
-  p.row_stride = of_a ? 1 : own.width;
+  const int width = own.width / s.copies;
+  p.adds_copies = s.copies > 1;
+  p.row_stride = of_a ? 1 : width;
   p.column_stride = of_a ? grad_stride(own.columns) : 1;
-  p.part_stride = own.width * (of_a ? p.column_stride : own.columns);
+  p.part_stride = width * (of_a ? p.column_stride : own.columns);
   return p;
 }
 
@@ -148,8 +164,8 @@ bool takes_operands(const Product& p) {
 }  // namespace
 
 bool takes_products(const ShrinkParams& s, Policy policy) {
-  return policy != Policy::kSplit && !s.masked && takes_rows(s.rows, s.pairs) && s.weights.async &&
-         s.wide.async && takes_operands(product_of(s, policy));
+  return policy != Policy::kSplit && (!s.masked || s.copies > 1) && takes_rows(s.rows, s.pairs) &&
+         s.weights.async && s.wide.async && takes_operands(product_of(s, policy));
 }
 bool takes_products(const ExpandParams& e, Policy policy) {
   const bool takes_base =
@@ -158,8 +174,10 @@ bool takes_products(const ExpandParams& e, Policy policy) {
          e.vectors && e.columns % 8 == 0 && takes_base && takes_operands(product_of(e, policy));
 }
 bool takes_products(const PanelParams& s, Policy policy) {
-  bool takes = !s.masked && one_group(s.rows);
+  bool takes = one_group(s.rows) && (!s.masked || (s.copies > 1 && s.pairs.entries == nullptr));
   for (int i = 0; i < s.num_operands; ++i) {
+    const std::int64_t first = s.mask.columns | s.operands[i].mask_first;
+    takes = takes && (!s.masked || (s.operands[i].width <= 192 && first % kMaskGroup == 0));
     takes = takes && s.operands[i].async && takes_operands(product_of(s, s.operands[i], policy));
   }
   return takes;
@@ -182,7 +200,7 @@ void panel_products(const PanelParams& s, Policy policy, Stream stream) {
   for (int i = 0; i < s.num_operands; ++i) {
     const PanelOperand& own = s.operands[i];
     ProductPlan plan;
-    plan.columns = rows_tile(own.width);
+    plan.columns = rows_launch_tile(own.width, s.copies);
     plan.parts = static_cast<int>(ceil_div<std::int64_t>(s.rows.num_rows, s.chunk.rows));
     plan.leaf = s.chunk.rows;
     plan.clusters = s.free_sms / lora::cuda::kProductCluster;

@@ -36,8 +36,9 @@ BackwardPlan plan_backward(const Problem& p) {
   // Panels make no ds for float32 weights: its columns of parts would be three times the partials.
   // Whether dB is wanted too must not change a bit of ds: it comes from the same kernel either way.
   const bool sm90 = device::current_device().arch == 90;
-  dy.products = sm90 && !p.drops_delta();
-  x.products = sm90 && !p.drops_input();
+  // Products of columns of parts take dropout.
+  dy.products = sm90 && (copies > 1 || !p.drops_delta());
+  x.products = sm90 && (copies > 1 || !p.drops_input());
   const bool needs_ds = (p.wants_da || p.dx.data != nullptr) && p.weight != DType::kFloat32;
   BackwardPlan plan = choose_backward(dy, x, needs_ds, device::current_device().max_smem);
   plan.products = sm90;
@@ -60,15 +61,13 @@ RowSums::RowSums(const Problem& p, const BackwardPlan& plan, Arena* arena) : p_(
     if (panels_take && plan.whole) continue;
     const int chunk = panels_take ? plan.dy.chunk.rows
                                   : choose_outer(p.num_rows, columns, width_of(p, s)).chunk_rows;
-    db_[s] = arena->take<float>(most_tiles(p, chunk) * width_of(p, s) * columns *
-                                (panels_take ? panel_copies(p) : 1));
+    db_[s] = arena->take<float>(most_tiles(p, chunk) * width_of(p, s) * columns);
   }
   if (p.wants_da && !(plan.whole && takes_panels(p, p.x))) {
     const bool panels_take = takes_panels(p, p.x);
     const int chunk = panels_take ? plan.x.chunk.rows
                                   : choose_outer(p.num_rows, p.hidden, p.hidden_width).chunk_rows;
-    da_ = arena->take<float>(most_tiles(p, chunk) * p.hidden_width * grad_stride(p.hidden) *
-                             (panels_take ? panel_copies(p) : 1));
+    da_ = arena->take<float>(most_tiles(p, chunk) * p.hidden_width * grad_stride(p.hidden));
   }
   panels_ = arena->take<float>(panels * p.num_rows * p.hidden_width);
 }
@@ -195,7 +194,9 @@ int RowSums::add_operand(PanelParams* to, Side side, int slice, const HiddenForm
   o.first_hidden = copies * p_.slices[slice].first_hidden;
   o.width = copies * width(slice, num_slices);
   o.sums = sums;
-  to->groups = std::max(to->groups, ceil_div(o.width, shape_ranks));
+  to->group_columns = whole_octets(shape_ranks, copies);
+  check(to->group_columns > 0, "lora_train: a panel has all copies of an octet of ranks");
+  to->groups = std::max(to->groups, ceil_div(o.width, to->group_columns));
   const bool masked = of_a ? p_.drops_input() : p_.drops_delta();
   for (int i = slice; plan_.whole && i < slice + num_slices; ++i) {
     const Pair pair = p_.pair(0, i);
@@ -206,7 +207,7 @@ int RowSums::add_operand(PanelParams* to, Side side, int slice, const HiddenForm
   }
   // Not by the address of the sums: without rows there are none, and no workspace.
   if (!plan_.whole && o.width > 0 && (of_a || p_.wants_db)) {
-    add_sums(side, slice, num_slices, columns, to->chunk, copies, sums);
+    add_sums(side, slice, num_slices, columns, to->chunk, sums);
   }
   return o.panels;
 }
@@ -233,11 +234,11 @@ void RowSums::run_outer(Side side, int slice, int num_slices, const Matrix& wide
   o.partials = sums;
   o.early = early;
   outer(o, stream_);
-  add_sums(side, slice, num_slices, columns, RowCut{plan.chunk_rows}, 1, sums);
+  add_sums(side, slice, num_slices, columns, RowCut{plan.chunk_rows}, sums);
 }
 
 void RowSums::add_sums(Side side, int slice, int num_slices, std::int64_t columns,
-                       const RowCut& chunk, int copies, const float* sums) {
+                       const RowCut& chunk, const float* sums) {
   GradSums& g = grads_.sums[grads_.num_sums++];
   g.side = side;
   g.first_slice = slice;
@@ -246,7 +247,6 @@ void RowSums::add_sums(Side side, int slice, int num_slices, std::int64_t column
   g.width = width(slice, num_slices);
   g.columns = columns;
   g.chunk = chunk;
-  g.copies = copies;
   g.partials = sums;
 }
 

@@ -62,7 +62,7 @@ class RowSums {
   void run_outer(Side side, int slice, int num_slices, const Matrix& wide, const void* narrow,
                  std::int64_t columns, std::int64_t mask_first, float* sums, bool early);
   void add_sums(Side side, int slice, int num_slices, std::int64_t columns, const RowCut& chunk,
-                int copies, const float* sums);
+                const float* sums);
   int width(int slice, int num_slices) const {
     return num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
   }

@@ -13,7 +13,6 @@
 #include "device/pdl.cuh"
 #include "lora/train/cuda/grad_store.cuh"
 #include "lora/train/cuda/kernels.cuh"
-#include "lora/train/cuda/part_columns.cuh"
 
 namespace mortar::lora::train::cuda {
 namespace {
@@ -86,24 +85,8 @@ __global__ void __launch_bounds__(kThreads) ds_kernel(const __grid_constant__ Ds
   device::pdl_wait();
 }
 
-/// The sum of four neighbours whose ranks have kSumCopies columns each.
-__device__ inline float4 sum_in_copies(const GradSums& g, std::int64_t first_slot, int slots,
-                                       std::int64_t along, std::int64_t across) {
-  const bool of_a = g.side == Side::kA;
-  const std::int64_t width = g.width * kSumCopies, stride = grad_stride(g.columns);
-  const std::int64_t slot_size = width * (of_a ? stride : g.columns);
-  const int column = part_column(static_cast<int>(of_a ? along : across), kSumCopies);
-  const float* from = g.partials + first_slot * slot_size +
-                      (of_a ? column * stride + across : along * width + column);
-  const std::int64_t step = of_a ? 8 * stride : 8;
-  return sum_of_columns(sum_in_order<kFewLoads>(from, slot_size, slots),
-                        sum_in_order<kFewLoads>(from + step, slot_size, slots),
-                        sum_in_order<kFewLoads>(from + 2 * step, slot_size, slots));
-}
-
-/// kCopies: whether some sums come as columns of bfloat16 parts.
 /// kPlaces: of a thread; where there are several, their loads are in flight together.
-template <bool kCopies, int kLoads, int kPlaces>
+template <int kLoads, int kPlaces>
 __global__ void __launch_bounds__(kThreads)
     weight_grad_kernel(const __grid_constant__ WeightGradParams p) {
   int which = 0;
@@ -158,10 +141,7 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (kPlaces == 1) {
     const Place own = place_of(0);
     if (!own.wanted || (own.adds && slots == 0)) return;
-    const float4 v =
-        kCopies && g.copies > 1
-            ? sum_in_copies(g, first_slot, slots, own.along, own.across)
-            : sum_in_order<kLoads>(g.partials + first_slot * all + own.first, all, slots);
+    const float4 v = sum_in_order<kLoads>(g.partials + first_slot * all + own.first, all, slots);
     store_grad(own.out, of_a, own.rank, own.ranks, of_a ? own.across : own.along, g.columns,
                own.adds, v);
   } else {
@@ -206,16 +186,14 @@ void sum_ds(const DsParams& p, Stream stream) {
 }
 
 void sum_weight_grads(WeightGradParams* p, Stream stream) {
-  bool copies = false;
   std::int64_t most = 0;  // partials of a sum
-  for (int i = 0; i < p->num_sums; ++i) copies |= p->sums[i].copies > 1;
   // Thread blocks of several adapters look up rows before they add anything: not in several waves.
   constexpr int kManyPlaces = 4;
   const std::int64_t one_wave = std::int64_t{4} * device::current_device().num_sms;
   std::int64_t all = 0;
   for (int i = 0; i < p->num_sums; ++i) all += p->sums[i].width * p->sums[i].columns;
   const bool waves = all * p->num_adapters > 2 * one_wave * kThreads * kVector;
-  const int places = p->num_adapters > 1 && !copies && waves ? kManyPlaces : 1;
+  const int places = p->num_adapters > 1 && waves ? kManyPlaces : 1;
   p->first_block[0] = 0;
   for (int i = 0; i < p->num_sums; ++i) {
     const GradSums& g = p->sums[i];
@@ -230,14 +208,13 @@ void sum_weight_grads(WeightGradParams* p, Stream stream) {
   l.threads = kThreads;
   l.stream = stream;
   l.pdl = true;
-  if (copies) return device::launch<weight_grad_kernel<true, kFewLoads, 1>>("lora_train", l, *p);
   if (places > 1) {
-    return device::launch<weight_grad_kernel<false, kFewLoads, kManyPlaces>>("lora_train", l, *p);
+    return device::launch<weight_grad_kernel<kFewLoads, kManyPlaces>>("lora_train", l, *p);
   }
   if (most <= kFewLoads) {
-    return device::launch<weight_grad_kernel<false, kFewLoads, 1>>("lora_train", l, *p);
+    return device::launch<weight_grad_kernel<kFewLoads, 1>>("lora_train", l, *p);
   }
-  device::launch<weight_grad_kernel<false, kMostLoads, 1>>("lora_train", l, *p);
+  device::launch<weight_grad_kernel<kMostLoads, 1>>("lora_train", l, *p);
 }
 
 }  // namespace mortar::lora::train::cuda

@@ -97,15 +97,14 @@ struct Work {
     const bool all = p.weight != DType::kFloat32;
     h.values = static_cast<char*>(p.h);
     if (makes_h && p.h == nullptr) {
-      h.values = take(all || some_slice(p, forward ? &SliceView::y : &SliceView::dy, true),
-                      dtype_size(p.weight));
+      h.values = take(all || forward || some_slice(p, &SliceView::dy, true), dtype_size(p.weight));
     }
     h.pair_columns = take(needs.pair_b, kPairCopies * part);
     h.sum_columns =
         take(!forward && p.wants_db && some_slice(p, &SliceView::dy, false), kSumCopies * part);
-    const bool dx_by_values = p.dx.data != nullptr && !in_parts(p.dx);
     const bool da_by_values = p.wants_da && !in_parts(p.x);
-    ds.values = take(!forward && (all || dx_by_values || da_by_values), dtype_size(p.weight));
+    ds.values =
+        take(!forward && (all || p.dx.data != nullptr || da_by_values), dtype_size(p.weight));
     ds.pair_columns = take(needs.pair_a, kPairCopies * part);
     ds.sum_columns = take(p.wants_da && in_parts(p.x), kSumCopies * part);
 
