@@ -239,7 +239,7 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   const auto product = [&] {
     const std::int64_t own = product_rows(rows, adapters);
     if (one_tile) {
-      return cut_part_shrink(own, columns, width, plan.leaves, machine.sms, masked, beside);
+      return cut_part_shrink(own, columns, width, plan.leaves, machine.sms, beside);
     }
     return with_sums ? cut_leaves(own, columns, width, plan.leaves, true, machine.sms, *with_sums)
                      : cut_leaves(own, columns, width, plan.leaves, !part_columns, machine.sms);

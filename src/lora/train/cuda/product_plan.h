@@ -208,7 +208,7 @@ constexpr int most_split_leaves(int tile_columns) { return tile_columns == 128 ?
 /// h or ds by that product: of a power of two of parts. `only`: columns of a tile, if not 0.
 template <class Total = Alone>
 ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves, int sms,
-                            const Total& total = {}, int only = 0, double more_step_us = 0) {
+                            const Total& total = {}, int only = 0) {
   constexpr double kEndUs = 1.1, kEndPartUs = 0.5;  // sums from block to block
   constexpr double kSplitL2BytesPerUs = 9.2e6;      // neighbours read the same rows
   ProductCut best;
@@ -238,18 +238,15 @@ ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, 
 /// Columns of parts of h or ds that one tile has, so that its thread blocks store what these make:
 /// those of 64 ranks.
 inline constexpr int kMostPartTile = kWidestPartTile;
-/// What dropout adds to a step of 128 rows (h of 4096 x 4096 and rank 16 on an H100: 19 to 28 us).
-inline constexpr double kDropStepUs = 0.45;
 /// h or ds of so few columns of parts by clusters that share the depth, in one tile a row.
 /// `beside`: ds has the narrowest tile, as dB begins where clusters of four leave SMs free.
 /// (Backward, 4096 x 4096 x 4096, rank 32, on an H100: 88 us for 95; but forward 62 for 52.)
 inline ProductCut cut_part_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
-                                  int sms, bool masked, bool beside) {
+                                  int sms, bool beside) {
   ProductCut best;
   for (const int tile : {64, 128, kWidestPartTile}) {
     if (tile < width || (beside && best.us > 0)) continue;
-    const ProductCut cut = cut_split_shrink(rows, columns, width, leaves, sms, Alone(), tile,
-                                            masked ? kDropStepUs : 0.0);
+    const ProductCut cut = cut_split_shrink(rows, columns, width, leaves, sms, Alone(), tile);
     if (best.us == 0 || cut.us < best.us) best = cut;
   }
   return best;
