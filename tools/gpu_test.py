@@ -21,8 +21,8 @@ from suite import ROOT, Counts, Suite, console, read_junit
 from test_all import python_tests
 
 _SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Small cases on the GPU: by their name, and LoRA's comparison with the oracle as a whole.
-_SMALL = "*Small*:*/LoraOp.*-*/cpu*:*_cpu*"
+# Small cases on the GPU: by their name, and LoRA's comparisons with the oracle as a whole.
+_SMALL = "*Small*:*/LoraOp.*:*/LoraTrain.*:*/LoraTrainParts.*-*/cpu*:*_cpu*"
 _MOST_BARRIERS = 16384
 # A test program keeps one core busy and little of the GPU: shares of it run side by side.
 _SHARES = 8
