@@ -40,12 +40,19 @@ Tensor read_rows(ArgReader<Source>& args, const char* name) {
 
 template <class Source>
 Fp8Format read_format(ArgReader<Source>& args) {
+  // A number that an enum cannot hold would become another.
+  const auto choice = [&args](const char* name, std::int64_t num) {
+    const std::int64_t value = args.integer(name);
+    check(value >= 0 && value < num, args.op(), ": ", name, " must be in [0, ", num, "), got ",
+          value);
+    return value;
+  };
   Fp8Format format;
-  format.scaling = static_cast<Fp8Scaling>(args.integer("scaling"));
+  format.scaling = static_cast<Fp8Scaling>(choice("scaling", 3));
   format.group = args.integer("group");
   format.pow2_scale = args.template value<bool>("pow2_scale");
   format.given_scale = args.template value<bool>("given_scale");
-  format.numerics = static_cast<Fp8Numerics>(args.integer("numerics"));
+  format.numerics = static_cast<Fp8Numerics>(choice("numerics", 2));
   format.rng = args.tensor("rng");
   return format;
 }

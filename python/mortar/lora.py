@@ -143,7 +143,7 @@ def plan(token_adapter: torch.Tensor, num_adapters: int, out: Plan | None = None
     With the environment variable MORTAR_DEBUG_CHECKS=1 every plan is followed by ``check``, which
     waits for the device and so cannot be captured into a CUDA graph.
     """
-    _check_map(token_adapter, out)
+    _check_arguments(token_adapter, num_adapters, out)
     num_tokens = token_adapter.shape[0]
     if out is None:
         size = _plan_size(num_tokens, num_adapters)
@@ -162,7 +162,7 @@ def plan(token_adapter: torch.Tensor, num_adapters: int, out: Plan | None = None
     return made
 
 
-def _check_map(token_adapter: torch.Tensor, out: Plan | None) -> None:
+def _check_arguments(token_adapter: torch.Tensor, num_adapters: int, out: Plan | None) -> None:
     if not isinstance(token_adapter, torch.Tensor):
         got = type(token_adapter).__name__
         raise TypeError(f"lora_plan: token_adapter must be a tensor, got {got}")
@@ -173,6 +173,9 @@ def _check_map(token_adapter: torch.Tensor, out: Plan | None) -> None:
         )
     if out is not None and not isinstance(out, Plan):
         raise TypeError(f"lora_plan: out must be a mortar.lora.Plan, got {type(out).__name__}")
+    if type(num_adapters) is not int and not hasattr(num_adapters, "__index__"):
+        got = type(num_adapters).__name__
+        raise TypeError(f"lora_plan: num_adapters must be an integer, got {got}")
 
 
 def check(plan: Plan) -> PlanReport:

@@ -175,6 +175,8 @@ def test_errors(device):
     case = random_case(device, (4, 48), E4M3)
     with pytest.raises(ValueError, match="^fp8_rmsnorm_forward: s_x must have .* QB = 32, 1.5, "):
         coat.fp8_rmsnorm_forward(case.x, case.x_scale, case.weight, 32, 1e-5)
+    with pytest.raises(ValueError, match="^fp8_rmsnorm_forward: QB must be positive, got 0"):
+        coat.fp8_rmsnorm_forward(case.x, case.x_scale, case.weight, 0, 1e-5)
     with pytest.raises(TypeError, match="^fp8_division_transpose: fp8type must be .* got 'E3M4'"):
         coat.fp8_division_transpose(case.x.float(), 16, "E3M4")
 

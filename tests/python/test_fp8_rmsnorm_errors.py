@@ -255,3 +255,16 @@ if "cuda" in DEVICES:
             mortar.fp8_rmsnorm(x, weight)
         with pytest.raises(TypeError, match="^fp8_rmsnorm: residual must be on cuda:0, got cpu"):
             mortar.fp8_rmsnorm(x, weight.cuda(), residual=torch.ones(4, 32))
+
+
+@pytest.mark.parametrize("name, value, num", [("scaling", 256, 3), ("scaling", 2**33, 3),
+                                              ("numerics", -1, 2)])  # fmt: skip
+def test_numbers_that_an_option_does_not_have(device, name, value, num):
+    y, q = torch.ones(4, 32, device=device), torch.ones(4, 32, device=device).to(E4M3)
+    scale = torch.full((), POISON, device=device)
+    options = {"scaling": 0, "group": 128, "pow2_scale": False, "given_scale": False,
+               "numerics": 0, "rng": None} | {name: value}  # fmt: skip
+    outputs = {"q": q, "scale": scale, "q_t": None, "scale_t": None, "amax": None}
+    with pytest.raises(ValueError, match=rf"{name} must be in \[0, {num}\), got {value}"):
+        torch.ops.mortar.fp8_quantize_out(y, **options, **outputs)
+    assert scale == POISON

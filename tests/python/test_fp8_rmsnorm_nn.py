@@ -353,3 +353,26 @@ def test_settings_cannot_be_assigned():
         with pytest.raises(AttributeError, match=name):
             setattr(layer, name, 0.5)
     assert (layer.eps, layer.weight_offset) == (1e-6, 1.0)
+
+
+def test_what_has_no_gradient_or_is_no_fp8_dtype_is_refused(device):
+    x, scale = torch.ones(4, 32, device=device).to(E4M3), torch.ones(4, 2, device=device)
+    layer = Fp8RMSNorm(32, device=device)
+    with pytest.raises(RuntimeError, match="^Fp8RMSNorm: x_scale must not require a gradient"):
+        layer(x, scale.requires_grad_())
+    with torch.no_grad():
+        layer(x, scale)
+    with pytest.raises(TypeError, match="^Fp8RMSNormLinear: gradient_dtype must be torch.float8"):
+        Fp8RMSNormLinear(32, 16, gradient_dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="^fp8_linear: gradient_dtype must be .* got torch.float16"):
+        fp8_linear(layer(x, scale.detach()), torch.ones(16, 32, device=device),
+                   gradient_dtype=torch.float16)  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_hooks_of_the_norm_of_a_linear_run(device, grad):
+    layer, seen = Fp8RMSNormLinear(32, 16, device=device), []
+    layer.norm.register_forward_hook(lambda module, args, out: seen.append(out.q.shape))
+    with torch.set_grad_enabled(grad):
+        layer(torch.ones(4, 32, device=device))
+    assert seen == [(4, 32)]

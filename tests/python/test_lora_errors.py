@@ -318,6 +318,7 @@ PLAN = [
     (lambda ids: (ids[::2], 2), ValueError, "token_adapter must be contiguous, got strides"),
     (lambda ids: (ids, 0), ValueError, "num_adapters must be 1 to 4096, got 0"),
     (lambda ids: (ids, 4097), ValueError, "num_adapters must be 1 to 4096, got 4097"),
+    (lambda ids: (ids, 2.5), TypeError, "num_adapters must be an integer, got float"),
     (lambda ids: (ids.new_zeros(2**20 + 1), 2), ValueError, "tokens must be 0 to 1048576"),
 ]
 

@@ -53,6 +53,8 @@ def _dense(t: Tensor) -> Tensor:
 
 def _check_group(function: str, x: Tensor, s_x: Tensor, QB: int) -> None:
     if x.shape[-1] != s_x.shape[-1] * QB:
+        if QB <= 0:
+            raise ValueError(f"{function}: QB must be positive, got {QB}")
         raise ValueError(
             f"{function}: s_x must have x's last dimension divided by QB = {QB}, "
             f"{x.shape[-1] / QB:g}, as its own, got {s_x.shape[-1]}"

@@ -211,6 +211,8 @@ class Fp8RMSNorm(nn.Module):
 def _norm(x, x_scale, weight, residual, carrier, chosen: Settings) -> Fp8Output:
     if carrier is not None:
         _check_carrier(carrier, x)
+    if x_scale is not None and _is_grad_enabled() and x_scale.requires_grad:
+        raise RuntimeError("Fp8RMSNorm: x_scale must not require a gradient, it has none")
     source = x if carrier is None else carrier
     if not (_is_grad_enabled() and _wants_gradient(source, weight, residual)):
         return normalise(x, x_scale, weight, residual, chosen)
@@ -255,6 +257,14 @@ def _wants_gradient(source: Tensor, weight: Tensor, residual: Tensor | None) -> 
     )
 
 
+def _check_gradient_dtype(function: str, dtype: torch.dtype) -> None:
+    if dtype not in _FP8:
+        raise TypeError(
+            f"{function}: gradient_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, "
+            f"got {dtype}"
+        )
+
+
 def fp8_linear(
     activation: Fp8Output,
     weight: Tensor,
@@ -278,9 +288,11 @@ def fp8_linear(
         [..., O] in the dtype of the carrier (bfloat16 where there is none).
 
     Raises:
+        TypeError: gradient_dtype is no FP8 dtype.
         ValueError: activation has no q, more than one scale, or, where a gradient of the weight is
             wanted, no q_t.
     """
+    _check_gradient_dtype("fp8_linear", gradient_dtype)
     q, scale, q_t, carrier = activation.q, activation.scale, activation.q_t, activation.normed
     if q is None or scale is None or scale.ndim != 0:
         raise ValueError(
@@ -326,6 +338,7 @@ class Fp8RMSNormLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        _check_gradient_dtype("Fp8RMSNormLinear", gradient_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.gradient_dtype, self.stochastic_gradient = gradient_dtype, stochastic_gradient
         self.norm = Fp8RMSNorm(
@@ -358,9 +371,12 @@ class Fp8RMSNormLinear(nn.Module):
         """[..., O] of x [..., N] in the dtype of x or its carrier (bfloat16 for an FP8 x without
         one); with a residual the pair of that and the updated residual. Arguments are those of
         `Fp8RMSNorm`."""
+        norm = self.norm
         wants = _is_grad_enabled() and self.weight.requires_grad
-        chosen = self.norm.settings if wants else self._without_q_t
-        out = _norm(x, x_scale, self.norm.weight, residual, carrier, chosen)
+        if wants or norm._forward_hooks or norm._forward_pre_hooks:
+            out = norm(x, x_scale, residual=residual, carrier=carrier)
+        else:
+            out = _norm(x, x_scale, norm.weight, residual, carrier, self._without_q_t)
         if out.normed is None:
             dtype = _wide(x.dtype if carrier is None else carrier.dtype)
             out = out._replace(normed=_carrier(x.shape, dtype, x.device))
