@@ -5,10 +5,10 @@
     ./run demo train --device cuda   the same, with a GPU's own table
     ./run demo train --quick         a tiny model, in seconds
 
-First one adapter: steps per second, peak memory, what a step keeps for its backward, both losses
-and their largest difference. Then four adapters of ranks 4, 8, 16 and 64, each on its own text, in
-one batch (`accelerate(model, train_mixed=True)`), beside four separate runs. Text and base model
-are made on this machine (corpus.py, lora_training.py).
+First one adapter: steps per second, peak memory of training beyond what was in use before it, what
+a step keeps for its backward, both losses and their largest difference. Then four adapters of ranks
+4, 8, 16 and 64, each on its own text, in one batch (`accelerate(model, train_mixed=True)`), beside
+four separate runs. Text and base model are made on this machine (corpus.py, lora_training.py).
 
 Exit status: 1 if a loss of Mortar's is further from its counterpart than rounding explains.
 """
@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
+import gc
 import json
 import sys
 import time
@@ -77,21 +79,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 # ---- measuring -----------------------------------------------------------------------------------
 
 
-def _reset_peak(device: str) -> None:
+def _resident_mb(what: str) -> float:
+    """VmRSS, the process's resident size, or VmHWM, the highest since it was last forgotten."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(what):
+            return int(line.split()[1]) * 1024 / 1e6
+    return 0.0
+
+
+def _reset_peak(device: str) -> float:
+    """MB in use as a training begins. What the last one freed is given back first, as it would
+    count for this one."""
+    gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the highest resident size
+        return torch.cuda.memory_allocated() / 1e6
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest resident size
+    return _resident_mb("VmRSS")
 
 
 def _peak_mb(device: str) -> float:
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e6
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024 / 1e6
-    return 0.0
+    return torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else _resident_mb("VmHWM")
 
 
 def _kept_mb(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> float:
@@ -157,7 +167,7 @@ def train(model: torch.nn.Module, names: Sequence[str], texts, rows: int, length
         return each.view(len(names), -1).mean(1)
 
     run.kept_mb = _kept_mb(model, lambda: losses(next(batches(texts, rows, length, 1))))
-    _reset_peak(device)
+    before = _reset_peak(device)
     torch.manual_seed(SEED)
     seconds = 0.0
     for step, ids in enumerate(batches(texts, rows, length, steps)):
@@ -170,7 +180,7 @@ def train(model: torch.nn.Module, names: Sequence[str], texts, rows: int, length
             run.losses[name].append(loss)
         seconds += (time.perf_counter() - begin) if step else 0.0  # the first step warms up
     run.steps_per_second = max(steps - 1, 1) / max(seconds, 1e-9)
-    run.peak_mb = _peak_mb(device)
+    run.peak_mb = _peak_mb(device) - before
     return run
 
 
@@ -234,7 +244,7 @@ def results_table(title: str, runs: dict[str, Run], difference: float) -> Table:
     table = Table(title=title, title_justify="left",
                   caption=f"largest difference of a loss: {difference:.2e}",
                   caption_justify="left")  # fmt: skip
-    for header in ("", "steps/s", "peak MB", "kept for backward, MB", "last loss"):
+    for header in ("", "steps/s", "peak MB above start", "kept for backward, MB", "last loss"):
         table.add_column(header, justify="right" if header else "left")
     for name, run in runs.items():
         last = sum(curve[-1] for curve in run.losses.values()) / len(run.losses)
