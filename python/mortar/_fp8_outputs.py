@@ -59,16 +59,20 @@ def _unknown(function: str, name: str, value: object, choices: dict) -> ValueErr
     return ValueError(f"{function}: {name} must be one of {allowed}, got {value!r}")
 
 
+def require_fp8(function: str, name: str, dtype: object) -> None:
+    if dtype not in _FP8:
+        raise TypeError(
+            f"{function}: {name} must be torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}"
+        )
+
+
 def settings(
     function: str, fp8_dtype, scaling, group, given_scale, pow2_scale, scale_layout, transpose,
     normed, stochastic, numerics, eps, weight_offset,
 ) -> Settings:  # fmt: skip
     """Options of `fp8_rmsnorm`, in any types, checked as far as the library does not do that."""
-    if fp8_dtype is not None and fp8_dtype not in _FP8:
-        raise TypeError(
-            f"{function}: fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, "
-            f"got {fp8_dtype}"
-        )
+    if fp8_dtype is not None:
+        require_fp8(function, "fp8_dtype", fp8_dtype)
     index = _SCALING_INDEX.get(scaling) if isinstance(scaling, str) else None
     if index is None:
         raise _unknown(function, "scaling", scaling, _SCALING_INDEX)

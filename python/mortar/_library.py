@@ -94,7 +94,7 @@ def any_negation(tensors) -> bool:
 
 def _has_negative_bit(args) -> bool:
     tensors = (t for arg in args for t in (arg if isinstance(arg, list) else (arg,)))
-    return any(isinstance(t, _Tensor) and t.is_neg() for t in tensors)
+    return any_negation(t for t in tensors if isinstance(t, _Tensor))
 
 
 def shortcut(op: Callable, impl: Callable) -> Callable:

@@ -18,6 +18,8 @@ int best_tile_tokens(const LoraShape& s);
 std::int64_t used_adapters(const LoraShape& s);
 /// Tokens of an adapter if all of those loaded have as many.
 std::int64_t tokens_per_adapter(const LoraShape& s);
+/// Tokens of a tile of 16 then.
+std::int64_t likely_tile(const LoraShape& s);
 /// Columns per CTA, close to `cols`, that cut the widest slice into blocks of equal width, so that
 /// the last CTA does not get a narrow remainder. The number of blocks is max_width / cols, rounded
 /// up where its fraction is 0.4 or more. The result is a multiple of `multiple`.

@@ -22,9 +22,6 @@ constexpr int kSmallLeaf = 8;
 static_assert(kWgmmaShapes[kSmallLeaf].rows == 16 &&
               kWgmmaShapes[kSmallLeaf].share == Share::kLeaf);
 
-std::int64_t likely_tile(const LoraShape& s) {
-  return std::min<std::int64_t>(16, tokens_per_adapter(s));
-}
 std::int64_t trips(const LoraShape& s) {
   return ceil_div(likely_tile(s) * h_width(s) / 4, kPieces);
 }
@@ -51,6 +48,10 @@ bool shrink_fits(const LoraShape& s, const Machine& m, int rows, const ExpandPla
 }
 
 }  // namespace
+
+std::int64_t likely_tile(const LoraShape& s) {
+  return std::min<std::int64_t>(16, tokens_per_adapter(s));
+}
 
 std::int64_t decode_shrink_ctas(const LoraShape& s, int rows) {
   return max_tiles(s.num_tokens, s.num_adapters, 16) * ceil_div<std::int64_t>(s.hidden, kDecodeK) *

@@ -40,10 +40,6 @@ double likely_tiles(const LoraShape& s) {
   return std::min(static_cast<double>(max_tiles(s.num_tokens, s.num_adapters, 16)),
                   std::max(adapters, tokens / 16 + adapters / 2));
 }
-/// Tokens of a tile.
-std::int64_t tile_size(const LoraShape& s) {
-  return std::min<std::int64_t>(16, ceil_div(s.num_tokens, used_adapters(s)));
-}
 
 /// CTAs of the one kernel that the device runs at once: clusters leave some SMs idle.
 double room_for_one(const LoraShape& s, const Machine& m, int cols) {
@@ -58,13 +54,13 @@ double room_for_one(const LoraShape& s, const Machine& m, int cols) {
 /// next call's CTAs find room beside them; for two, what all CTAs read, and the split-K partials
 /// that each of expand's adds.
 double us_of_one(const LoraShape& s, const Machine& m, int cols, double ctas) {
-  const auto rank = static_cast<double>(s.max_rank), tokens = static_cast<double>(tile_size(s));
+  const auto rank = static_cast<double>(s.max_rank), tokens = static_cast<double>(likely_tile(s));
   const double kb = one_turns(s.hidden) * (rank + tokens) + cols * 2 * (rank + 2 * tokens) / 1024;
   return 1.43 + 0.035 * static_cast<double>(num_leaves(s.hidden)) + 0.0052 * ctas +
          (0.0082 + 0.0001 * ctas) * kb + (2 * ctas > room_for_one(s, m, cols) ? 1.2 : 0);
 }
 double us_of_two(const LoraShape& s, double tiles) {
-  const auto rank = static_cast<double>(s.max_rank), tokens = static_cast<double>(tile_size(s));
+  const auto rank = static_cast<double>(s.max_rank), tokens = static_cast<double>(likely_tile(s));
   const auto hidden = static_cast<double>(s.hidden), columns = static_cast<double>(s.sum_widths());
   const double rows = s.num_slices * rank;
   const double a = hidden * rows, x = hidden * 16, b = columns * rank, y = columns * 2 * tokens;
@@ -88,7 +84,7 @@ bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   if (s.num_tokens <= 0 || !runs_one(s, m, 32)) return false;
   const double tiles = likely_tiles(s);
   if (one_turns(s.hidden) > 1 && tiles > kMostTilesOfTurns) return false;
-  if (s.max_rank > kMostRankOfFew && tile_size(s) <= kFewTokens) return false;
+  if (s.max_rank > kMostRankOfFew && likely_tile(s) <= kFewTokens) return false;
   double least = us_of_two(s, tiles);
   bool suits = false;
   for (int cols = 32; runs_one(s, m, cols); cols *= 2) {

@@ -331,4 +331,17 @@ inline bool same_bytes(const Tensor& a, const Tensor& b) {
   return true;
 }
 
+/// Everything that two steps computed is the same to the bit.
+inline void expect_same_results(TrainStep& a, TrainStep& b, const std::string& what) {
+  for (std::size_t s = 0; s < a.y.size(); ++s) {
+    EXPECT_TRUE(same_bytes(a.y[s].host(), b.y[s].host())) << what << ": y" << s;
+  }
+  EXPECT_TRUE(same_bytes(a.h.host(), b.h.host())) << what << ": h";
+  EXPECT_TRUE(same_bytes(a.dx.host(), b.dx.host())) << what << ": dx";
+  for (std::size_t i = 0; i < a.da.size(); ++i) {
+    EXPECT_TRUE(same_bytes(a.da[i].host(), b.da[i].host())) << what << ": da" << i;
+    EXPECT_TRUE(same_bytes(a.db[i].host(), b.db[i].host())) << what << ": db" << i;
+  }
+}
+
 }  // namespace mortar::testing

@@ -57,17 +57,9 @@ TEST_P(LoraTrainParts, StridesChangeNoBit) {
       copy_inputs(first, &other);
       other.run_forward();
       other.run_backward();
-      const std::string name = concat("rank ", own.ranks[0], ", ", own.p.empty() ? 0.0f : own.p[0],
-                                      one.transposed ? ", transposed: " : ", misaligned: ");
-      EXPECT_TRUE(same_bytes(first.h.host(), other.h.host())) << name << "h";
-      EXPECT_TRUE(same_bytes(first.dx.host(), other.dx.host())) << name << "dx";
-      for (std::size_t s = 0; s < first.y.size(); ++s) {
-        EXPECT_TRUE(same_bytes(first.y[s].host(), other.y[s].host())) << name << "y" << s;
-      }
-      for (std::size_t i = 0; i < first.da.size(); ++i) {
-        EXPECT_TRUE(same_bytes(first.da[i].host(), other.da[i].host())) << name << "da" << i;
-        EXPECT_TRUE(same_bytes(first.db[i].host(), other.db[i].host())) << name << "db" << i;
-      }
+      expect_same_results(first, other,
+                          concat("rank ", own.ranks[0], ", ", own.p.empty() ? 0.0f : own.p[0],
+                                 one.transposed ? ", transposed" : ", misaligned"));
     }
   }
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .._fp8_ops import NUMERICS, SCALINGS
-from .._fp8_outputs import Settings, record, settings
+from .._fp8_outputs import Settings, record, require_fp8, settings
 from .._library import is_eager
 from .._new_tensors import spread
 from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm_backward, normalise
@@ -257,14 +257,6 @@ def _wants_gradient(source: Tensor, weight: Tensor, residual: Tensor | None) -> 
     )
 
 
-def _check_gradient_dtype(function: str, dtype: torch.dtype) -> None:
-    if dtype not in _FP8:
-        raise TypeError(
-            f"{function}: gradient_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, "
-            f"got {dtype}"
-        )
-
-
 def fp8_linear(
     activation: Fp8Output,
     weight: Tensor,
@@ -292,7 +284,7 @@ def fp8_linear(
         ValueError: activation has no q, more than one scale, or, where a gradient of the weight is
             wanted, no q_t.
     """
-    _check_gradient_dtype("fp8_linear", gradient_dtype)
+    require_fp8("fp8_linear", "gradient_dtype", gradient_dtype)
     q, scale, q_t, carrier = activation.q, activation.scale, activation.q_t, activation.normed
     if q is None or scale is None or scale.ndim != 0:
         raise ValueError(
@@ -338,7 +330,7 @@ class Fp8RMSNormLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        _check_gradient_dtype("Fp8RMSNormLinear", gradient_dtype)
+        require_fp8("Fp8RMSNormLinear", "gradient_dtype", gradient_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.gradient_dtype, self.stochastic_gradient = gradient_dtype, stochastic_gradient
         self.norm = Fp8RMSNorm(

@@ -75,34 +75,29 @@ struct AmxTiles {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
   }
 
-  static void update(const float* sums, std::int64_t columns, float scale, const BFloat16* base,
-                     BFloat16* y) {
+  /// Y: BFloat16 or float.
+  template <class Y>
+  static void update(const float* sums, std::int64_t columns, float scale, const Y* base, Y* y) {
     const __m512 factor = _mm512_set1_ps(scale);
     for (std::int64_t n = 0; n < columns; n += 16) {
       const __mmask16 mask = columns_mask(columns - n);
-      __m512 sum = _mm512_load_ps(sums + n);
-      if (base != nullptr) {
-        const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, base + n));
-        sum = _mm512_fmadd_ps(sum, factor, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
-      } else {
-        sum = _mm512_mul_ps(sum, factor);
-      }
-      _mm256_mask_storeu_epi16(y + n, mask, (__m256i)_mm512_cvtneps_pbh(sum));
-    }
-  }
-  static void update(const float* sums, std::int64_t columns, float scale, const float* base,
-                     float* y) {
-    const __m512 factor = _mm512_set1_ps(scale);
-    for (std::int64_t n = 0; n < columns; n += 16) {
-      const __mmask16 mask = columns_mask(columns - n);
-      __m512 sum = _mm512_load_ps(sums + n);
-      sum = base != nullptr ? _mm512_fmadd_ps(sum, factor, _mm512_maskz_loadu_ps(mask, base + n))
-                            : _mm512_mul_ps(sum, factor);
-      _mm512_mask_storeu_ps(y + n, mask, sum);
+      const __m512 sum = _mm512_load_ps(sums + n);
+      put(y + n, mask,
+          base != nullptr ? _mm512_fmadd_ps(sum, factor, get(base + n, mask))
+                          : _mm512_mul_ps(sum, factor));
     }
   }
 
  private:
+  static __m512 get(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
+  static __m512 get(const BFloat16* from, __mmask16 mask) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+  }
+  static void put(float* to, __mmask16 mask, __m512 v) { _mm512_mask_storeu_ps(to, mask, v); }
+  static void put(BFloat16* to, __mmask16 mask, __m512 v) {
+    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(v));
+  }
   static __mmask16 columns_mask(std::int64_t left) {
     return static_cast<__mmask16>(left >= 16 ? 0xffffu : (1u << left) - 1);
   }
