@@ -311,6 +311,20 @@ def test_stacked_takes_the_four_dimensions_of_vllm(device):
     assert torch.equal(lora.apply(t.y.clone(), t.x, deep, plan), want)
 
 
+def test_no_columns_is_a_sum_of_nothing(device):
+    """K = 0, in both forms of weights; rows without an adapter stay."""
+    a, b = torch.empty(3, 0, device=device), torch.randn(8, 3, device=device)
+    plan = lora.plan(torch.tensor([0, 1, -1], device=device), 2)
+    x, old = torch.empty(3, 0, device=device), torch.full((3, 8), 7.0, device=device)
+    for weights in (
+        lora.Weights.from_adapters([(a, b), (a, b)]),
+        lora.Weights.stacked([a.expand(2, 3, 0)], [b.expand(2, 8, 3)]),
+    ):
+        y = lora.apply(old.clone(), x, weights, plan, add_inputs=False)
+        assert y.tolist() == [[0.0] * 8, [0.0] * 8, [7.0] * 8]
+        assert torch.equal(lora.apply(old.clone(), x, weights, plan), old)
+
+
 def test_traffic_counts_what_is_used():
     """Weights of adapters with tokens, x once, y read and written."""
     sizes = lib.lora_traffic(40, [24, 16], [8, 8, 3, 0, 5, 5], [10, 4, 0], BF16, FP32, True)
