@@ -70,8 +70,7 @@ def _gradients(
 def _note_writes(*tensors: Tensor | None) -> None:
     """Tells autograd, as PyTorch's own in-place ops do: a backward that needs what they held before
     then says so."""
-    if _is_grad_enabled():
-        increment_version([t for t in tensors if t is not None])
+    increment_version([t for t in tensors if t is not None])
 
 
 def renamed(op: str, error: Exception) -> Exception:
@@ -262,13 +261,11 @@ def step_into(
 ) -> Tensor:
     """`dynamic_conv_step` into y, which may be [N, D] where x is [N, 1, D]. Returns y."""
     # Here as well as in the op: a compiled op gets tensors that no longer say.
-    grad = _is_grad_enabled()
-    if grad and (x.requires_grad or kernels.requires_grad or state.requires_grad):
+    if _is_grad_enabled() and (x.requires_grad or kernels.requires_grad or state.requires_grad):
         _refuse_gradient("dynamic_conv_step", x, kernels, state)
     tensors = (x, kernels, state, slots, y)
     if is_eager(x) and _step_now(id(tensors), silu):
-        if grad:
-            increment_version((state,))
+        increment_version((state,))
     else:
         _decode_into(x, kernels, state, slots, y, silu)
     return y

@@ -96,8 +96,7 @@ def _quantize_impl(
 def note_writes(tensors: tuple[torch.Tensor | None, ...]) -> None:
     """Tells autograd, as PyTorch's own in-place ops do: a backward that needs what they held before
     then says so."""
-    if _is_grad_enabled():
-        increment_version([t for t in tensors if t is not None])
+    increment_version([t for t in tensors if t is not None])
 
 
 _rmsnorm_op = define(
@@ -170,7 +169,7 @@ def quantize_into(eager: bool, tensors: tuple, written: tuple, values: tuple) ->
 def _run_into(function: _Function, now, tensors: tuple, written: tuple, values: tuple) -> None:
     try:
         if not (now and now(id(tensors), *values)):
-            return _run_op(function, tensors, written, values)
+            return _run_op(function, tensors, values)
     except (TypeError, ValueError) as error:
         require_tensors(function.name, function.operands, tensors)
         raise _renamed(error, function.library, function.name) from None
@@ -178,7 +177,7 @@ def _run_into(function: _Function, now, tensors: tuple, written: tuple, values: 
         note_writes(written)
 
 
-def _run_op(function: _Function, tensors: tuple, written: tuple, values: tuple) -> None:
+def _run_op(function: _Function, tensors: tuple, values: tuple) -> None:
     """By way of the dispatcher but below autograd, for tensors that may require a gradient."""
     require_tensors(function.name, function.operands, tensors)
     _require_one_device(function, tensors)
@@ -186,8 +185,6 @@ def _run_op(function: _Function, tensors: tuple, written: tuple, values: tuple) 
         refuse_tangents(function.name, tensors)
     with torch.no_grad():
         function.op(*tensors[:-1], *values)
-    if not is_compiling():
-        note_writes(written)
 
 
 def _require_one_device(function: _Function, tensors: tuple) -> None:

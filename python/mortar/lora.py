@@ -45,7 +45,7 @@ import torch
 
 from . import _lora_ops as ops
 from ._ffi import WRITTEN, lib, torch_function
-from ._library import is_eager
+from ._library import increment_version, is_eager
 from ._lora_memory import ANY_STREAM, Memory
 from ._lora_weights import Weights
 from .lora_train import linear, mixed_linear
@@ -262,12 +262,13 @@ def apply(
             if y.is_neg():
                 _refuse_negation("lora_apply", "y")
             if _is_grad_enabled():
-                ops.guard_autograd("lora_apply", (x, y, *weights.watched), y)
+                ops.guard_autograd("lora_apply", (x, y, *weights.watched))
             memory, stream = plan.memory.get() if workspace is None else (workspace, ANY_STREAM)
             tensors = (x, y, memory, plan.data)
             done = _apply_now(id(tensors), stream, offset, scale, add_inputs, plan.num_tokens,
                               plan.num_adapters, weights.handle)  # fmt: skip
             if done == WRITTEN:
+                increment_version((y,))
                 return y
             if done and workspace is None:
                 more = plan.memory.more(x, done)
@@ -326,12 +327,13 @@ def shrink(
             if h.is_neg():
                 _refuse_negation("lora_shrink", "h")
             if _is_grad_enabled():
-                ops.guard_autograd("lora_shrink", (x, h, *weights.watched), h)
+                ops.guard_autograd("lora_shrink", (x, h, *weights.watched))
             memory, stream = plan.memory.get() if workspace is None else (workspace, ANY_STREAM)
             tensors = (x, h, memory, zero_rows, plan.data)
             done = _shrink_now(id(tensors), stream, scale, plan.num_tokens, plan.num_adapters,
                                weights.handle)  # fmt: skip
             if done == WRITTEN:
+                increment_version((h,))
                 return h
             if done and workspace is None:
                 more = plan.memory.more(x, done)
@@ -369,10 +371,11 @@ def expand(
             if y.is_neg():
                 _refuse_negation("lora_expand", "y")
             if _is_grad_enabled():
-                ops.guard_autograd("lora_expand", (h, y, *weights.watched), y)
+                ops.guard_autograd("lora_expand", (h, y, *weights.watched))
             sizes = (plan.num_tokens, plan.num_adapters)
             tensors = (h, y, plan.data)
             if _expand_now(id(tensors), offset, add_inputs, *sizes, weights.handle):
+                increment_version((y,))
                 return y
         except AttributeError:
             pass

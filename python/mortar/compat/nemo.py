@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import _lora_train_ops as ops
-from .._library import is_eager
+from .._library import increment_version, is_eager
 from .._lora_train_calls import NO_ROWS, known_layer
 from ._install import Replacements, found
 
@@ -65,7 +65,8 @@ def lora_forward_wrapper(
     None for a new tensor of `dtype`.
     """
     a, b = _one_dtype(lora_A.t(), lora_B.t())
-    if res is None:
+    given = res is not None
+    if not given:
         res = x.new_empty(x.shape[0], b.shape[0], dtype=dtype)
     elif res.shape != (x.shape[0], b.shape[0]):
         raise ValueError(
@@ -74,6 +75,8 @@ def lora_forward_wrapper(
         )
     layer = _layer(b.shape[0], scale)
     ops.run_forward(layer, NO_ROWS, x, None, [res], [], [a], [b], is_eager(x))
+    if given:
+        increment_version((res,))
     return res
 
 

@@ -114,10 +114,11 @@ def _shrink_impl(inputs, lora_a_weights, output_tensor, *rest):
     if metadata[5].item():
         return
     if _is_grad_enabled():
-        guard_autograd("lora_shrink", (inputs, output_tensor, *lora_a_weights), output_tensor)
+        guard_autograd("lora_shrink", (inputs, output_tensor, *lora_a_weights))
     groups, active = _groups(metadata)
     weights = (None, None, None, len(lora_a_weights), *lora_a_weights)
     _shrink(inputs, output_tensor, None, scaling, metadata[0], *groups, *active, *weights)
+    increment_version((output_tensor,))
 
 
 def _expand_impl(inputs, lora_b_weights, output_tensor, *rest):
@@ -125,10 +126,11 @@ def _expand_impl(inputs, lora_b_weights, output_tensor, *rest):
     if metadata[5].item():
         return
     if _is_grad_enabled():
-        guard_autograd("lora_expand", (inputs, output_tensor, *lora_b_weights), output_tensor)
+        guard_autograd("lora_expand", (inputs, output_tensor, *lora_b_weights))
     groups, active = _groups(metadata)
     weights = (None, None, None, 0, *lora_b_weights)
     _expand(inputs, output_tensor, offset_start, add_inputs, *groups, *active, *weights)
+    increment_version((output_tensor,))
 
 
 def _defined(name: str, weights: str, last: str, impl: Callable, **library: str) -> _Op:
@@ -170,8 +172,7 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
         return False
     if len(weights) and weights[0].dtype is not _BF16 and any(map(_is_neg, weights)):
         return False
-    grad = _is_grad_enabled()
-    if grad and any(t.requires_grad for t in (inputs, output, *weights)):
+    if _is_grad_enabled() and any(t.requires_grad for t in (inputs, output, *weights)):
         return False
     mapping, sorted_tokens, counts, starts, ids, _, active = metadata
     if type(active) is int:
@@ -191,7 +192,7 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
             if done <= WRITTEN:
                 break
             memory, stream = kept.more(inputs, done), ANY_STREAM
-    if grad and done:
+    if done:
         increment_version((output,))
     return bool(done)
 
