@@ -22,7 +22,7 @@ import torch
 from torch.compiler import is_compiling
 
 from ._ffi import lib, torch_function
-from ._library import define, increment_version, refuse_tangents
+from ._library import define, in_words, increment_version, refuse_tangents
 
 SCALINGS = ("tensor", "row", "group")
 NUMERICS = ("fast", "compat")
@@ -170,9 +170,9 @@ def _run_into(function: _Function, now, tensors: tuple, written: tuple, values: 
     try:
         if not (now and now(id(tensors), *values)):
             return _run_op(function, tensors, values)
-    except (TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         require_tensors(function.name, function.operands, tensors)
-        raise _renamed(error, function.library, function.name) from None
+        raise _renamed(function, tensors, error) from None
     if written:
         note_writes(written)
 
@@ -195,11 +195,16 @@ def _require_one_device(function: _Function, tensors: tuple) -> None:
             raise TypeError(f"{function.name}: {name} must be on {device}, got {tensor.device}")
 
 
-def _renamed(error: Exception, inner: str, outer: str) -> Exception:
-    message = str(error)
-    if not message.startswith(inner):
+def _renamed(function: _Function, tensors: tuple, error: Exception) -> Exception:
+    """The error of a call with the function's own name."""
+    if isinstance(error, RuntimeError):
+        names = (name for name, _ in function.operands)
+        given = [(n, t) for n, t in zip(names, tensors, strict=False) if t is not None]
+        return in_words(function.name, given, error)
+    inner, colon, sentence = str(error).partition(": ")
+    if not colon or inner not in (function.library, f"{function.name}_out"):
         return error
-    return type(error)(outer + message[len(inner) :])
+    return type(error)(f"{function.name}: {sentence}")
 
 
 def require_tensors(function: str, operands: tuple[tuple[str, bool], ...], values: tuple) -> None:

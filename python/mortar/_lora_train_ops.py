@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
-from ._library import any_negation, define, increment_version, is_eager, refuse_tangents
+from ._library import (
+    any_negation,
+    define,
+    in_words_of,
+    increment_version,
+    is_eager,
+    refuse_tangents,
+)
 from ._lora_train_calls import (
     Layer,
     Rows,
@@ -179,6 +186,11 @@ _backward_out_op = define(
     f"bool add_dx, bool[] add_da, bool[] add_db, {_LAYER}) -> ()",
     _train_backward_out,
 )
+# By way of the dispatcher, but with its errors in words.
+_run_out, _run_backward_out = (
+    in_words_of(_out_op, _out_op),
+    in_words_of(_backward_out_op, _backward_out_op),
+)
 
 
 # ---- autograd ------------------------------------------------------------------------------------
@@ -326,7 +338,7 @@ def train(op: str, call: Call, x: Tensor, base, a, b) -> list[Tensor]:
 def train_into(op: str, layer: Layer, rows: Rows, x: Tensor, base, a, b, out: list[Tensor]) -> None:
     refuse_gradient(op, x, base, a, b)
     flat, flat_base = [as_written(t) for t in out], [as_rows(t) for t in base]
-    _out_op(as_rows(x), flat_base, list(a), list(b), flat, None, *rows, *layer)
+    _run_out(as_rows(x), flat_base, list(a), list(b), flat, None, *rows, *layer)
 
 
 def accumulate(
@@ -334,7 +346,7 @@ def accumulate(
 ) -> None:
     """The backward into given tensors; da, db and their flags have an entry per pair."""
     da_pairs, db_pairs = ([i for i, g in enumerate(gs) if g is not None] for gs in (da, db))
-    _backward_out_op(
+    _run_backward_out(
         dy, x, h, a, b, dx, [da[i] for i in da_pairs], [db[i] for i in db_pairs],
         da_pairs, db_pairs, add_dx, [add_da[i] for i in da_pairs], [add_db[i] for i in db_pairs],
         *rows, *layer,

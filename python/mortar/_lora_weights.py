@@ -10,6 +10,7 @@ import tvm_ffi
 
 from . import _lora_ops as ops
 from ._ffi import lib
+from ._library import in_words, named
 from ._limits import LORA_MAX_ADAPTERS as MAX_ADAPTERS
 from ._lora_table import (
     Adapter,
@@ -95,6 +96,10 @@ class Weights:
         except (TypeError, ValueError) as error:
             said = str(error).replace("lora_weights: ", "Weights.stacked: ", 1)
             raise type(error)(said) from None
+        except RuntimeError as error:
+            given = {"a": a, "b": b, "ranks": ranks, "scales": scales}
+            tensors = [pair for item in given.items() for pair in named(*item)]
+            raise in_words("Weights.stacked", tensors, error) from None
         self._tensors = self.watched = [*a, *b]
         self.handle.memory = [t if t is None else t.detach() for t in (*a, *b, ranks, scales)]
         self._describe((a or b)[0].dtype)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ._dynamic_conv_ops import convolve, convolve_now, renamed, step_into
 from ._ffi import lib
-from ._library import is_eager
+from ._library import in_words, is_eager
 
 __all__ = ["check", "dynamic_conv", "dynamic_conv_step", "traffic"]
 
@@ -44,6 +44,9 @@ def _in_words_of(op: str, error: Exception, required: dict, optional: dict) -> E
             wanted = "a torch.Tensor" if name in required else "a torch.Tensor or None"
             got = "None" if value is None else type(value).__name__
             return TypeError(f"{op}: {name} must be {wanted}, got {got}")
+    if isinstance(error, RuntimeError):
+        given = [(n, t) for n, t in (required | optional).items() if t is not None]
+        return in_words(op, given, error)
     return renamed(op, error)
 
 

@@ -222,9 +222,11 @@ def backward(
         _listed("backward", name, [None] * slices if g is None else g, slices)
         for name, g in (("da", da), ("db", db))
     )
-    for name, tensors in (("a", a), ("b", b), ("dy", dy), ("da", da), ("db", db)):
+    given = {"a": a, "b": b, "dy": dy, "da": da, "db": db, "x": [x], "h": [h], "dx": [dx],
+             "rng": [rng]}  # fmt: skip
+    for name, tensors in given.items():
         for t in tensors:
-            if not isinstance(t, Tensor) and not (t is None and name in ("da", "db")):
+            if not isinstance(t, Tensor) and not (t is None and name not in ("a", "b", "dy")):
                 raise TypeError(f"backward: {name} must be a tensor, got {type(t).__name__}")
     scales = _scales("backward", scale, slices)
     p = _probability("backward", dropout, True)

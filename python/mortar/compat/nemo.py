@@ -47,8 +47,17 @@ def _one_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Both weights in one dtype, the wider: they are small."""
     if a.dtype is b.dtype:
         return a, b
+    for name, t in (("lora_A", a), ("lora_B", b)):
+        if not t.is_floating_point() or t.is_quantized:
+            raise TypeError(f"LoRA: {name} must be of a float type, got {t.dtype}")
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
+
+
+def _check_tensors(function: str, **given: Tensor) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")
 
 
 def lora_forward_wrapper(
@@ -64,8 +73,10 @@ def lora_forward_wrapper(
     x: [M, K]; lora_A: [K, N]; lora_B: [N, L], any strides; res: [M, L], overwritten and returned,
     None for a new tensor of `dtype`.
     """
-    a, b = _one_dtype(lora_A.t(), lora_B.t())
     given = res is not None
+    optional = {"res": res} if given else {}
+    _check_tensors("lora_forward_wrapper", x=x, lora_A=lora_A, lora_B=lora_B, **optional)
+    a, b = _one_dtype(lora_A.t(), lora_B.t())
     if not given:
         res = x.new_empty(x.shape[0], b.shape[0], dtype=dtype)
     elif res.shape != (x.shape[0], b.shape[0]):
@@ -93,6 +104,7 @@ def lora_da_dx_update_wrapper(
     xt: [S, M]; dy: [M, K]; lora_B: [K, N]; lora_A: [N, L] with L = S, any strides. Both results
     have `dtype`.
     """
+    _check_tensors("lora_da_dx_update_wrapper", xt=xt, dy=dy, lora_B=lora_B, lora_A=lora_A)
     a, b = _one_dtype(lora_A, lora_B)
     da = dy.new_empty(xt.shape[0], a.shape[0], dtype=dtype)
     dx = dy.new_empty(dy.shape[0], a.shape[1], dtype=dtype)
@@ -109,6 +121,7 @@ def lora_db_update_wrapper(
 
     lora_A: [M, K]; xt: [K, N]; dy: [N, S], any strides. The result has `dtype`.
     """
+    _check_tensors("lora_db_update_wrapper", lora_A=lora_A, xt=xt, dy=dy)
     db = dy.new_empty(dy.shape[1], lora_A.shape[0], dtype=dtype)
     # dB does not read B: one zero stands for every element.
     b = lora_A.new_zeros(1, 1).expand(db.shape)

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 
 from .._ffi import WRITTEN, lib, torch_function
-from .._library import define, increment_version, is_eager, shortcut
+from .._library import define, in_words, increment_version, is_eager, named, shortcut
 from .._lora_memory import ANY_STREAM, Memory
 from .._lora_ops import guard_autograd
 
@@ -94,7 +94,8 @@ class _Op(NamedTuple):
                     got = "None" if t is None else type(t).__name__
                     return TypeError(f"{self.name}: {place} must be a tensor, got {got}")
         if isinstance(error, AttributeError | RuntimeError):
-            return error
+            given = zip(names, (*first, *metadata), strict=True)
+            return in_words(self.name, [t for pair in given for t in named(*pair)], error)
         known = self.library | _METADATA_NAMES
         text = _SUBJECT.sub(lambda m: f"{self.name}: {known.get(m[1], m[1])}", str(error))
         return type(error)(_OTHERS.sub(lambda m: known.get(m[0], m[0]), text))
