@@ -187,10 +187,8 @@ _backward_out_op = define(
     _train_backward_out,
 )
 # By way of the dispatcher, but with its errors in words.
-_run_out, _run_backward_out = (
-    in_words_of(_out_op, _out_op),
-    in_words_of(_backward_out_op, _backward_out_op),
-)
+_run_out = in_words_of(_out_op, _out_op)
+_run_backward_out = in_words_of(_backward_out_op, _backward_out_op)
 
 
 # ---- autograd ------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ float32 in a fixed order, and are neither compiled nor tuned at run time.
 `install()` puts them wherever they were imported to, and takes over `LoRATritonFunction` with
 either value of its flag `use_triton_kernel`, so that the default memory-efficient path runs on
 Mortar and adds the residual in the same pass. As before it saves x and the weights alone, and its
-result is 2-D, no view, and may be changed in place.
+result is 2-D, no view, and may be changed in place. What does not come to these functions, the MLPs
+that NeMo runs as one function (`lora_mlp`) among others, stays NeMo's: docs/training.md lists it.
 """
 
 from __future__ import annotations
