@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._ffi import lib, torch_function
-from ._library import define, increment_version, is_eager, shortcut
+from ._library import define, increment_version, is_eager, refuse_transforms, shortcut
 
 _forward = lib.dynamic_conv_forward
 _backward = lib.dynamic_conv_backward
@@ -246,6 +246,7 @@ def convolve_now(x, kernels, cu_seqlens, initial_state, state_len, silu):
 
 def convolve(x, kernels, cu_seqlens, initial_state, state_len, silu):
     """y and the final state, if there is one, by way of the ops."""
+    refuse_transforms("dynamic_conv")
     if not _wants_gradient(x, kernels, initial_state):
         y, final_state = _outputs(x, cu_seqlens, state_len)
         _convolve_into(x, kernels, cu_seqlens, initial_state, y, final_state, silu)

@@ -22,7 +22,7 @@ import torch
 from torch.compiler import is_compiling
 
 from ._ffi import lib, torch_function
-from ._library import define, in_words, increment_version, refuse_tangents
+from ._library import define, in_words, increment_version, refuse_tangents, refuse_transforms
 
 SCALINGS = ("tensor", "row", "group")
 NUMERICS = ("fast", "compat")
@@ -181,6 +181,7 @@ def _run_op(function: _Function, tensors: tuple, values: tuple) -> None:
     """By way of the dispatcher but below autograd, for tensors that may require a gradient."""
     require_tensors(function.name, function.operands, tensors)
     _require_one_device(function, tensors)
+    refuse_transforms(function.name)
     if not is_compiling():
         refuse_tangents(function.name, tensors)
     with torch.no_grad():

@@ -143,6 +143,12 @@ def is_eager(first) -> bool:
     )
 
 
+def refuse_transforms(op: str) -> None:
+    """Raises inside torch.func, where PyTorch would speak of its own rules for batching."""
+    if _functorch_level() is not None and not is_compiling():
+        raise RuntimeError(f"{op}: cannot run inside transforms of torch.func")
+
+
 def refuse_tangents(op: str, tensors) -> None:
     """Raises where forward-mode AD would lose a tangent in an op without a derivative."""
     if forward_ad._current_level < 0:
@@ -183,8 +189,7 @@ def shortcut(op: Callable, impl: Callable) -> Callable:
         real = type(first) is torch.Tensor and not first.is_meta
         if is_compiling() or _num_dispatch_modes() or _is_jit_tracing() or not real:
             return op(first, *args)
-        if _functorch_level() is not None:
-            raise RuntimeError(f"{name}: cannot run inside transforms of torch.func")
+        refuse_transforms(name)
         if forward_ad._current_level >= 0:
             refuse_tangents(name, (first, *args))
         if _has_negative_bit((first, *args)):

@@ -24,6 +24,7 @@ from ._library import (
     increment_version,
     is_eager,
     refuse_tangents,
+    refuse_transforms,
 )
 from ._lora_train_calls import (
     Layer,
@@ -313,6 +314,7 @@ _make_linear = super(torch.autograd.Function, _Linear).apply
 
 def train(op: str, call: Call, x: Tensor, base, a, b) -> list[Tensor]:
     """y of every slice, with a gradient where one is wanted."""
+    refuse_transforms(op)
     if call.in_place and (is_compiling() or x.is_meta or not is_eager(x)):
         # What traces sees a result that is copied.
         y = train(op, call._replace(in_place=False), x, base, a, b)
@@ -334,6 +336,7 @@ def train(op: str, call: Call, x: Tensor, base, a, b) -> list[Tensor]:
 
 
 def train_into(op: str, layer: Layer, rows: Rows, x: Tensor, base, a, b, out: list[Tensor]) -> None:
+    refuse_transforms(op)
     refuse_gradient(op, x, base, a, b)
     flat, flat_base = [as_written(t) for t in out], [as_rows(t) for t in base]
     _run_out(as_rows(x), flat_base, list(a), list(b), flat, None, *rows, *layer)
@@ -343,6 +346,7 @@ def accumulate(
     layer: Layer, rows: Rows, dy, x, h, dx, add_dx: bool, a, b, da, db, add_da, add_db
 ) -> None:
     """The backward into given tensors; da, db and their flags have an entry per pair."""
+    refuse_transforms("backward")
     da_pairs, db_pairs = ([i for i, g in enumerate(gs) if g is not None] for gs in (da, db))
     _run_backward_out(
         dy, x, h, a, b, dx, [da[i] for i in da_pairs], [db[i] for i in db_pairs],

@@ -181,8 +181,35 @@ def test_counts(several):
         lora.mixed_linear(several.x, several.adapters, rows, 1.0)
     with pytest.raises(ValueError, match="adapters must hold at least one adapter"):
         lora.mixed_linear(several.x, [], rows, [])
-    with pytest.raises(ValueError, match="adapters must hold a pair for every slice"):
+    with pytest.raises(ValueError, match="adapters must hold at least one pair"):
         lora.mixed_linear(several.x, [None, None, None], rows, [1.0] * 3)
+    with pytest.raises(ValueError, match="adapters must hold a pair for every slice"):
+        lora.mixed_linear(several.x, [[None, p] for (p, *_) in several.adapters], rows, [1.0] * 3)
+
+
+@pytest.mark.parametrize(
+    "spoil, got",
+    [
+        (lambda a, b: (a, b, b), "tuple of 3"),
+        (lambda a, b: (a,), "tuple of 1"),
+        (lambda a, b: a, "Tensor"),
+        (lambda a, b: [a, b], "Tensor"),  # a list is one of slices
+    ],
+    ids=["three", "one", "tensor", "list"],
+)
+def test_what_is_no_pair_is_named(case, spoil, got):
+    rows = torch.tensor([0, len(case.x)], dtype=torch.int32, device=case.device)
+    wanted = rf"^mixed_linear: adapter 0, slice 0 must be a pair \(A, B\) or None, got {got}$"
+    with pytest.raises(TypeError, match=wanted):
+        lora.mixed_linear(case.x, [spoil(*case.adapters[0][0])], rows, [1.0])
+
+
+@pytest.mark.parametrize(
+    "adapters, got", [(3, "int"), (None, "NoneType"), (torch.ones(2), "Tensor")]
+)
+def test_what_is_no_list_of_adapters_is_named(case, adapters, got):
+    with pytest.raises(TypeError, match=f"^mixed_linear: adapters must be a list, got {got}$"):
+        lora.mixed_linear(case.x, adapters, torch.zeros(2), [1.0])
 
 
 def test_backward(case, device):
