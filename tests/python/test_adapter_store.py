@@ -382,10 +382,7 @@ WRONG_TYPES = [
     (lambda s: s.slices(None), "AdapterStore.slices: modules must be a list of str, got NoneType"),
     (lambda s: s.slices(["m", 3]), "AdapterStore.slices: modules[1] must be a str, got int"),
     (lambda s: s.slices("m", "first"), "AdapterStore.slices: adapters must be a list of str"),
-    (
-        lambda s: s.slices("m", dtype="half"),
-        "AdapterStore.slices: dtype must be a torch.dtype, got",
-    ),
+    (lambda s: s.slices("m", dtype="half"), "AdapterStore.slices: dtype must be a torch.dtype"),
     (lambda s: s.slices("m", [0]), "AdapterStore.slices: adapters[0] must be a str, got int"),
     (pickle.dumps, "AdapterStore: a store cannot be copied or pickled, open its folders again"),
     (copy.deepcopy, "AdapterStore: a store cannot be copied or pickled, open its folders again"),

@@ -30,9 +30,7 @@ def test_errors(device):
         fp8_linear(rows, weight)
     with pytest.raises(ValueError, match="^fp8_linear: activation .* got no q"):
         fp8_linear(alone, weight)
-    with pytest.raises(
-        ValueError, match=r"^fp8_linear: weight must have shape \[O, 48\], got \(8, 47"
-    ):
+    with pytest.raises(ValueError, match=r"^fp8_linear: weight must have shape \[O, 48\], got"):
         fp8_linear(flat, weight[:, 1:])
     for arguments, name in (((None, weight), "activation"), ((flat, None), "weight")):
         with pytest.raises(TypeError, match=f"^fp8_linear: {name} must be of type .* got NoneType"):
