@@ -146,7 +146,7 @@ def _scales(op: str, slot: int, scale: Any, num_slices: int) -> list[float]:
     for value in scales:
         try:
             _FLOAT32.pack(value)
-        except OverflowError:
+        except (OverflowError, struct.error):
             raise ValueError(
                 f"{op}: scale of adapter {slot} must fit float32, got {value}"
             ) from None

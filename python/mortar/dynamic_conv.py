@@ -118,7 +118,7 @@ def _final_state_len(
         return max(width - 1, 0) if initial_state is None else initial_state.shape[-1]
     if state_len not in (width, width - 1):
         raise ValueError(
-            f"dynamic_conv: state_len must be W - 1 = {width - 1} or W = {width}, got {state_len}"
+            f"dynamic_conv: state_len must be W - 1 = {width - 1} or W = {width}, got {state_len!r}"
         )
     return state_len
 

@@ -46,6 +46,7 @@ import torch
 from . import _lora_ops as ops
 from ._ffi import WRITTEN, lib, torch_function
 from ._library import increment_version, is_eager
+from ._limits import LORA_MAX_ADAPTERS, LORA_MAX_TOKENS
 from ._lora_memory import ANY_STREAM, Memory
 from ._lora_weights import Weights
 from .lora_train import linear, mixed_linear
@@ -88,7 +89,17 @@ def _plan_size(num_tokens, num_adapters):
     """int32 elements of a plan; an upper bound where tracing brings sizes that are symbols."""
     if _is_compiling() or not isinstance(num_tokens, int):
         return _BOUND[0] * num_tokens + _BOUND[1] * num_adapters + _BOUND[2]
-    return lib.lora_plan_size(num_tokens, num_adapters)
+    try:
+        return lib.lora_plan_size(num_tokens, num_adapters)
+    except (TypeError, ValueError):  # in the words of another function
+        pass
+    if num_tokens > LORA_MAX_TOKENS:
+        raise ValueError(
+            f"lora_plan: token_adapter must have at most {LORA_MAX_TOKENS} tokens, got {num_tokens}"
+        )
+    raise ValueError(
+        f"lora_plan: num_adapters must be 1 to {LORA_MAX_ADAPTERS}, got {num_adapters}"
+    )
 
 
 class _PlanFields(NamedTuple):
@@ -184,6 +195,8 @@ def check(plan: Plan) -> PlanReport:
     Raises:
         ValueError: ids outside [-1, L) were among the tokens.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"check: plan must be a mortar.lora.Plan, got {type(plan).__name__}")
     report = PlanReport(*lib.lora_plan_report(plan.data))
     if report.num_out_of_range:
         raise ValueError(

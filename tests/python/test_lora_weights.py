@@ -135,6 +135,7 @@ TABLES = [
     ([pair()], {"scales": [1, 2]}, ValueError, "scales must have one entry per adapter = 1, got 2"),
     ([pair()], {"scales": [[1, 2]]}, ValueError, "one number or one per slice = 1, got 2"),
     ([pair()], {"scales": [1e39]}, ValueError, "scale of adapter 0 must fit float32, got 1e+39"),
+    ([pair()], {"scales": [10**400]}, ValueError, "scale of adapter 0 must fit float32, got 100"),
     ([pair(), [pair(), pair()]], {}, ValueError, "adapter 0 must have 2 slices, got 1"),
     ([[pair(), None]], {}, ValueError, "widths must be given, as no adapter has a pair for slice"),
     ([pair()], {"widths": 24}, TypeError, "widths must be a list of integers, got int"),
