@@ -53,7 +53,7 @@ def as_number(op: str, name: str, value) -> float:
 
 
 def check_count(name: str, values: Sequence, count: int) -> None:
-    if not hasattr(values, "__len__"):
+    if not hasattr(values, "__len__") or (isinstance(values, Tensor) and values.ndim == 0):
         raise TypeError(f"mixed_linear: {name} must be a list, got {type(values).__name__}")
     if len(values) != count:
         raise ValueError(
@@ -172,8 +172,10 @@ def read_adapters(x, adapters, scales, widths) -> Adapters:
             f"{op}: adapters must have {slices} slices each, got {[len(row) for row in listed]}"
         )
     check_count("scales", scales, len(listed))
-    places, a, b, pair_scales = [], [], [], []
     found: list[int | None] = [None] * slices if widths is None else _integers(op, widths)
+    if len(found) != slices:
+        raise ValueError(f"{op}: widths must have one entry per slice = {slices}, got {len(found)}")
+    places, a, b, pair_scales = [], [], [], []
     for number, row in enumerate(listed):
         for s, pair in enumerate(row):
             if pair is None:
@@ -187,7 +189,7 @@ def read_adapters(x, adapters, scales, widths) -> Adapters:
                 found[s] = pair[1].shape[0]
     if not places:
         raise ValueError(f"{op}: adapters must hold at least one pair (A, B), got none")
-    if None in found or len(found) != slices:
+    if None in found:
         raise ValueError(
             f"{op}: adapters must hold a pair for every slice, or widths say how wide it is, got "
             f"widths {found}"
@@ -199,7 +201,7 @@ def read_adapters(x, adapters, scales, widths) -> Adapters:
 def _integers(op: str, widths) -> list[int]:
     widths = list(widths) if isinstance(widths, Sequence) else [widths]
     for width in widths:
-        if not isinstance(width, int | torch.SymInt) or width < 0:
+        if not isinstance(width, int | torch.SymInt) or not 0 <= width < 2**63:
             got = type(width).__name__ if not isinstance(width, int) else width
             raise TypeError(f"{op}: widths must be a list of sizes, got {got}")
     return widths

@@ -113,6 +113,9 @@ def _final_state_len(
             raise ValueError(
                 f"dynamic_conv: {name} must have {ndim} dimensions, got {tuple(tensor.shape)}"
             )
+    if initial_state is not None and initial_state.ndim != 3:
+        shape = tuple(initial_state.shape)
+        raise ValueError(f"dynamic_conv: initial_state must have 3 dimensions, got {shape}")
     width = kernels.shape[3]
     if state_len is None:
         return max(width - 1, 0) if initial_state is None else initial_state.shape[-1]

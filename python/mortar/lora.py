@@ -333,6 +333,8 @@ def shrink(
     if h is None:
         if not isinstance(x, torch.Tensor) or not isinstance(weights, Weights):
             _check_types("lora_shrink", weights, plan, "x", x=x)
+        if x.ndim != 2:
+            raise ValueError(f"lora_shrink: x must have 2 dimensions, got shape {tuple(x.shape)}")
         shape = (weights.num_slices, x.shape[0], weights.max_rank)
         h = torch.empty(shape, dtype=torch.float32, device=x.device)
     if is_eager(x):

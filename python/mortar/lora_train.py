@@ -208,6 +208,13 @@ def backward(
         for t in tensors:
             if not isinstance(t, Tensor) and not (t is None and name not in ("a", "b", "dy")):
                 raise TypeError(f"backward: {name} must be a tensor, got {type(t).__name__}")
+    for name, tensors in (("a", a), ("b", b)):
+        for t in tensors:
+            if t.ndim != 2:
+                shape = tuple(t.shape)
+                raise ValueError(f"backward: {name} must have 2 dimensions, got shape {shape}")
+    if not isinstance(add, bool):
+        raise TypeError(f"backward: add must be a bool, got {type(add).__name__}")
     scales = as_scales("backward", scale, slices)
     p = as_probability("backward", dropout, True)
     widths = tuple(m.shape[0] for m in b)

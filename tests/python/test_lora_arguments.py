@@ -68,6 +68,14 @@ def test_what_may_be_left_out_is_a_tensor_else(device, name):
         lora.shrink(call.x, call.weights, call.plan, call.h, **{name: [0]})
 
 
+def test_x_without_dimensions_where_h_is_made(device):
+    call = Call(device)
+    with pytest.raises(
+        ValueError, match=r"^lora_shrink: x must have 2 dimensions, got shape \(\)$"
+    ):
+        lora.shrink(call.x.sum(), call.weights, call.plan)
+
+
 def test_arguments_of_plan_are_named(device):
     ids = torch.zeros(3, dtype=torch.int32, device=device)
     with pytest.raises(TypeError, match="^lora_plan: token_adapter must be a tensor, got list$"):

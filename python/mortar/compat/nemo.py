@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .. import _lora_train_ops as ops
 from .._library import increment_version, is_eager
+from .._lora_train_arguments import as_number
 from .._lora_train_calls import NO_ROWS, known_layer
 from ._install import Replacements, found
 
@@ -55,10 +56,14 @@ def _one_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.to(dtype), b.to(dtype)
 
 
-def _check_tensors(function: str, **given: Tensor) -> None:
-    for name, value in given.items():
+def _check(function: str, scale: float, **matrices: Tensor) -> None:
+    as_number(function, "scale", scale)
+    for name, value in matrices.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")
+        if value.ndim != 2:
+            shape = tuple(value.shape)
+            raise ValueError(f"{function}: {name} must have 2 dimensions, got shape {shape}")
 
 
 def lora_forward_wrapper(
@@ -76,7 +81,7 @@ def lora_forward_wrapper(
     """
     given = res is not None
     optional = {"res": res} if given else {}
-    _check_tensors("lora_forward_wrapper", x=x, lora_A=lora_A, lora_B=lora_B, **optional)
+    _check("lora_forward_wrapper", scale, x=x, lora_A=lora_A, lora_B=lora_B, **optional)
     a, b = _one_dtype(lora_A.t(), lora_B.t())
     if not given:
         res = x.new_empty(x.shape[0], b.shape[0], dtype=dtype)
@@ -105,7 +110,7 @@ def lora_da_dx_update_wrapper(
     xt: [S, M]; dy: [M, K]; lora_B: [K, N]; lora_A: [N, L] with L = S, any strides. Both results
     have `dtype`.
     """
-    _check_tensors("lora_da_dx_update_wrapper", xt=xt, dy=dy, lora_B=lora_B, lora_A=lora_A)
+    _check("lora_da_dx_update_wrapper", scale, xt=xt, dy=dy, lora_B=lora_B, lora_A=lora_A)
     a, b = _one_dtype(lora_A, lora_B)
     da = dy.new_empty(xt.shape[0], a.shape[0], dtype=dtype)
     dx = dy.new_empty(dy.shape[0], a.shape[1], dtype=dtype)
@@ -122,7 +127,7 @@ def lora_db_update_wrapper(
 
     lora_A: [M, K]; xt: [K, N]; dy: [N, S], any strides. The result has `dtype`.
     """
-    _check_tensors("lora_db_update_wrapper", lora_A=lora_A, xt=xt, dy=dy)
+    _check("lora_db_update_wrapper", scale, lora_A=lora_A, xt=xt, dy=dy)
     db = dy.new_empty(dy.shape[1], lora_A.shape[0], dtype=dtype)
     # dB does not read B: one zero stands for every element.
     b = lora_A.new_zeros(1, 1).expand(db.shape)
