@@ -315,8 +315,11 @@ _make_linear = super(torch.autograd.Function, _Linear).apply
 def train(op: str, call: Call, x: Tensor, base, a, b) -> list[Tensor]:
     """y of every slice, with a gradient where one is wanted."""
     refuse_transforms(op)
-    if call.in_place and (is_compiling() or x.is_meta or not is_eager(x)):
-        # What traces sees a result that is copied.
+    if call.in_place and (
+        is_compiling() or x.is_meta or not is_eager(x) or _are_views(base, x, a, b)
+    ):
+        # What traces sees a result that is copied. And autograd takes the first input of a node for
+        # the view that the node changes in place, of which there may be but one.
         y = train(op, call._replace(in_place=False), x, base, a, b)
         return [old.copy_(new) for old, new in zip(base, y, strict=True)]
     if is_compiling():
@@ -333,6 +336,11 @@ def train(op: str, call: Call, x: Tensor, base, a, b) -> list[Tensor]:
     if call.in_place:
         increment_version(y)
     return y
+
+
+def _are_views(base, x, a, b) -> bool:
+    """Whether a gradient is wanted of what changes in place as part of another tensor."""
+    return any(t._is_view() for t in base) and wants_gradient(x, base, a, b)
 
 
 def train_into(op: str, layer: Layer, rows: Rows, x: Tensor, base, a, b, out: list[Tensor]) -> None:
