@@ -334,3 +334,22 @@ def test_compile_fullgraph(device, kind):
         active = many if kind == "int" else torch.tensor([many], dtype=torch.int32)
         want = layer(inputs.x, inputs.y.clone(), active)
         assert torch.equal(compiled(inputs.x, inputs.y.clone(), active), want)
+
+
+def test_negations_are_read_right_and_not_written(device):
+    """Views that negate what lies in memory: inputs and weights; an output is refused."""
+
+    def negation(t):
+        return torch._neg_view(-t)
+
+    want, got = (make_inputs(device, dtype=FP32) for _ in range(2))
+    lora_shrink(want.x, want.a, want.h, *want.metadata, 5, 0.5)
+    lora_shrink(negation(got.x), [negation(a) for a in got.a], got.h, *got.metadata, 5, 0.5)
+    assert torch.equal(got.h, want.h)
+    lora_expand(want.h, want.b, want.y, *want.metadata, 5)
+    lora_expand(negation(got.h), [negation(b) for b in got.b], got.y, *got.metadata, 5)
+    assert torch.equal(got.y, want.y)
+    before = got.y.clone()
+    with pytest.raises(ValueError, match="^lora_expand: output_tensor must hold its own values"):
+        lora_expand(got.h, got.b, negation(got.y), *got.metadata, 5)
+    assert torch.equal(got.y, before)

@@ -167,10 +167,12 @@ def _memory_of(lora_ids: torch.Tensor) -> Memory:
 
 def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> bool:
     """Whether an eager call is done."""
+    if output.is_neg():
+        raise ValueError(
+            f"{op.name}: output_tensor must hold its own values (resolve_neg() it), got a negation"
+        )
     # A negative-bit view or a tensor with a gradient: the dispatcher resolves it, or refuses it. No
     # bfloat16 is such a view, for lack of complex numbers of it, and weights are of one dtype.
-    if output.is_neg():
-        return False
     if len(weights) and weights[0].dtype is not _BF16 and any(map(_is_neg, weights)):
         return False
     if _is_grad_enabled() and any(t.requires_grad for t in (inputs, output, *weights)):
