@@ -45,6 +45,14 @@ def test_errors(device):
         dx.sum().backward()
 
 
+@pytest.mark.parametrize("name", ["x", "x_scale", "residual"])
+def test_what_is_no_tensor_is_named(device, name):
+    given = {"x": torch.ones(4, 48, device=device), name: [1.0]}
+    for module in (Fp8RMSNorm(48, device=device), Fp8RMSNormLinear(48, 32, device=device)):
+        with pytest.raises(TypeError, match=f"^Fp8RMSNorm: {name} must be a tensor, got list$"):
+            module(**given)
+
+
 def test_settings_cannot_be_assigned():
     layer = Fp8RMSNorm(32, eps=1e-6, weight_offset=1.0)
     assert (layer.eps, layer.weight_offset) == (1e-6, 1.0)

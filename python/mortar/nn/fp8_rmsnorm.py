@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
-from .._fp8_ops import NUMERICS, SCALINGS
+from .._fp8_ops import NUMERICS, SCALINGS, require_tensors
 from .._fp8_outputs import Settings, record, require_fp8, settings
 from .._library import is_eager, refuse_transforms
 from .._new_tensors import spread
 from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm_backward, normalise
 from ._fp8_product import check_product, multiply
 
+_OPERANDS = (("x", False), ("x_scale", True), ("residual", True))
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -210,6 +211,7 @@ class Fp8RMSNorm(nn.Module):
 
 
 def _norm(x, x_scale, weight, residual, carrier, chosen: Settings) -> Fp8Output:
+    require_tensors("Fp8RMSNorm", _OPERANDS, (x, x_scale, residual))
     refuse_transforms("Fp8RMSNorm")
     if carrier is not None:
         _check_carrier(carrier, x)
