@@ -60,8 +60,8 @@ inline DType to_dtype(DLDataType dtype, const char* op, const char* name) {
   }
   fail(ErrorKind::kType,
        concat(op, ": ", name,
-              " must have dtype bfloat16, float16, float32, float64, float8_e4m3fn, ",
-              "float8_e5m2, int32, int64 or uint8, got ", dtype_string(dtype)));
+              " must have dtype bfloat16, float16, float32, float64, float8_e4m3fn, float8_e5m2, ",
+              "int32, int64 or uint8, whichever the op takes, got ", dtype_string(dtype)));
 }
 
 /// False for a tensor that has elements but no memory, such as PyTorch's fake ones.

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <type_traits>
 
 #include "convert.h"
 #include "torch_objects.h"
@@ -24,6 +25,25 @@ constexpr std::int64_t kUnread = 0, kDone = 1;
 inline AnyView take_argument(PackedArgs args, int* next, const char* op, const char* name) {
   check_type(*next < args.size(), op, ": ", name, " is required, got ", args.size(), " arguments");
   return args[(*next)++];
+}
+
+/// What an argument is, in Python's words.
+inline const char* kind_of(AnyView value) {
+  switch (value.type_index()) {
+    case TVMFFITypeIndex::kTVMFFINone:
+      return "None";
+    case TVMFFITypeIndex::kTVMFFIBool:
+      return "bool";
+    case TVMFFITypeIndex::kTVMFFIInt:
+      return "int";
+    case TVMFFITypeIndex::kTVMFFIFloat:
+      return "float";
+    case TVMFFITypeIndex::kTVMFFISmallStr:
+    case TVMFFITypeIndex::kTVMFFIStr:
+      return "str";
+    default:
+      return "another type";
+  }
 }
 
 /// Tensors as TVM-FFI hands them over, among the other arguments.
@@ -62,8 +82,12 @@ class ArgReader {
 
   template <class T>
   T value(const char* name) {
-    const std::optional<T> v = take(name).template try_cast<T>();
-    check_type(v.has_value(), op_, ": ", name, " must be a number, got another type");
+    const AnyView given = take(name);
+    const std::optional<T> v = given.template try_cast<T>();
+    const char* wanted = std::is_same_v<T, bool> ? "a bool"
+                         : std::is_integral_v<T> ? "an integer of 64 bits"
+                                                 : "a number";
+    check_type(v.has_value(), op_, ": ", name, " must be ", wanted, ", got ", kind_of(given));
     return *v;
   }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._ffi import lib, torch_function
-from ._library import define, increment_version, is_eager, shortcut
+from ._library import define, increment_version, is_eager, refuse_transforms, shortcut
 
 _forward = lib.dynamic_conv_forward
 _backward = lib.dynamic_conv_backward
@@ -70,8 +70,7 @@ def _gradients(
 def _note_writes(*tensors: Tensor | None) -> None:
     """Tells autograd, as PyTorch's own in-place ops do: a backward that needs what they held before
     then says so."""
-    if _is_grad_enabled():
-        increment_version([t for t in tensors if t is not None])
+    increment_version([t for t in tensors if t is not None])
 
 
 def renamed(op: str, error: Exception) -> Exception:
@@ -247,6 +246,7 @@ def convolve_now(x, kernels, cu_seqlens, initial_state, state_len, silu):
 
 def convolve(x, kernels, cu_seqlens, initial_state, state_len, silu):
     """y and the final state, if there is one, by way of the ops."""
+    refuse_transforms("dynamic_conv")
     if not _wants_gradient(x, kernels, initial_state):
         y, final_state = _outputs(x, cu_seqlens, state_len)
         _convolve_into(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
@@ -262,13 +262,11 @@ def step_into(
 ) -> Tensor:
     """`dynamic_conv_step` into y, which may be [N, D] where x is [N, 1, D]. Returns y."""
     # Here as well as in the op: a compiled op gets tensors that no longer say.
-    grad = _is_grad_enabled()
-    if grad and (x.requires_grad or kernels.requires_grad or state.requires_grad):
+    if _is_grad_enabled() and (x.requires_grad or kernels.requires_grad or state.requires_grad):
         _refuse_gradient("dynamic_conv_step", x, kernels, state)
     tensors = (x, kernels, state, slots, y)
     if is_eager(x) and _step_now(id(tensors), silu):
-        if grad:
-            increment_version((state,))
+        increment_version((state,))
     else:
         _decode_into(x, kernels, state, slots, y, silu)
     return y

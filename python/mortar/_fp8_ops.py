@@ -22,7 +22,7 @@ import torch
 from torch.compiler import is_compiling
 
 from ._ffi import lib, torch_function
-from ._library import define, increment_version, refuse_tangents
+from ._library import define, in_words, increment_version, refuse_tangents, refuse_transforms
 
 SCALINGS = ("tensor", "row", "group")
 NUMERICS = ("fast", "compat")
@@ -96,8 +96,7 @@ def _quantize_impl(
 def note_writes(tensors: tuple[torch.Tensor | None, ...]) -> None:
     """Tells autograd, as PyTorch's own in-place ops do: a backward that needs what they held before
     then says so."""
-    if _is_grad_enabled():
-        increment_version([t for t in tensors if t is not None])
+    increment_version([t for t in tensors if t is not None])
 
 
 _rmsnorm_op = define(
@@ -170,24 +169,23 @@ def quantize_into(eager: bool, tensors: tuple, written: tuple, values: tuple) ->
 def _run_into(function: _Function, now, tensors: tuple, written: tuple, values: tuple) -> None:
     try:
         if not (now and now(id(tensors), *values)):
-            return _run_op(function, tensors, written, values)
-    except (TypeError, ValueError) as error:
+            return _run_op(function, tensors, values)
+    except (RuntimeError, TypeError, ValueError) as error:
         require_tensors(function.name, function.operands, tensors)
-        raise _renamed(error, function.library, function.name) from None
+        raise _renamed(function, tensors, error) from None
     if written:
         note_writes(written)
 
 
-def _run_op(function: _Function, tensors: tuple, written: tuple, values: tuple) -> None:
+def _run_op(function: _Function, tensors: tuple, values: tuple) -> None:
     """By way of the dispatcher but below autograd, for tensors that may require a gradient."""
     require_tensors(function.name, function.operands, tensors)
     _require_one_device(function, tensors)
+    refuse_transforms(function.name)
     if not is_compiling():
         refuse_tangents(function.name, tensors)
     with torch.no_grad():
         function.op(*tensors[:-1], *values)
-    if not is_compiling():
-        note_writes(written)
 
 
 def _require_one_device(function: _Function, tensors: tuple) -> None:
@@ -198,11 +196,16 @@ def _require_one_device(function: _Function, tensors: tuple) -> None:
             raise TypeError(f"{function.name}: {name} must be on {device}, got {tensor.device}")
 
 
-def _renamed(error: Exception, inner: str, outer: str) -> Exception:
-    message = str(error)
-    if not message.startswith(inner):
+def _renamed(function: _Function, tensors: tuple, error: Exception) -> Exception:
+    """The error of a call with the function's own name."""
+    if isinstance(error, RuntimeError):
+        names = (name for name, _ in function.operands)
+        given = [(n, t) for n, t in zip(names, tensors, strict=False) if t is not None]
+        return in_words(function.name, given, error)
+    inner, colon, sentence = str(error).partition(": ")
+    if not colon or inner not in (function.library, f"{function.name}_out"):
         return error
-    return type(error)(outer + message[len(inner) :])
+    return type(error)(f"{function.name}: {sentence}")
 
 
 def require_tensors(function: str, operands: tuple[tuple[str, bool], ...], values: tuple) -> None:

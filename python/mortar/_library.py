@@ -5,7 +5,7 @@ Ops are defined on ``torch.library.Library`` directly: the ``custom_op`` decorat
 call, this route 2.4 us.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -46,13 +46,83 @@ def define(
     """
     name = schema.partition("(")[0].strip()
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, impl, "CPU")
-    _library.impl(name, impl, "CUDA")
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.mortar, packet), overload or "default")
+    worded_impl = in_words_of(op, impl)
+    _library.impl(name, worded_impl, "CPU")
+    _library.impl(name, worded_impl, "CUDA")
     if autograd is not None:
         _library.impl(name, autograd, "Autograd")
-    torch.library.register_fake(f"mortar::{name}", fake or _writes_in_place, lib=_library)
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.mortar, packet), overload or "default")
+    fake = _that_writes(op, fake or _writes_in_place)
+    torch.library.register_fake(f"mortar::{name}", fake, lib=_library)
+    return op
+
+
+def _named_tensors(op: torch._ops.OpOverload, args) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors among the arguments of an op: what its schema calls them, or name[i]."""
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        yield from named(argument.name, value)
+
+
+def named(name: str, value) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one argument, which is a tensor, a list of them, or something else."""
+    if isinstance(value, _Tensor):
+        yield name, value
+    elif isinstance(value, list | tuple):
+        for i, entry in enumerate(value):
+            if isinstance(entry, _Tensor):
+                yield f"{name}[{i}]", entry
+
+
+def in_words(op: str, tensors: Iterable[tuple[str, torch.Tensor]], error: Exception) -> Exception:
+    """What to raise for the error of a call: where an argument holds no memory that the library
+    can read, one sentence instead of PyTorch's page; any other error as it is."""
+    for name, tensor in tensors:
+        if tensor.is_nested:
+            got = "a nested tensor"
+        elif tensor.layout is not torch.strided:
+            got = f"one of layout {tensor.layout}"
+        elif tensor.is_quantized:
+            got = f"a quantized one of {tensor.dtype}"
+        elif tensor.is_meta:
+            got = "a meta tensor"
+        else:
+            continue
+        return TypeError(f"{op}: {name} must be a dense tensor in memory, got {got}")
+    return error
+
+
+def in_words_of(op: torch._ops.OpOverload, function: Callable) -> Callable:
+    """The function, which takes the arguments of the op, with its errors in words."""
+    name = op._schema.name.removeprefix("mortar::")
+
+    def call(*args):
+        try:
+            return function(*args)
+        except RuntimeError as error:
+            raise in_words(name, _named_tensors(op, args), error) from None
+
+    return call
+
+
+def _that_writes(op: torch._ops.OpOverload, fake: Callable) -> Callable:
+    """The fake of an op, which the dispatcher also calls where one of the arguments is a meta
+    tensor: without this check nothing would be written into the others, and nobody would know."""
+    name = op._schema.name.removeprefix("mortar::")
+    written = {a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write}
+    if not written:
+        return fake
+
+    def call(*args, **kwargs):
+        if not is_compiling():
+            tensors = list(_named_tensors(op, args))
+            meta = next((n for n, t in tensors if t.device.type == "meta"), None)
+            for argument, t in tensors:
+                if meta and argument.partition("[")[0] in written and t.device.type != "meta":
+                    raise TypeError(f"{name}: {meta} must be on {t.device}, got meta")
+        return fake(*args, **kwargs)
+
+    return call
 
 
 def is_eager(first) -> bool:
@@ -71,6 +141,12 @@ def is_eager(first) -> bool:
         and forward_ad._current_level < 0
         and not first.is_neg()
     )
+
+
+def refuse_transforms(op: str) -> None:
+    """Raises inside torch.func, where PyTorch would speak of its own rules for batching."""
+    if _functorch_level() is not None and not is_compiling():
+        raise RuntimeError(f"{op}: cannot run inside transforms of torch.func")
 
 
 def refuse_tangents(op: str, tensors) -> None:
@@ -107,17 +183,20 @@ def shortcut(op: Callable, impl: Callable) -> Callable:
     Inside torch.func, and for dual tensors of forward-mode AD, it raises: gradients or tangents
     would be lost in an op without a derivative. Only for such ops.
     """
+    name = op._schema.name.removeprefix("mortar::")
 
     def call(first, *args):
         real = type(first) is torch.Tensor and not first.is_meta
         if is_compiling() or _num_dispatch_modes() or _is_jit_tracing() or not real:
             return op(first, *args)
-        if _functorch_level() is not None:
-            raise RuntimeError(f"{op.name()}: cannot run inside transforms of torch.func")
+        refuse_transforms(name)
         if forward_ad._current_level >= 0:
-            refuse_tangents(op._schema.name.removeprefix("mortar::"), (first, *args))
+            refuse_tangents(name, (first, *args))
         if _has_negative_bit((first, *args)):
             return op(first, *args)
-        return impl(first, *args)
+        try:
+            return impl(first, *args)
+        except RuntimeError as error:
+            raise in_words(name, _named_tensors(op, (first, *args)), error) from None
 
     return call

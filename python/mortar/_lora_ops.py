@@ -54,8 +54,8 @@ def wants_gradient(tensors) -> bool:
     return False
 
 
-def guard_autograd(op: str, tensors, *written: torch.Tensor) -> None:
-    """With gradients enabled: refuses tensors that want one, and tells autograd of the write."""
+def guard_autograd(op: str, tensors) -> None:
+    """With gradients enabled: refuses tensors that want one."""
     if forward_ad._current_level >= 0:
         refuse_tangents(op, tensors)
     if wants_gradient(tensors):
@@ -63,7 +63,6 @@ def guard_autograd(op: str, tensors, *written: torch.Tensor) -> None:
             f"{op}: arguments must not require gradients (call it under torch.no_grad() or "
             "detach them), got a tensor with requires_grad=True"
         )
-    increment_version(written)
 
 
 class KnownTable:
@@ -132,9 +131,10 @@ def _plan_impl(token_adapter, num_adapters, plan):
 
 def _shrink_impl(x, plan, a, ranks, scales, h, scale=1.0, zero_rows=None, workspace=None):
     if _is_watched():
-        guard_autograd("lora_shrink", (x, h, *a), h)
+        guard_autograd("lora_shrink", (x, h, *a))
     sizes = sizes_of(plan, x, a[0] if a else None)
     _shrink(x, h, workspace, scale, zero_rows, plan, *sizes, None, ranks, scales, len(a), *a)
+    increment_version((h,))
 
 
 def _shrink_table_impl(
@@ -152,37 +152,41 @@ def _shrink_table_impl(
     workspace=None,
 ):
     if _is_watched():
-        guard_autograd("lora_shrink", (x, h, *a), h)
+        guard_autograd("lora_shrink", (x, h, *a))
     table = _pointing_to(a, table, 0)
     plan_and_table = (plan, *sizes_of(plan, x, table), table, dtype, max_rank, hidden, *widths)
     _shrink(x, h, workspace, scale, zero_rows, *plan_and_table)
+    increment_version((h,))
 
 
 def _expand_impl(h, plan, b, ranks, y, offset=0, add_inputs=True):
     if _is_watched():
-        guard_autograd("lora_expand", (h, y, *b), y)
+        guard_autograd("lora_expand", (h, y, *b))
     sizes = sizes_of(plan, y, b[0] if b else None)
     _expand(h, y, offset, add_inputs, plan, *sizes, None, ranks, None, 0, *b)
+    increment_version((y,))
 
 
 def _expand_table_impl(
     h, plan, table, dtype, max_rank, hidden, widths, b, y, offset=0, add_inputs=True
 ):
     if _is_watched():
-        guard_autograd("lora_expand", (h, y, *b), y)
+        guard_autograd("lora_expand", (h, y, *b))
     table = _pointing_to(b, table, 1)
     plan_and_table = (plan, *sizes_of(plan, y, table), table, dtype, max_rank, hidden, *widths)
     _expand(h, y, offset, add_inputs, *plan_and_table)
+    increment_version((y,))
 
 
 def _apply_impl(
     x, plan, a, b, ranks, scales, y, offset=0, scale=1.0, add_inputs=True, workspace=None
 ):
     if _is_watched():
-        guard_autograd("lora_apply", (x, y, *a, *b), y)
+        guard_autograd("lora_apply", (x, y, *a, *b))
     stacked = (None, ranks, scales, len(a), *a, *b)
     sizes = sizes_of(plan, x, a[0] if a else None)
     _apply(x, y, workspace, offset, scale, add_inputs, plan, *sizes, *stacked)
+    increment_version((y,))
 
 
 def _apply_table_impl(
@@ -201,10 +205,11 @@ def _apply_table_impl(
     workspace=None,
 ):
     if _is_watched():
-        guard_autograd("lora_apply", (x, y, *ab), y)
+        guard_autograd("lora_apply", (x, y, *ab))
     table = _pointing_to(ab, table, 0, 1)
     plan_and_table = (plan, *sizes_of(plan, x, table), table, dtype, max_rank, hidden, *widths)
     _apply(x, y, workspace, offset, scale, add_inputs, *plan_and_table)
+    increment_version((y,))
 
 
 def _fake(op: str):

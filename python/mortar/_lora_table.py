@@ -62,8 +62,10 @@ class Row:
             if pair is None:
                 entries.append(bytes(_ENTRY.size))
             else:
-                a, b = pair
-                entries.append(_ENTRY.pack(a.data_ptr(), b.data_ptr(), a.shape[0], scale, 0))
+                # An A without columns has no address, which would leave the slice alone: any other
+                # one does, as nothing is read there. (Of a B without rows nothing is written.)
+                a, b = (t.data_ptr() for t in pair)
+                entries.append(_ENTRY.pack(a or b, b, pair[0].shape[0], scale, 0))
         return b"".join(entries)
 
 
@@ -144,7 +146,7 @@ def _scales(op: str, slot: int, scale: Any, num_slices: int) -> list[float]:
     for value in scales:
         try:
             _FLOAT32.pack(value)
-        except OverflowError:
+        except (OverflowError, struct.error):
             raise ValueError(
                 f"{op}: scale of adapter {slot} must fit float32, got {value}"
             ) from None

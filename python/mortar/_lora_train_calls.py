@@ -12,6 +12,7 @@ from torch import Tensor, arange, float64, int64, randint, zeros
 from torch.compiler import is_compiling
 
 from ._ffi import lib, torch_function
+from ._library import in_words, named
 from .reference import lora_train as reference
 
 _forward, _backward = lib.lora_train_forward, lib.lora_train_backward
@@ -186,7 +187,11 @@ def run_forward(layer: Layer, rows: Rows, x, h, y, base, a, b, eager: bool) -> N
     pairs = _interleave(
         layer.spread(a, None), layer.spread(b, None), layer.spread(layer.scales, 1.0)
     )
-    _forward(*layer.sizes, x, h, None, *rows, *layer.p, *y, *base, *pairs)
+    try:
+        _forward(*layer.sizes, x, h, None, *rows, *layer.p, *y, *base, *pairs)
+    except RuntimeError as error:
+        given = {"x": x, "h": h, **rows._asdict(), "y": y, "base": base, "a": a, "b": b}
+        raise _in_words("lora_train_forward", given, error) from None
 
 
 def run_backward(
@@ -201,7 +206,17 @@ def run_backward(
         layer.spread(a, None), layer.spread(b, None), layer.spread(layer.scales, 1.0)
     )
     out = _interleave(layer.spread(da, None), layer.spread(db, None), adds[::2], adds[1::2])
-    _backward(*layer.sizes, add_dx, x, h, dx, None, *rows, *layer.p, *dy, *pairs, *out)
+    try:
+        _backward(*layer.sizes, add_dx, x, h, dx, None, *rows, *layer.p, *dy, *pairs, *out)
+    except RuntimeError as error:
+        given = {"dy": dy, "x": x, "h": h, **rows._asdict(), "a": a, "b": b, "dx": dx, "da": da,
+                 "db": db}  # fmt: skip
+        raise _in_words("lora_train_backward", given, error) from None
+
+
+def _in_words(op: str, given: dict, error: Exception) -> Exception:
+    tensors = [pair for name, value in given.items() for pair in named(name, value)]
+    return in_words(op, tensors, error)
 
 
 def exact_gradients(layer: Layer, rows: Rows, dy, x, a, b) -> list[Tensor]:

@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
-from ._library import any_negation, define, increment_version, is_eager, refuse_tangents
+from ._library import (
+    any_negation,
+    define,
+    in_words_of,
+    increment_version,
+    is_eager,
+    refuse_tangents,
+    refuse_transforms,
+)
 from ._lora_train_calls import (
     Layer,
     Rows,
@@ -179,6 +187,9 @@ _backward_out_op = define(
     f"bool add_dx, bool[] add_da, bool[] add_db, {_LAYER}) -> ()",
     _train_backward_out,
 )
+# By way of the dispatcher, but with its errors in words.
+_run_out = in_words_of(_out_op, _out_op)
+_run_backward_out = in_words_of(_backward_out_op, _backward_out_op)
 
 
 # ---- autograd ------------------------------------------------------------------------------------
@@ -303,8 +314,12 @@ _make_linear = super(torch.autograd.Function, _Linear).apply
 
 def train(op: str, call: Call, x: Tensor, base, a, b) -> list[Tensor]:
     """y of every slice, with a gradient where one is wanted."""
-    if call.in_place and (is_compiling() or x.is_meta or not is_eager(x)):
-        # What traces sees a result that is copied.
+    refuse_transforms(op)
+    if call.in_place and (
+        is_compiling() or x.is_meta or not is_eager(x) or _are_views(base, x, a, b)
+    ):
+        # What traces sees a result that is copied. And autograd takes the first input of a node for
+        # the view that the node changes in place, of which there may be but one.
         y = train(op, call._replace(in_place=False), x, base, a, b)
         return [old.copy_(new) for old, new in zip(base, y, strict=True)]
     if is_compiling():
@@ -323,18 +338,25 @@ def train(op: str, call: Call, x: Tensor, base, a, b) -> list[Tensor]:
     return y
 
 
+def _are_views(base, x, a, b) -> bool:
+    """Whether a gradient is wanted of what changes in place as part of another tensor."""
+    return any(t._is_view() for t in base) and wants_gradient(x, base, a, b)
+
+
 def train_into(op: str, layer: Layer, rows: Rows, x: Tensor, base, a, b, out: list[Tensor]) -> None:
+    refuse_transforms(op)
     refuse_gradient(op, x, base, a, b)
     flat, flat_base = [as_written(t) for t in out], [as_rows(t) for t in base]
-    _out_op(as_rows(x), flat_base, list(a), list(b), flat, None, *rows, *layer)
+    _run_out(as_rows(x), flat_base, list(a), list(b), flat, None, *rows, *layer)
 
 
 def accumulate(
     layer: Layer, rows: Rows, dy, x, h, dx, add_dx: bool, a, b, da, db, add_da, add_db
 ) -> None:
     """The backward into given tensors; da, db and their flags have an entry per pair."""
+    refuse_transforms("backward")
     da_pairs, db_pairs = ([i for i, g in enumerate(gs) if g is not None] for gs in (da, db))
-    _backward_out_op(
+    _run_backward_out(
         dy, x, h, a, b, dx, [da[i] for i in da_pairs], [db[i] for i in db_pairs],
         da_pairs, db_pairs, add_dx, [add_da[i] for i in da_pairs], [add_db[i] for i in db_pairs],
         *rows, *layer,

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``mortar.lora.Weights``: the adapters of one layer, in the form that the ops take."""
 
+import copy
 import threading
 from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import tvm_ffi
 
 from . import _lora_ops as ops
 from ._ffi import lib
+from ._library import in_words, named
 from ._limits import LORA_MAX_ADAPTERS as MAX_ADAPTERS
 from ._lora_table import (
     Adapter,
@@ -41,8 +44,10 @@ class Weights:
     Made by ``from_adapters`` (one pair of tensors per adapter and slice, ranks as they come) or by
     ``stacked`` (all adapters of a slice in one tensor). Reads the addresses of the tensors once and
     keeps that memory alive: values written in place are seen; other memory (``t.data = ...``, as
-    ``module.to`` does) is not. Only what empties the storage itself
-    (``t.untyped_storage().resize_(0)``) must not be done to weights in use.
+    ``module.to`` does) is not. Only what takes the memory of the storage itself must not be done to
+    weights in use: ``t.untyped_storage().resize_(0)``, and ``t.share_memory_()``, which is also
+    what torch.multiprocessing does to a tensor that it sends to another process. (Weights that are
+    sent themselves send copies.)
 
     Copies (``copy.deepcopy``) and pickles hold tensors of their own and a table made from them.
     Under ``torch.compile`` every A and B is an input of the compiled code, so writes to them before
@@ -95,6 +100,10 @@ class Weights:
         except (TypeError, ValueError) as error:
             said = str(error).replace("lora_weights: ", "Weights.stacked: ", 1)
             raise type(error)(said) from None
+        except RuntimeError as error:
+            given = {"a": a, "b": b, "ranks": ranks, "scales": scales}
+            tensors = [pair for item in given.items() for pair in named(*item)]
+            raise in_words("Weights.stacked", tensors, error) from None
         self._tensors = self.watched = [*a, *b]
         self.handle.memory = [t if t is None else t.detach() for t in (*a, *b, ranks, scales)]
         self._describe((a or b)[0].dtype)
@@ -262,6 +271,14 @@ class Weights:
         scales = [row and row.scales for row in self._rows]
         pairs = [row and row.latest() for row in self._rows]
         return _made_again, (pairs, scales, self._layer)
+
+
+def _reduce_for_another_process(weights: Weights) -> tuple:
+    """torch.multiprocessing moves what it sends into shared memory: not what these weights use."""
+    return copy.deepcopy(weights).__reduce__()
+
+
+ForkingPickler.register(Weights, _reduce_for_another_process)
 
 
 def _made_again(pairs: list, scales: list, layer: Layer) -> Weights:

@@ -50,6 +50,11 @@ class AdapterModule:
         tensor = lib.adapter_factor(self._adapter, self._index, is_b)
         return tensor if torch is None else torch.from_dlpack(tensor)
 
+    def __reduce__(self) -> tuple:
+        raise TypeError(
+            "AdapterModule: a module cannot be copied or pickled, only its tensors a and b can"
+        )
+
     def __repr__(self) -> str:
         return f"AdapterModule({self.name!r}, rank={self.rank}, scale={self.scale:g})"
 
@@ -80,6 +85,9 @@ class Adapter:
     def find(self, module: str) -> AdapterModule | None:
         """The module of that name, None if this adapter leaves it alone."""
         return self._by_name.get(_text("Adapter.find", "module", module))
+
+    def __reduce__(self) -> tuple:
+        raise TypeError("Adapter: an adapter cannot be copied or pickled, open its folder again")
 
     def __repr__(self) -> str:
         return f"Adapter({self.name!r}, {self.path!r}, {len(self.modules)} modules)"
@@ -196,6 +204,8 @@ class AdapterStore:
         op = "AdapterStore.slices"
         if torch is None:
             raise RuntimeError(f"{op}: PyTorch must be installed, got an environment without it")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{op}: dtype must be a torch.dtype, got {type(dtype).__name__}")
         modules = [modules] if isinstance(modules, str) else _texts(op, "modules", modules)
         with self._lock:  # so that no other thread closes one of these in between
             names = (

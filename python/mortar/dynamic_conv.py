@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ._dynamic_conv_ops import convolve, convolve_now, renamed, step_into
 from ._ffi import lib
-from ._library import is_eager
+from ._library import in_words, is_eager
 
 __all__ = ["check", "dynamic_conv", "dynamic_conv_step", "traffic"]
 
@@ -44,6 +44,9 @@ def _in_words_of(op: str, error: Exception, required: dict, optional: dict) -> E
             wanted = "a torch.Tensor" if name in required else "a torch.Tensor or None"
             got = "None" if value is None else type(value).__name__
             return TypeError(f"{op}: {name} must be {wanted}, got {got}")
+    if isinstance(error, RuntimeError):
+        given = [(n, t) for n, t in (required | optional).items() if t is not None]
+        return in_words(op, given, error)
     return renamed(op, error)
 
 
@@ -110,12 +113,15 @@ def _final_state_len(
             raise ValueError(
                 f"dynamic_conv: {name} must have {ndim} dimensions, got {tuple(tensor.shape)}"
             )
+    if initial_state is not None and initial_state.ndim != 3:
+        shape = tuple(initial_state.shape)
+        raise ValueError(f"dynamic_conv: initial_state must have 3 dimensions, got {shape}")
     width = kernels.shape[3]
     if state_len is None:
         return max(width - 1, 0) if initial_state is None else initial_state.shape[-1]
     if state_len not in (width, width - 1):
         raise ValueError(
-            f"dynamic_conv: state_len must be W - 1 = {width - 1} or W = {width}, got {state_len}"
+            f"dynamic_conv: state_len must be W - 1 = {width - 1} or W = {width}, got {state_len!r}"
         )
     return state_len
 

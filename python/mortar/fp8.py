@@ -135,11 +135,9 @@ def normalise(
     else:
         made = given_outputs("fp8_rmsnorm", out, chosen, scale)
         rstd, y = out.rstd, out.normed
-    written = ()
-    if _is_grad_enabled():
-        written = () if out is None else written_to(out, form[3])
-        if residual is not None:
-            written = (*written, residual)
+    written = () if out is None else written_to(out, form[3])
+    if residual is not None:
+        written = (*written, residual)
     q, scales, q_t, scales_t, amax = made
     rng = draw(x.device) if stochastic else None
     tensors = (x, x_scale, weight, residual, rng, q, scales, q_t, scales_t, amax, rstd, y, None)
@@ -198,7 +196,7 @@ def differentiate(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`fp8_rmsnorm_backward` of tensors that may require gradients."""
     eager = is_eager(dy)
-    written = (dx, dw) if _is_grad_enabled() else ()
+    written = () if dx is None and dw is None else (dx, dw)
     if dx is None:
         if not isinstance(dy, Tensor):
             require_tensors("fp8_rmsnorm_backward", (("dy", False),), (dy,))
@@ -244,7 +242,7 @@ def fp8_quantize(
     else:
         made = given_outputs("fp8_quantize", out, chosen, scale)
     rng, form = draw(y.device) if stochastic else None, chosen[1]
-    written = written_to(out, form[3]) if out is not None and _is_grad_enabled() else ()
+    written = written_to(out, form[3]) if out is not None else ()
     quantize_into(eager, (y, rng, *made, None), written, form)
     q, scales, q_t, scales_t, amax = made
     if q_t is not None and form[0] == 0:

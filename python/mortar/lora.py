@@ -45,7 +45,8 @@ import torch
 
 from . import _lora_ops as ops
 from ._ffi import WRITTEN, lib, torch_function
-from ._library import is_eager
+from ._library import increment_version, is_eager
+from ._limits import LORA_MAX_ADAPTERS, LORA_MAX_TOKENS
 from ._lora_memory import ANY_STREAM, Memory
 from ._lora_weights import Weights
 from .lora_train import linear, mixed_linear
@@ -88,7 +89,17 @@ def _plan_size(num_tokens, num_adapters):
     """int32 elements of a plan; an upper bound where tracing brings sizes that are symbols."""
     if _is_compiling() or not isinstance(num_tokens, int):
         return _BOUND[0] * num_tokens + _BOUND[1] * num_adapters + _BOUND[2]
-    return lib.lora_plan_size(num_tokens, num_adapters)
+    try:
+        return lib.lora_plan_size(num_tokens, num_adapters)
+    except (TypeError, ValueError):  # in the words of another function
+        pass
+    if num_tokens > LORA_MAX_TOKENS:
+        raise ValueError(
+            f"lora_plan: token_adapter must have at most {LORA_MAX_TOKENS} tokens, got {num_tokens}"
+        )
+    raise ValueError(
+        f"lora_plan: num_adapters must be 1 to {LORA_MAX_ADAPTERS}, got {num_adapters}"
+    )
 
 
 class _PlanFields(NamedTuple):
@@ -184,6 +195,8 @@ def check(plan: Plan) -> PlanReport:
     Raises:
         ValueError: ids outside [-1, L) were among the tokens.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"check: plan must be a mortar.lora.Plan, got {type(plan).__name__}")
     report = PlanReport(*lib.lora_plan_report(plan.data))
     if report.num_out_of_range:
         raise ValueError(
@@ -262,12 +275,13 @@ def apply(
             if y.is_neg():
                 _refuse_negation("lora_apply", "y")
             if _is_grad_enabled():
-                ops.guard_autograd("lora_apply", (x, y, *weights.watched), y)
+                ops.guard_autograd("lora_apply", (x, y, *weights.watched))
             memory, stream = plan.memory.get() if workspace is None else (workspace, ANY_STREAM)
             tensors = (x, y, memory, plan.data)
             done = _apply_now(id(tensors), stream, offset, scale, add_inputs, plan.num_tokens,
                               plan.num_adapters, weights.handle)  # fmt: skip
             if done == WRITTEN:
+                increment_version((y,))
                 return y
             if done and workspace is None:
                 more = plan.memory.more(x, done)
@@ -319,6 +333,8 @@ def shrink(
     if h is None:
         if not isinstance(x, torch.Tensor) or not isinstance(weights, Weights):
             _check_types("lora_shrink", weights, plan, "x", x=x)
+        if x.ndim != 2:
+            raise ValueError(f"lora_shrink: x must have 2 dimensions, got shape {tuple(x.shape)}")
         shape = (weights.num_slices, x.shape[0], weights.max_rank)
         h = torch.empty(shape, dtype=torch.float32, device=x.device)
     if is_eager(x):
@@ -326,12 +342,13 @@ def shrink(
             if h.is_neg():
                 _refuse_negation("lora_shrink", "h")
             if _is_grad_enabled():
-                ops.guard_autograd("lora_shrink", (x, h, *weights.watched), h)
+                ops.guard_autograd("lora_shrink", (x, h, *weights.watched))
             memory, stream = plan.memory.get() if workspace is None else (workspace, ANY_STREAM)
             tensors = (x, h, memory, zero_rows, plan.data)
             done = _shrink_now(id(tensors), stream, scale, plan.num_tokens, plan.num_adapters,
                                weights.handle)  # fmt: skip
             if done == WRITTEN:
+                increment_version((h,))
                 return h
             if done and workspace is None:
                 more = plan.memory.more(x, done)
@@ -369,10 +386,11 @@ def expand(
             if y.is_neg():
                 _refuse_negation("lora_expand", "y")
             if _is_grad_enabled():
-                ops.guard_autograd("lora_expand", (h, y, *weights.watched), y)
+                ops.guard_autograd("lora_expand", (h, y, *weights.watched))
             sizes = (plan.num_tokens, plan.num_adapters)
             tensors = (h, y, plan.data)
             if _expand_now(id(tensors), offset, add_inputs, *sizes, weights.handle):
+                increment_version((y,))
                 return y
         except AttributeError:
             pass

@@ -34,7 +34,6 @@ The method is that of Hu et al. (arXiv:2106.09685).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -43,12 +42,23 @@ from torch.compiler import is_compiling
 from . import _lora_train_ops as ops
 from ._ffi import lib
 from ._library import any_negation
-from ._lora_train_calls import NO_ROWS, as_written, draw, known_layer
+from ._lora_train_arguments import (
+    NUMBERS,
+    as_list,
+    as_probability,
+    as_rows_of,
+    as_scales,
+    check_count,
+    check_matrices,
+    check_shape,
+    check_written,
+    drops_delta,
+    read_adapters,
+    result_dtype,
+)
+from ._lora_train_calls import NO_ROWS, draw, known_layer
 
 __all__ = ["backward", "check", "linear", "mixed_linear"]
-
-_DROPS = {"input": False, "delta": True}
-_NUMBERS = (float, int, Real)  # what is usual first: an abstract class takes long to ask
 
 
 def linear(
@@ -92,15 +102,16 @@ def linear(
         RuntimeError: out is not the base, and a gradient is wanted.
     """
     single = isinstance(a, Tensor)
-    a, b = _listed("linear", "a", a, None), _listed("linear", "b", b, None)
+    a, b = as_list("linear", "a", a, None), as_list("linear", "b", b, None)
     slices = len(a)
     if len(b) != slices:
         raise ValueError(f"linear: b must have one matrix per slice = {slices}, got {len(b)}")
-    scales = _scales("linear", scale, slices)
-    _check_matrices("linear", x, a, b)
-    p = _probability("linear", dropout, training)
+    scales = as_scales("linear", scale, slices)
+    check_matrices("linear", x, a, b)
+    p = as_probability("linear", dropout, training)
     widths = tuple([m.shape[0] for m in b])
-    layer = known_layer(widths, tuple(range(slices)), scales, (p,), _drops("linear", dropout_on))
+    on_delta = drops_delta("linear", dropout_on)
+    layer = known_layer(widths, tuple(range(slices)), scales, (p,), on_delta)
     rows = ops.Rows(draw(x), None, None) if 0 < p < 1 else NO_ROWS
     y = _run("linear", layer, rows, x, a, b, base, out, dtype, save_h)
     return y[0] if single else tuple(y)
@@ -145,47 +156,16 @@ def mixed_linear(
     Raises:
         As ``linear``; ValueError as well, on the CPU, for offsets that do not cover M rows.
     """
-    if not len(adapters):
-        raise ValueError("mixed_linear: adapters must hold at least one adapter, got none")
-    sliced = any(isinstance(row, list) for row in adapters)
-    listed = [row if isinstance(row, list) else [row] for row in adapters]
-    slices = max(len(row) for row in listed)
-    listed = [[None] * slices if row == [None] else row for row in listed]
-    if any(len(row) != slices for row in listed):
-        raise ValueError(
-            f"mixed_linear: adapters must have {slices} slices each, got "
-            f"{[len(row) for row in listed]}"
-        )
-    _check_count("scales", scales, len(listed))
-    places, a, b, pair_scales = [], [], [], []
-    found: list[int | None] = [None] * slices if widths is None else list(widths)
-    for number, row in enumerate(listed):
-        for s, pair in enumerate(row):
-            if pair is None:
-                continue
-            _check_matrices("mixed_linear", x, pair[:1], pair[1:])
-            places.append(number * slices + s)
-            a.append(pair[0])
-            b.append(pair[1])
-            pair_scales.append(_number("mixed_linear", "scales", scales[number]))
-            if found[s] is None:
-                found[s] = pair[1].shape[0]
-    if not places or None in found or len(found) != slices:
-        raise ValueError(
-            "mixed_linear: adapters must hold a pair for every slice, or widths say how wide it "
-            f"is, got widths {found}"
-        )
-    p = (dropout,) * len(listed) if isinstance(dropout, _NUMBERS) else dropout
-    _check_count("dropout", p, len(listed))
-    p = tuple(_probability("mixed_linear", q, training) for q in p)
-    layer = ops.Layer(
-        tuple(found), tuple(places), tuple(pair_scales), p, _drops("mixed_linear", dropout_on)
-    )
-    rng = draw(x) if any(0 < q < 1 for q in p) else None
-    y = _run(
-        "mixed_linear", layer, _rows(rng, rows, x, len(listed)), x, a, b, base, out, dtype, save_h
-    )
-    return tuple(y) if sliced else y[0]
+    found = read_adapters(x, adapters, scales, widths)
+    count = len(adapters)
+    p = (dropout,) * count if isinstance(dropout, NUMBERS) else dropout
+    check_count("dropout", p, count)
+    p = tuple(as_probability("mixed_linear", q, training) for q in p)
+    on_delta = drops_delta("mixed_linear", dropout_on)
+    layer = ops.Layer(found.widths, found.places, found.scales, p, on_delta)
+    rows = as_rows_of(draw(x) if any(0 < q < 1 for q in p) else None, rows, x, count)
+    y = _run("mixed_linear", layer, rows, x, found.a, found.b, base, out, dtype, save_h)
+    return tuple(y) if found.sliced else y[0]
 
 
 def backward(
@@ -215,21 +195,31 @@ def backward(
         add: True adds to what dx, da and db hold, in float32, rounded once.
         rng: int64 [2], seed and offset of the forward; needed if 0 < dropout < 1.
     """
-    a = _listed("backward", "a", a, None)
+    a = as_list("backward", "a", a, None)
     slices = len(a)
-    b, dy = (_listed("backward", name, ts, slices) for name, ts in (("b", b), ("dy", dy)))
+    b, dy = (as_list("backward", name, ts, slices) for name, ts in (("b", b), ("dy", dy)))
     da, db = (
-        _listed("backward", name, [None] * slices if g is None else g, slices)
+        as_list("backward", name, [None] * slices if g is None else g, slices)
         for name, g in (("da", da), ("db", db))
     )
-    for name, tensors in (("a", a), ("b", b), ("dy", dy), ("da", da), ("db", db)):
+    given = {"a": a, "b": b, "dy": dy, "da": da, "db": db, "x": [x], "h": [h], "dx": [dx],
+             "rng": [rng]}  # fmt: skip
+    for name, tensors in given.items():
         for t in tensors:
-            if not isinstance(t, Tensor) and not (t is None and name in ("da", "db")):
+            if not isinstance(t, Tensor) and not (t is None and name not in ("a", "b", "dy")):
                 raise TypeError(f"backward: {name} must be a tensor, got {type(t).__name__}")
-    scales = _scales("backward", scale, slices)
-    p = _probability("backward", dropout, True)
+    for name, tensors in (("a", a), ("b", b)):
+        for t in tensors:
+            if t.ndim != 2:
+                shape = tuple(t.shape)
+                raise ValueError(f"backward: {name} must have 2 dimensions, got shape {shape}")
+    if not isinstance(add, bool):
+        raise TypeError(f"backward: add must be a bool, got {type(add).__name__}")
+    scales = as_scales("backward", scale, slices)
+    p = as_probability("backward", dropout, True)
     widths = tuple(m.shape[0] for m in b)
-    layer = ops.Layer(widths, tuple(range(slices)), scales, (p,), _drops("backward", dropout_on))
+    on_delta = drops_delta("backward", dropout_on)
+    layer = ops.Layer(widths, tuple(range(slices)), scales, (p,), on_delta)
     adds = [add] * slices
     ops.accumulate(
         layer, ops.Rows(rng, None, None), dy, x, h, dx, add, a, b, da, db, adds, adds
@@ -246,152 +236,24 @@ def check(offsets: Tensor, num_adapters: int, num_rows: int) -> None:
     lib.lora_train_check(offsets, num_adapters, num_rows)
 
 
-# ---- arguments -----------------------------------------------------------------------------------
-
-
-def _listed(op: str, name: str, given, count: int | None) -> list:
-    """One tensor or a sequence of them as a list, of `count` entries unless that is None."""
-    try:
-        listed = [given] if isinstance(given, Tensor) else list(given)
-    except TypeError:
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(given).__name__}") from None
-    if count is not None and len(listed) != count:
-        raise ValueError(
-            f"{op}: {name} must have one tensor per slice = {count}, got {len(listed)}"
-        )
-    return listed
-
-
-def _scales(op: str, scale: float | Sequence[float], slices: int) -> tuple[float, ...]:
-    if isinstance(scale, _NUMBERS):
-        return (float(scale),) * slices
-    try:
-        scales = tuple(scale)
-    except TypeError:
-        got = type(scale).__name__
-        raise TypeError(f"{op}: scale must be a number, or one for each slice, got {got}") from None
-    if len(scales) != slices:
-        raise ValueError(f"{op}: scale must have one entry per slice = {slices}, got {len(scales)}")
-    return tuple(_number(op, "scale", s) for s in scales)
-
-
-def _number(op: str, name: str, value) -> float:
-    if isinstance(value, _NUMBERS) or (isinstance(value, Tensor) and value.ndim == 0):
-        return float(value)
-    raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-
-
-def _check_count(name: str, values: Sequence, count: int) -> None:
-    if not hasattr(values, "__len__"):
-        raise TypeError(f"mixed_linear: {name} must be a list, got {type(values).__name__}")
-    if len(values) != count:
-        raise ValueError(
-            f"mixed_linear: {name} must have one entry per adapter = {count}, got {len(values)}"
-        )
-
-
-def _check_matrices(op: str, x, a: Sequence, b: Sequence) -> None:
-    """What is needed before sizes can be read; the library checks the rest."""
-    if isinstance(x, Tensor) and x.ndim > 0:
-        for t in (*a, *b):
-            if not isinstance(t, Tensor) or t.ndim != 2:
-                break
-        else:
-            return
-    for name, tensors in (("x", (x,)), ("a", a), ("b", b)):
-        for t in tensors:
-            if not isinstance(t, Tensor):
-                raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must have at least 1 dimension, got shape ()")
-    for name, tensors in (("a", a), ("b", b)):
-        for t in tensors:
-            if t.ndim != 2:
-                raise ValueError(f"{op}: {name} must have 2 dimensions, got shape {tuple(t.shape)}")
-
-
-def _probability(op: str, p: float, training: bool) -> float:
-    p = _number(op, "dropout", p)
-    if not 0 <= p <= 1:
-        raise ValueError(f"{op}: dropout must be 0 to 1, got {p}")
-    return p if training else 0.0
-
-
-def _drops(op: str, dropout_on: str) -> bool:
-    if dropout_on not in _DROPS:
-        raise ValueError(f'{op}: dropout_on must be "input" or "delta", got {dropout_on!r}')
-    return _DROPS[dropout_on]
-
-
-def _rows(rng: Tensor | None, rows, x: Tensor, num_adapters: int) -> ops.Rows:
-    if isinstance(rows, Tensor):
-        return ops.Rows(rng, rows, None)
-    from .lora import Plan
-
-    if not isinstance(rows, Plan):
-        raise TypeError(
-            "mixed_linear: rows must be a mortar.lora.Plan or a tensor of offsets, got "
-            f"{type(rows).__name__}"
-        )
-    num_rows = x[..., 0].numel() if x.shape[-1] else rows.num_tokens
-    if rows[1:] != (num_rows, num_adapters):
-        raise ValueError(
-            f"mixed_linear: rows must be a plan for {num_rows} tokens and {num_adapters} adapters, "
-            f"got one for {rows.num_tokens} and {rows.num_adapters}"
-        )
-    return ops.Rows(rng, None, rows.data)
-
-
-def _result_dtype(op: str, x: Tensor, base: list[Tensor], dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{op}: dtype must be a torch.dtype, got {type(dtype).__name__}")
-    if base:
-        return base[0].dtype
-    if dtype is not None:
-        return dtype
-    kind = x.device.type
-    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
-
-
 def _run(op: str, layer, rows, x, a, b, base, out, dtype, save_h) -> list[Tensor]:
     slices = len(layer.widths)
-    base = [] if base is None else _listed(op, "base", base, slices)
+    base = [] if base is None else as_list(op, "base", base, slices)
     for t, width in zip(base, layer.widths, strict=len(base) > 0):
-        _check_shape(op, "base", t, (*x.shape[:-1], width))
+        check_shape(op, "base", t, (*x.shape[:-1], width))
     if out is not None:
-        out = _listed(op, "out", out, slices)
+        out = as_list(op, "out", out, slices)
         for t, width in zip(out, layer.widths, strict=True):
-            _check_shape(op, "out", t, (*x.shape[:-1], width))
+            check_shape(op, "out", t, (*x.shape[:-1], width))
             if not is_compiling():
-                _check_written(op, t)
+                check_written(op, t)
     if not is_compiling() and any_negation((x, *base, *a, *b)):
         x, (base, a, b) = x.resolve_neg(), ([t.resolve_neg() for t in ts] for ts in (base, a, b))
     if out is None:
-        dtype = _result_dtype(op, x, base, dtype)
+        dtype = result_dtype(op, x, base, dtype)
         return ops.train(op, ops.Call(layer, rows, len(base), dtype, save_h, False), x, base, a, b)
     if len(base) == slices and all(y is t for y, t in zip(out, base, strict=True)):
         call = ops.Call(layer, rows, slices, base[0].dtype, save_h, True)
         return ops.train(op, call, x, base, a, b)
     ops.train_into(op, layer, rows, x, base, a, b, out)
     return out
-
-
-def _check_written(op: str, out: Tensor) -> None:
-    if out.is_neg():
-        raise ValueError(f"{op}: out must hold its own values (resolve_neg() it), got a negation")
-    try:
-        as_written(out)
-    except RuntimeError:
-        raise ValueError(
-            f"{op}: out must have leading dimensions that one stride steps through, got shape "
-            f"{tuple(out.shape)} with strides {out.stride()}"
-        ) from None
-
-
-def _check_shape(op: str, name: str, t, shape: tuple[int, ...]) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-    if t.shape != shape:
-        raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(t.shape)}")

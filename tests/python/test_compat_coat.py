@@ -179,6 +179,28 @@ def test_errors(device):
         coat.fp8_rmsnorm_forward(case.x, case.x_scale, case.weight, 0, 1e-5)
     with pytest.raises(TypeError, match="^fp8_division_transpose: fp8type must be .* got 'E3M4'"):
         coat.fp8_division_transpose(case.x.float(), 16, "E3M4")
+    with pytest.raises(TypeError, match="^fp8_rmsnorm_forward: QB must be an integer, got str$"):
+        coat.fp8_rmsnorm_forward(case.x, case.x_scale, case.weight, "16", 1e-5)
+    with pytest.raises(TypeError, match="^fp8_rmsnorm_forward: s_x must be a tensor, got None"):
+        coat.fp8_rmsnorm_forward(case.x, None, case.weight, 16, 1e-5)
+    with pytest.raises(ValueError, match=r"^fp8_rmsnorm_backward: g must have 2 or 3 dimensions"):
+        coat.fp8_rmsnorm_backward(
+            case.x, case.x_scale, case.x.float().sum(), case.weight, case.weight, 16, 8
+        )
+    for s_y, got in (("1", "str"), (torch.ones(2, device=device), "shape")):
+        with pytest.raises(
+            TypeError, match=f"^fp8_division_transpose: s_y must be one .* got {got}"
+        ):
+            coat.fp8_division_transpose(case.x.float(), 16, "E4M3", s_y)
+
+
+def test_division_by_a_number(device):
+    x = torch.randn(32, 48, device=device)
+    want = coat.fp8_division_transpose(x, 16, "E4M3", torch.tensor(0.25, device=device))
+    got = coat.fp8_division_transpose(x, 16, "E4M3", 0.25)
+    assert got[1] == 0.25
+    for a, b in ((got[0], want[0]), (got[2], want[2])):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 # ---- install -------------------------------------------------------------------------------------

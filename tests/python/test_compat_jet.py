@@ -271,6 +271,24 @@ def jetai(request, tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+def test_what_is_no_tensor_is_named(device):
+    case = random_case(device, 1, 3, 4, 4)
+    x, k, cache = case.x[:, :1], case.kernels[:, 0], torch.zeros(1, 4, 4, device=device)
+    for spoilt, name in (
+        ((None, cache, k), "x"),
+        ((x, 3, k), "cache"),
+        ((x, cache, []), "kernels"),
+    ):
+        with pytest.raises(TypeError, match=f"^causal_conv_step_triton: {name} must be a tensor"):
+            causal_conv_step_triton(*spoilt)
+    with pytest.raises(TypeError, match="^dynamic_conv: kernels must be a torch.Tensor, got None$"):
+        dynamic_conv_triton_autograd(case.x, None)
+    with pytest.raises(
+        ValueError, match=r"^dynamic_conv_triton_cache: cache must have 3 dim.*\(4, "
+    ):
+        dynamic_conv_triton_cache(case.x, case.kernels, cache[0])
+
+
 def test_install_without_jetai():
     with pytest.raises(RuntimeError, match="mortar.compat.jet.install: import jetai"):
         jet.install()

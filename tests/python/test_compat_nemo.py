@@ -77,6 +77,26 @@ def test_bad_shapes_are_named(device):
         nemo.lora_da_dx_update_wrapper(case.x[1:].t(), case.dy[0], b, a, 1.0)
     with pytest.raises(ValueError, match=r"res must have shape \(19, 24\), got \(19, 40\)"):
         nemo.lora_forward_wrapper(case.x, a.t(), b.t(), case.x, 1.0)
+    x, at, bt, dy = case.x, a.t(), b.t(), case.dy[0]
+    for call in (
+        lambda scale, x: nemo.lora_forward_wrapper(x, at, bt, None, scale),
+        lambda scale, x: nemo.lora_da_dx_update_wrapper(x.t(), dy, b, a, scale),
+        lambda scale, x: nemo.lora_db_update_wrapper(a, x.t(), dy, scale),
+    ):
+        with pytest.raises(
+            TypeError, match=r"^lora_\w+_wrapper: scale must be a number, got NoneT"
+        ):
+            call(None, x)
+        with pytest.raises(
+            ValueError, match=r"^lora_\w+: xt? must have 2 dimensions, got shape \("
+        ):
+            call(1.0, x[0])
+    with pytest.raises(
+        TypeError, match="^lora_forward_wrapper: lora_A must be a tensor, got list$"
+    ):
+        nemo.lora_forward_wrapper(x, [a], bt, None, 1.0)
+    with pytest.raises(TypeError, match="lora_A must be of a float type, got torch.int32"):
+        nemo.lora_forward_wrapper(x, at.int(), bt, None, 1.0)
 
 
 # ---- install -------------------------------------------------------------------------------------

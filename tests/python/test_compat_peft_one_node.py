@@ -147,6 +147,25 @@ def test_global_hooks_see_the_base(device):
     assert nn.Linear in seen
 
 
+@pytest.mark.parametrize("way", ["hook", "global hook", "forward"])
+def test_what_others_keep_of_the_base_stays(device, way):
+    """Its output is not added to in place where a hook or a patched forward may hold it."""
+    ours, theirs = made(device)
+    x, kept = torch.randn(5, HIDDEN, device=device), []
+    base = ours.base_layer
+    if way == "forward":
+        original = base.forward
+        base.forward = lambda x: kept.append(original(x)) or kept[-1]
+    else:
+        everywhere = global_hooks.register_module_forward_hook
+        register = base.register_forward_hook if way == "hook" else everywhere
+        handle = register(lambda m, args, y: kept.append(y) if m is base else None)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+    if way != "forward":
+        handle.remove()
+    assert torch.equal(kept[0], theirs.base_layer(x))
+
+
 def test_dispatch_modes_see_the_base(device):
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import mortar
@@ -70,6 +71,23 @@ def test_half_models(device, dtype, half_adapters):
         model = model.to(dtype)
     compare(trainable(model, "small"), tokens(2, 7, device))
     compare(trainable(model, ["small", "odd"]), tokens(2, 7, device))
+
+
+def test_several_float32_adapters_are_rounded_once(device):
+    """Onto a bfloat16 base, as PEFT sums them: two roundings would miss a fifth of the values."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(32, 512, device=device, dtype=torch.bfloat16))
+    config = LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+    model = get_peft_model(base, config, adapter_name="one")
+    model.add_adapter("two", config)
+    model.base_model.set_adapter(["one", "two"])
+    accelerate(model.train())
+    layer, x = model.base_model.model[0], torch.randn(64, 32, device=device).bfloat16()
+    want = layer.base_layer(x).double()
+    for name in ("one", "two"):
+        a, b = (kind[name].weight.double() for kind in (layer.lora_A, layer.lora_B))
+        want += layer.scaling[name] * (x.double() @ a.T) @ b.T
+    assert (layer(x) == want.bfloat16()).double().mean() > 0.99
 
 
 def test_adapters_of_different_dtypes(device):

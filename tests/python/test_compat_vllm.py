@@ -334,3 +334,27 @@ def test_compile_fullgraph(device, kind):
         active = many if kind == "int" else torch.tensor([many], dtype=torch.int32)
         want = layer(inputs.x, inputs.y.clone(), active)
         assert torch.equal(compiled(inputs.x, inputs.y.clone(), active), want)
+
+
+@pytest.mark.parametrize("negated", ["inputs", "weights"])
+def test_negations_are_read_right_and_not_written(device, negated):
+    """Views that negate what lies in memory: inputs and weights; an output is refused."""
+
+    def negation(t):
+        return torch._neg_view(-t)
+
+    def first(t, kind):
+        return negation(t) if negated == kind else t
+
+    want, got = (make_inputs(device, dtype=FP32) for _ in range(2))
+    lora_shrink(want.x, want.a, want.h, *want.metadata, 5, 0.5)
+    a, b = ([first(t, "weights") for t in ts] for ts in (got.a, got.b))
+    lora_shrink(first(got.x, "inputs"), a, got.h, *got.metadata, 5, 0.5)
+    assert torch.equal(got.h, want.h)
+    lora_expand(want.h, want.b, want.y, *want.metadata, 5)
+    lora_expand(first(got.h, "inputs"), b, got.y, *got.metadata, 5)
+    assert torch.equal(got.y, want.y)
+    before = got.y.clone()
+    with pytest.raises(ValueError, match="^lora_expand: output_tensor must hold its own values"):
+        lora_expand(got.h, got.b, negation(got.y), *got.metadata, 5)
+    assert torch.equal(got.y, before)

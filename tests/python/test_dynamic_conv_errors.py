@@ -178,6 +178,8 @@ def test_friendly_functions_say_what_is_wrong(device):
         dynamic_conv_step(x[:, 0], kernels[:, 0], x.transpose(1, 2), activation="gelu")
     with pytest.raises(ValueError, match="state_len must be W - 1 = 3 or W = 4, got 5"):
         dynamic_conv(x, kernels, output_final_state=True, state_len=5)
+    with pytest.raises(ValueError, match=r"initial_state must have 3 dimensions, got \(\)"):
+        dynamic_conv(x, kernels, initial_state=x.sum(), output_final_state=True)
     with pytest.raises(ValueError, match=r"kernels must have 4 dimensions, got \(6, 5, 4\)"):
         dynamic_conv(x, kernels[0], output_final_state=True)
     with pytest.raises(ValueError, match="^dynamic_conv: x must have 3 dimensions"):

@@ -208,9 +208,9 @@ def test_transforms_of_torch_func_are_refused(device):
 
     for function in (convolve, decode):
         for transform in (lambda f: torch.func.grad(f)(x), lambda f: torch.func.jvp(f, (x,), (x,))):
-            with pytest.raises(RuntimeError, match="torch.func|functorch|has no gradient"):
+            with pytest.raises(RuntimeError, match="transforms of torch.func|has no gradient"):
                 transform(function)
-    with pytest.raises(RuntimeError, match="torch.func"):
+    with pytest.raises(RuntimeError, match="cannot run inside transforms of torch.func"):
         torch.vmap(lambda x, k: dynamic_conv(x[None], k[None]))(x, kernels)
     assert (state == 0).all()
 

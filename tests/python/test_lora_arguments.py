@@ -68,6 +68,14 @@ def test_what_may_be_left_out_is_a_tensor_else(device, name):
         lora.shrink(call.x, call.weights, call.plan, call.h, **{name: [0]})
 
 
+def test_x_without_dimensions_where_h_is_made(device):
+    call = Call(device)
+    with pytest.raises(
+        ValueError, match=r"^lora_shrink: x must have 2 dimensions, got shape \(\)$"
+    ):
+        lora.shrink(call.x.sum(), call.weights, call.plan)
+
+
 def test_arguments_of_plan_are_named(device):
     ids = torch.zeros(3, dtype=torch.int32, device=device)
     with pytest.raises(TypeError, match="^lora_plan: token_adapter must be a tensor, got list$"):
@@ -76,6 +84,32 @@ def test_arguments_of_plan_are_named(device):
         lora.plan(ids.sum(), 2)
     with pytest.raises(TypeError, match="^lora_plan: out must be a mortar.lora.Plan, got Tensor$"):
         lora.plan(ids, 2, out=ids)
+    for adapters in (0, 4097, 2**64):
+        wanted = f"^lora_plan: num_adapters must be 1 to 4096, got {adapters}$"
+        with pytest.raises(ValueError, match=wanted):
+            lora.plan(ids, adapters)
+    with pytest.raises(ValueError, match="^lora_plan: token_adapter must have at most 1048576 tok"):
+        lora.plan(ids.new_zeros(2**20 + 1), 2)
+    for plan in (None, lora.plan(ids, 2).data):
+        got = type(plan).__name__
+        with pytest.raises(TypeError, match=f"^check: plan must be a mortar.lora.Plan, got {got}$"):
+            lora.check(plan)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("offset", 0.0, "an integer of 64 bits, got float"),
+        ("offset", 2**63, "an integer of 64 bits, got another type"),
+        ("scale", "1", "a number, got str"),
+        ("scale", None, "a number, got None"),
+        ("add_inputs", "no", "a bool, got str"),
+    ],
+)
+def test_numbers_of_another_type_are_named(device, name, value, message):
+    call = Call(device)
+    with pytest.raises(TypeError, match=f"^lora_apply: {name} must be {message}$"):
+        lora.apply(call.y, call.x, call.weights, call.plan, **{name: value})
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -193,6 +193,29 @@ def test_in_place_and_given_outputs_have_the_same_bits(device, form):
         assert_bitwise(base, want)
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_in_place_onto_views_has_gradients(device, slices):
+    """Onto columns of one product for q and k, as wide as x so that no shape tells gradients
+    apart; the tensor that they are views of has the gradient, too."""
+    case = Case(Problem(hidden=24, widths=(24,) * slices, ranks=((6,) * slices,)), device)
+    leaves = case.leaves()
+    a, b = ([pair[i] for pair in case.adapters[0]] for i in (0, 1))
+    results = []
+    for in_place in (True, False):
+        product = torch.cat([*case.base, case.x], 1) * 1.0
+        views = [product[:, 24 * s : 24 * (s + 1)] for s in range(slices)]
+        if in_place:
+            y = lora.linear(case.x, a, b, 0.5, base=views, out=views)
+            assert all(one is view for one, view in zip(y, views, strict=True))
+        else:
+            y = lora.linear(case.x, a, b, 0.5, base=views)
+            product = torch.cat([*y, product[:, 24 * slices :]], 1)
+        weights = torch.arange(1.0, product.numel() + 1, device=device).view_as(product)
+        results.append([product, *torch.autograd.grad((product * weights).sum(), leaves)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_in_place_onto_the_base_has_gradients(device):
     case = Case(Problem(), device)
     leaves = case.leaves()

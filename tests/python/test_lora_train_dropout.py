@@ -19,7 +19,7 @@ from lora_train_cases import (
     drawn,
     weight_gradients,
 )
-from mortar import lora
+from mortar import lora, lora_train
 from mortar.reference import lora_train as reference
 
 
@@ -77,6 +77,45 @@ def test_nothing_is_left_with_p_one(device, drops_delta):
     for t in (case.x, *case.adapters[0][0]):
         assert torch.equal(t.grad, torch.zeros_like(t))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+ON_CPU = pytest.mark.parametrize("device", ["cpu"], indirect=True)  # CUDA multiplies NaN by zero
+
+
+@ON_CPU
+@pytest.mark.parametrize("form", ["segments", "plan"])
+@pytest.mark.parametrize("drops_delta", [False, True], ids=["input", "delta"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_p_one_leaves_no_nan(device, value, drops_delta, form):
+    """Of an adapter whose x, A, B and dy are not finite; its neighbour is as ever."""
+    problem = Problem((150, 40), ranks=(6, 3), p=(1.0, 0.0), drops_delta=drops_delta, form=form)
+    case = Case(problem, device)
+    dropped = case.row_adapter == 0
+    case.x[dropped] = case.dy[0][dropped] = value
+    for t in case.adapters[0][0]:
+        t[1, 2] = value
+    leaves = case.leaves()
+    y = case.forward()
+    dx, da, db, other_da, other_db, _ = torch.autograd.grad(y, leaves, case.dy)
+    assert torch.equal(y[0][dropped], case.base[0][dropped])
+    for t in (dx[dropped], da, db):
+        assert torch.equal(t, torch.zeros_like(t))
+    for t in (dx[~dropped], other_da, other_db):
+        assert t.isfinite().all()
+        assert t.any()
+
+
+@ON_CPU
+@pytest.mark.parametrize("drops_delta", ["input", "delta"])
+def test_p_one_adds_nothing_to_given_gradients(device, drops_delta):
+    nan = float("nan")
+    x, dy, a, b = (torch.full(s, nan, device=device) for s in ((9, 8), (9, 5), (3, 8), (5, 3)))
+    grads = [torch.full_like(t, 3.0) for t in (x, a, b)]
+    lora_train.backward(
+        dy, a, b, x=x, dx=grads[0], da=grads[1], db=grads[2], add=True, dropout=1.0,
+        dropout_on=drops_delta,
+    )  # fmt: skip
+    assert all((t == 3.0).all() for t in grads)
 
 
 def state_of(device):

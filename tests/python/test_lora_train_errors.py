@@ -177,12 +177,44 @@ def test_counts(several):
         mixed(several, rows, dropout=[0.5])
     with pytest.raises(TypeError, match="mixed_linear: dropout must be a list, got NoneType"):
         mixed(several, rows, dropout=None)
-    with pytest.raises(TypeError, match="mixed_linear: scales must be a list, got float"):
-        lora.mixed_linear(several.x, several.adapters, rows, 1.0)
+    for scales in (1.0, torch.tensor(1.0)):
+        got = type(scales).__name__
+        with pytest.raises(TypeError, match=f"mixed_linear: scales must be a list, got {got}"):
+            lora.mixed_linear(several.x, several.adapters, rows, scales)
+    for widths, message in (([], "one entry per slice = 1, got 0"), ([2**70], "a list of sizes")):
+        with pytest.raises((TypeError, ValueError), match=f"mixed_linear: widths must .*{message}"):
+            mixed(several, rows, widths=widths)
     with pytest.raises(ValueError, match="adapters must hold at least one adapter"):
         lora.mixed_linear(several.x, [], rows, [])
-    with pytest.raises(ValueError, match="adapters must hold a pair for every slice"):
+    with pytest.raises(ValueError, match="adapters must hold at least one pair"):
         lora.mixed_linear(several.x, [None, None, None], rows, [1.0] * 3)
+    with pytest.raises(ValueError, match="adapters must hold a pair for every slice"):
+        lora.mixed_linear(several.x, [[None, p] for (p, *_) in several.adapters], rows, [1.0] * 3)
+
+
+@pytest.mark.parametrize(
+    "spoil, got",
+    [
+        (lambda a, b: (a, b, b), "tuple of 3"),
+        (lambda a, b: (a,), "tuple of 1"),
+        (lambda a, b: a, "Tensor"),
+        (lambda a, b: [a, b], "Tensor"),  # a list is one of slices
+    ],
+    ids=["three", "one", "tensor", "list"],
+)
+def test_what_is_no_pair_is_named(case, spoil, got):
+    rows = torch.tensor([0, len(case.x)], dtype=torch.int32, device=case.device)
+    wanted = rf"^mixed_linear: adapter 0, slice 0 must be a pair \(A, B\) or None, got {got}$"
+    with pytest.raises(TypeError, match=wanted):
+        lora.mixed_linear(case.x, [spoil(*case.adapters[0][0])], rows, [1.0])
+
+
+@pytest.mark.parametrize(
+    "adapters, got", [(3, "int"), (None, "NoneType"), (torch.ones(2), "Tensor")]
+)
+def test_what_is_no_list_of_adapters_is_named(case, adapters, got):
+    with pytest.raises(TypeError, match=f"^mixed_linear: adapters must be a list, got {got}$"):
+        lora.mixed_linear(case.x, adapters, torch.zeros(2), [1.0])
 
 
 def test_backward(case, device):
@@ -201,6 +233,10 @@ def test_backward(case, device):
         assert (da == 3).all()
     with pytest.raises(ValueError, match="dy must have one tensor per slice = 1, got 2"):
         lora_train.backward(case.dy * 2, a, b, x=case.x, da=da)
+    with pytest.raises(TypeError, match="backward: add must be a bool, got str"):
+        lora_train.backward(case.dy, a, b, x=case.x, da=da, add="yes")
+    with pytest.raises(ValueError, match=r"backward: b must have 2 dimensions, got shape \(\)"):
+        lora_train.backward(case.dy, a, b.sum(), x=case.x, da=da)
     with pytest.raises(TypeError, match="backward: da must be a tensor, got str"):
         lora_train.backward(case.dy, a, b, x=case.x, da=["da"])
 

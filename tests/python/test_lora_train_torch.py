@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
@@ -246,11 +247,21 @@ def test_meta_tensors_have_shapes():
 def test_functional_transforms_of_a_gradient_are_refused(device):
     case = Case(Problem(), device)
     a, b = case.adapters[0][0]
-    with pytest.raises(RuntimeError):
-        torch.func.grad(lambda x: lora.linear(x, a, b).sum())(case.x)
+    refused = pytest.raises(
+        RuntimeError, match="^linear: cannot run inside transforms of torch.func"
+    )
     for out in (None, torch.zeros_like(case.base[0])):
-        with pytest.raises(RuntimeError, match="linear: arguments must not have tangents"):
+        with refused:
+            torch.func.grad(lambda x, out=out: lora.linear(x, a, b, out=out).sum())(case.x)
+        with refused:
+            torch.vmap(lambda x, out=out: lora.linear(x, a, b, out=out))(case.x[None])
+        with refused:
             torch.func.jvp(lambda a, out=out: lora.linear(case.x, a, b, out=out), (a,), (a,))
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(RuntimeError, match="^linear: arguments must not have tangents"),
+        ):
+            lora.linear(case.x, forward_ad.make_dual(a, a), b, out=out)
 
 
 def test_bytes_saved_beside_peft(device):

@@ -135,6 +135,7 @@ TABLES = [
     ([pair()], {"scales": [1, 2]}, ValueError, "scales must have one entry per adapter = 1, got 2"),
     ([pair()], {"scales": [[1, 2]]}, ValueError, "one number or one per slice = 1, got 2"),
     ([pair()], {"scales": [1e39]}, ValueError, "scale of adapter 0 must fit float32, got 1e+39"),
+    ([pair()], {"scales": [10**400]}, ValueError, "scale of adapter 0 must fit float32, got 100"),
     ([pair(), [pair(), pair()]], {}, ValueError, "adapter 0 must have 2 slices, got 1"),
     ([[pair(), None]], {}, ValueError, "widths must be given, as no adapter has a pair for slice"),
     ([pair()], {"widths": 24}, TypeError, "widths must be a list of integers, got int"),
@@ -309,6 +310,20 @@ def test_stacked_takes_the_four_dimensions_of_vllm(device):
     plan = t.plan()
     want = lora.apply(t.y.clone(), t.x, flat, plan)
     assert torch.equal(lora.apply(t.y.clone(), t.x, deep, plan), want)
+
+
+def test_no_columns_is_a_sum_of_nothing(device):
+    """K = 0, in both forms of weights; rows without an adapter stay."""
+    a, b = torch.empty(3, 0, device=device), torch.randn(8, 3, device=device)
+    plan = lora.plan(torch.tensor([0, 1, -1], device=device), 2)
+    x, old = torch.empty(3, 0, device=device), torch.full((3, 8), 7.0, device=device)
+    for weights in (
+        lora.Weights.from_adapters([(a, b), (a, b)]),
+        lora.Weights.stacked([a.expand(2, 3, 0)], [b.expand(2, 8, 3)]),
+    ):
+        y = lora.apply(old.clone(), x, weights, plan, add_inputs=False)
+        assert y.tolist() == [[0.0] * 8, [0.0] * 8, [7.0] * 8]
+        assert torch.equal(lora.apply(old.clone(), x, weights, plan), old)
 
 
 def test_traffic_counts_what_is_used():

@@ -7,6 +7,7 @@ import io
 import pickle
 import threading
 import weakref
+from multiprocessing.reduction import ForkingPickler
 
 import numpy
 import pytest
@@ -197,3 +198,17 @@ def test_updates_of_several_threads_all_count():
         assert torch.equal(y, torch.full((slots, 8), 16.0))
         for slot in range(slots):
             weights.update(slot, zeros)
+
+
+@pytest.mark.parametrize("form", ["table", "stacked"])
+def test_weights_that_are_sent_to_another_process_stay_in_use(form):
+    """Sending moves tensors into shared memory, and would free what the weights point to."""
+    t = make(PROBLEM, torch.device("cpu"))
+    weights, plan = t.weights(form), t.plan()
+    want = lora.apply(t.y.clone(), t.x, weights, plan)
+    addresses = [tensor.data_ptr() for tensor in weights.tensors()]
+    sent = ForkingPickler.dumps(weights)
+    assert [tensor.data_ptr() for tensor in weights.tensors()] == addresses
+    assert torch.equal(lora.apply(t.y.clone(), t.x, weights, plan), want)
+    received = ForkingPickler.loads(sent)
+    assert torch.equal(lora.apply(t.y.clone(), t.x, received, plan), want)

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python example of README.md runs and does what it says."""
+"""The Python examples of README.md and of the documents run; README's does what it says."""
 
 import importlib.util
+import re
 from pathlib import Path
 
+import pytest
 import torch
 
-_TOOL = Path(__file__).resolve().parents[2] / "tools" / "readme_example.py"
+_ROOT = Path(__file__).resolve().parents[2]
+_TOOL = _ROOT / "tools" / "readme_example.py"
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def _code_block(language: str) -> str:
@@ -29,3 +33,13 @@ def test_python_example():
         expected = [2.0, 0.5][adapter] * (x[row] @ a.double().T) @ b.double().T
         # Half an ulp of a bfloat16 is up to 2^-8 of its value; the float32 sums add less than that.
         assert (y[row] - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
+@pytest.mark.parametrize("document", ["fp8_rmsnorm", "training"])
+def test_examples_of_the_documents(document):
+    blocks = _BLOCK.findall((_ROOT / "docs" / f"{document}.md").read_text())
+    # What needs COAT, which is not there, test_compat_coat.py tries with a stand-in.
+    alone = [block for block in blocks if "compat.coat" not in block]
+    assert alone
+    for block in alone:
+        exec(block, {})

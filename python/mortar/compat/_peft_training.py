@@ -138,12 +138,7 @@ class TrainedForward:
     def _in_one_node(self, x: Tensor, adapter: _Adapter) -> Tensor | None:
         """The layer's output where its base is a plain, frozen linear layer; None elsewhere."""
         base = self._layer._modules["base_layer"]
-        if (
-            type(base) is not nn.Linear
-            or "forward" in base.__dict__
-            or has_hooks(base)
-            or has_global_hooks()
-        ):
+        if not _is_its_product(base):
             return None
         weight, bias = base._parameters.get("weight"), base._parameters.get("bias")
         if not _is_frozen(weight) or (bias is not None and not _is_frozen(bias)):
@@ -197,11 +192,9 @@ class TrainedForward:
         base = self._layer._modules["base_layer"]
         return (
             not torch.compiler.is_compiling()
-            and type(base) is nn.Linear
-            and not base._forward_hooks
+            and _is_its_product(base)
             and not y._is_view()
             and y.is_contiguous()
-            and not (y.is_leaf and y.requires_grad)
         )
 
 
@@ -227,6 +220,16 @@ def has_hooks(module: nn.Module) -> bool:
         or there["_forward_pre_hooks"]
         or there["_backward_hooks"]
         or there["_backward_pre_hooks"]
+    )
+
+
+def _is_its_product(base: nn.Module) -> bool:
+    """Whether a call of the base layer is its product alone, and nobody else sees what it gives."""
+    return (
+        type(base) is nn.Linear
+        and "forward" not in base.__dict__
+        and not has_hooks(base)
+        and not has_global_hooks()
     )
 
 

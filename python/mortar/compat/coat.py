@@ -5,8 +5,8 @@ The three functions have the signatures, results, dtypes and layouts of the orig
 numerics="compat". They are right where the originals are not: any M and any N that the group
 divides, gradients of any strides, a gradient of the weight that is summed in float32 in a fixed
 order, stochastic rounding that is unbiased and draws from PyTorch's generator; and they work on the
-CPU. Like
-the originals they are made to be called inside a torch.autograd.Function and have no gradient.
+CPU. Like the originals they are made to be called inside a torch.autograd.Function and have no
+gradient.
 
 `install()` puts them into every imported copy of COAT: the original package, or those inside VILA
 and Audio Flamingo (`llava.model.coat`).
@@ -51,8 +51,24 @@ def _dense(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.detach().contiguous()
 
 
+def _require(function: str, **matrices: Tensor) -> None:
+    for name, value in matrices.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")
+        if value.ndim not in (2, 3):
+            shape = tuple(value.shape)
+            raise ValueError(f"{function}: {name} must have 2 or 3 dimensions, got shape {shape}")
+
+
 def _check_group(function: str, x: Tensor, s_x: Tensor, QB: int) -> None:
-    if x.shape[-1] != s_x.shape[-1] * QB:
+    try:
+        fits = x.shape[-1] == s_x.shape[-1] * QB
+    except (AttributeError, IndexError, TypeError):
+        fits = False
+    if not fits:
+        _require(function, x=x, s_x=s_x)
+        if not isinstance(QB, int):
+            raise TypeError(f"{function}: QB must be an integer, got {type(QB).__name__}")
         if QB <= 0:
             raise ValueError(f"{function}: QB must be positive, got {QB}")
         raise ValueError(
@@ -92,6 +108,7 @@ def fp8_rmsnorm_backward(
     g: as x, bfloat16, float16 or float32, of any strides; v: rstd [M]; num_warps is not read.
     """
     _check_group("fp8_rmsnorm_backward", x, s_x, QB)
+    _require("fp8_rmsnorm_backward", g=g)
     dx, dw = differentiate(_dense(_rows(g)), _dense(_rows(x)), _rows(s_x), w, v)
     dx = dx if dx.dtype == torch.bfloat16 else dx.to(torch.bfloat16)
     return dx.view(g.shape) if g.ndim == 3 else dx, dw
@@ -102,7 +119,7 @@ def fp8_division_transpose(
     x: Tensor,
     QB: int,
     fp8type: torch.dtype | str,
-    s_y: Tensor | None = None,
+    s_y: Tensor | float | None = None,
     stochastic: bool = False,
     only_transposed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor]:
@@ -118,6 +135,7 @@ def fp8_division_transpose(
             "fp8_division_transpose: fp8type must be 'E4M3', 'E5M2', torch.float8_e4m3fn or "
             f"torch.float8_e5m2, got {fp8type!r}"
         )
+    _require("fp8_division_transpose", x=x)
     rows = _dense(_rows(x))
     if s_y is None:
         s_y = _scale_of(x, dtype)
@@ -126,12 +144,21 @@ def fp8_division_transpose(
             y = (rows / s_y).to(dtype)
             y_t = y.t().contiguous()
             return (y_t, s_y) if only_transposed else (y.view(x.shape), s_y, y_t)
-    scale = s_y.reshape(()).float()
+    scale = _as_scale(s_y, x.device)
     out = _quantize(rows, dtype, scale=scale, transpose="only" if only_transposed else True,
                     stochastic=stochastic, numerics="compat")  # fmt: skip
     if only_transposed:
         return out.q_t, s_y
     return out.q.view(x.shape), s_y, out.q_t
+
+
+def _as_scale(s_y: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(s_y, Tensor) and s_y.numel() == 1:
+        return s_y.reshape(()).float()
+    if isinstance(s_y, float | int):
+        return torch.tensor(float(s_y), device=device)
+    got = f"shape {tuple(s_y.shape)}" if isinstance(s_y, Tensor) else type(s_y).__name__
+    raise TypeError(f"fp8_division_transpose: s_y must be one number, got {got}")
 
 
 def _scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:

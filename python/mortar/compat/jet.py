@@ -36,14 +36,27 @@ __all__ = [
 
 def _dense(t: Tensor, dims: int) -> Tensor:
     """The tensor itself, or a contiguous copy where its last `dims` dimensions are not dense."""
-    if t.is_contiguous():  # for most of them, at a tenth of the host time of a look at its strides
-        return t
+    try:
+        if t.is_contiguous():  # most of them are, at a tenth of the host time of a look at strides
+            return t
+    except AttributeError:
+        return t  # for dynamic_conv to name: it is no tensor
     expected = 1
     for d in range(1, dims + 1):
         if t.shape[-d] > 1 and t.stride(-d) != expected:
             return t.contiguous()
         expected *= t.shape[-d]
     return t
+
+
+def _check(function: str, **given: tuple[Tensor, int]) -> None:
+    """One sentence for what is no tensor, or has another number of dimensions."""
+    for name, (value, ndim) in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")
+        if value.ndim != ndim:
+            shape = tuple(value.shape)
+            raise ValueError(f"{function}: {name} must have {ndim} dimensions, got shape {shape}")
 
 
 def dynamic_conv_triton_autograd(
@@ -64,6 +77,7 @@ def dynamic_conv_triton_cache(x: Tensor, kernels: Tensor, cache: Tensor | None =
     """
     state = None
     if cache is not None:
+        _check("dynamic_conv_triton_cache", x=(x, 3), kernels=(kernels, 4), cache=(cache, 3))
         rows = kernels.shape[-1] - 1
         # The rows that reach x, as a view; zeros in front of a cache that is shorter.
         recent = cache[:, max(cache.shape[1] - rows, 0) :].to(x.dtype)
@@ -78,11 +92,15 @@ def causal_conv_step_triton(x: Tensor, cache: Tensor, kernels: Tensor) -> Tensor
 
     x: [B, 1, D]; cache: [B, D, W], any strides; kernels: [B, D, W]. No activation, no gradient.
     """
-    if not (x.is_contiguous() and kernels.is_contiguous()):
-        x, kernels = _dense(x, 1), _dense(kernels, 2)
-    # A view of x as [B, D] would cost the host as much as torch.mul.
-    y = x.new_empty(x.shape[0], x.shape[-1])
-    return step_into(x, kernels, cache, None, y, False)
+    try:
+        if not (x.is_contiguous() and kernels.is_contiguous()):
+            x, kernels = _dense(x, 1), _dense(kernels, 2)
+        # A view of x as [B, D] would cost the host as much as torch.mul.
+        y = x.new_empty(x.shape[0], x.shape[-1])
+        return step_into(x, kernels, cache, None, y, False)
+    except (AttributeError, IndexError):
+        _check("causal_conv_step_triton", x=(x, 3), kernels=(kernels, 3), cache=(cache, 3))
+        raise
 
 
 # ---- install -------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ float32 in a fixed order, and are neither compiled nor tuned at run time.
 `install()` puts them wherever they were imported to, and takes over `LoRATritonFunction` with
 either value of its flag `use_triton_kernel`, so that the default memory-efficient path runs on
 Mortar and adds the residual in the same pass. As before it saves x and the weights alone, and its
-result is 2-D, no view, and may be changed in place.
+result is 2-D, no view, and may be changed in place. What does not come to these functions, the MLPs
+that NeMo runs as one function (`lora_mlp`) among others, stays NeMo's: docs/training.md lists it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import torch
 from torch import Tensor
 
 from .. import _lora_train_ops as ops
-from .._library import is_eager
+from .._library import increment_version, is_eager
+from .._lora_train_arguments import as_number
 from .._lora_train_calls import NO_ROWS, known_layer
 from ._install import Replacements, found
 
@@ -47,8 +49,21 @@ def _one_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Both weights in one dtype, the wider: they are small."""
     if a.dtype is b.dtype:
         return a, b
+    for name, t in (("lora_A", a), ("lora_B", b)):
+        if not t.is_floating_point() or t.is_quantized:
+            raise TypeError(f"LoRA: {name} must be of a float type, got {t.dtype}")
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
+
+
+def _check(function: str, scale: float, **matrices: Tensor) -> None:
+    as_number(function, "scale", scale)
+    for name, value in matrices.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")
+        if value.ndim != 2:
+            shape = tuple(value.shape)
+            raise ValueError(f"{function}: {name} must have 2 dimensions, got shape {shape}")
 
 
 def lora_forward_wrapper(
@@ -64,8 +79,11 @@ def lora_forward_wrapper(
     x: [M, K]; lora_A: [K, N]; lora_B: [N, L], any strides; res: [M, L], overwritten and returned,
     None for a new tensor of `dtype`.
     """
+    given = res is not None
+    optional = {"res": res} if given else {}
+    _check("lora_forward_wrapper", scale, x=x, lora_A=lora_A, lora_B=lora_B, **optional)
     a, b = _one_dtype(lora_A.t(), lora_B.t())
-    if res is None:
+    if not given:
         res = x.new_empty(x.shape[0], b.shape[0], dtype=dtype)
     elif res.shape != (x.shape[0], b.shape[0]):
         raise ValueError(
@@ -74,6 +92,8 @@ def lora_forward_wrapper(
         )
     layer = _layer(b.shape[0], scale)
     ops.run_forward(layer, NO_ROWS, x, None, [res], [], [a], [b], is_eager(x))
+    if given:
+        increment_version((res,))
     return res
 
 
@@ -90,6 +110,7 @@ def lora_da_dx_update_wrapper(
     xt: [S, M]; dy: [M, K]; lora_B: [K, N]; lora_A: [N, L] with L = S, any strides. Both results
     have `dtype`.
     """
+    _check("lora_da_dx_update_wrapper", scale, xt=xt, dy=dy, lora_B=lora_B, lora_A=lora_A)
     a, b = _one_dtype(lora_A, lora_B)
     da = dy.new_empty(xt.shape[0], a.shape[0], dtype=dtype)
     dx = dy.new_empty(dy.shape[0], a.shape[1], dtype=dtype)
@@ -106,6 +127,7 @@ def lora_db_update_wrapper(
 
     lora_A: [M, K]; xt: [K, N]; dy: [N, S], any strides. The result has `dtype`.
     """
+    _check("lora_db_update_wrapper", scale, lora_A=lora_A, xt=xt, dy=dy)
     db = dy.new_empty(dy.shape[1], lora_A.shape[0], dtype=dtype)
     # dB does not read B: one zero stands for every element.
     b = lora_A.new_zeros(1, 1).expand(db.shape)

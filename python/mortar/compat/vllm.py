@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 
 from .._ffi import WRITTEN, lib, torch_function
-from .._library import define, increment_version, is_eager, shortcut
+from .._library import define, in_words, increment_version, is_eager, named, shortcut
 from .._lora_memory import ANY_STREAM, Memory
 from .._lora_ops import guard_autograd
 
@@ -94,7 +94,8 @@ class _Op(NamedTuple):
                     got = "None" if t is None else type(t).__name__
                     return TypeError(f"{self.name}: {place} must be a tensor, got {got}")
         if isinstance(error, AttributeError | RuntimeError):
-            return error
+            given = zip(names, (*first, *metadata), strict=True)
+            return in_words(self.name, [t for pair in given for t in named(*pair)], error)
         known = self.library | _METADATA_NAMES
         text = _SUBJECT.sub(lambda m: f"{self.name}: {known.get(m[1], m[1])}", str(error))
         return type(error)(_OTHERS.sub(lambda m: known.get(m[0], m[0]), text))
@@ -114,10 +115,11 @@ def _shrink_impl(inputs, lora_a_weights, output_tensor, *rest):
     if metadata[5].item():
         return
     if _is_grad_enabled():
-        guard_autograd("lora_shrink", (inputs, output_tensor, *lora_a_weights), output_tensor)
+        guard_autograd("lora_shrink", (inputs, output_tensor, *lora_a_weights))
     groups, active = _groups(metadata)
     weights = (None, None, None, len(lora_a_weights), *lora_a_weights)
     _shrink(inputs, output_tensor, None, scaling, metadata[0], *groups, *active, *weights)
+    increment_version((output_tensor,))
 
 
 def _expand_impl(inputs, lora_b_weights, output_tensor, *rest):
@@ -125,10 +127,11 @@ def _expand_impl(inputs, lora_b_weights, output_tensor, *rest):
     if metadata[5].item():
         return
     if _is_grad_enabled():
-        guard_autograd("lora_expand", (inputs, output_tensor, *lora_b_weights), output_tensor)
+        guard_autograd("lora_expand", (inputs, output_tensor, *lora_b_weights))
     groups, active = _groups(metadata)
     weights = (None, None, None, 0, *lora_b_weights)
     _expand(inputs, output_tensor, offset_start, add_inputs, *groups, *active, *weights)
+    increment_version((output_tensor,))
 
 
 def _defined(name: str, weights: str, last: str, impl: Callable, **library: str) -> _Op:
@@ -164,14 +167,15 @@ def _memory_of(lora_ids: torch.Tensor) -> Memory:
 
 def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> bool:
     """Whether an eager call is done."""
+    if output.is_neg():
+        raise ValueError(
+            f"{op.name}: output_tensor must hold its own values (resolve_neg() it), got a negation"
+        )
     # A negative-bit view or a tensor with a gradient: the dispatcher resolves it, or refuses it. No
     # bfloat16 is such a view, for lack of complex numbers of it, and weights are of one dtype.
-    if output.is_neg():
-        return False
     if len(weights) and weights[0].dtype is not _BF16 and any(map(_is_neg, weights)):
         return False
-    grad = _is_grad_enabled()
-    if grad and any(t.requires_grad for t in (inputs, output, *weights)):
+    if _is_grad_enabled() and any(t.requires_grad for t in (inputs, output, *weights)):
         return False
     mapping, sorted_tokens, counts, starts, ids, _, active = metadata
     if type(active) is int:
@@ -191,7 +195,7 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
             if done <= WRITTEN:
                 break
             memory, stream = kept.more(inputs, done), ANY_STREAM
-    if grad and done:
+    if done:
         increment_version((output,))
     return bool(done)
 

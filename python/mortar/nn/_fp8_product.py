@@ -8,6 +8,8 @@ import functools
 import torch
 from torch import Tensor
 
+from .._fp8_outputs import Fp8Output
+
 _E5M2 = torch.float8_e5m2
 
 
@@ -49,3 +51,14 @@ def _multiply(a, a_scale, b_t, b_scale, out_dtype) -> Tensor:
         return torch._scaled_mm(a, b_t.t(), a_scale, b_scale, out_dtype=out_dtype,
                                 use_fast_accum=False)  # fmt: skip
     return (a.float() @ b_t.float().t() * (a_scale * b_scale)).to(out_dtype)
+
+
+def check_product(activation, weight) -> None:
+    for name, value, kind in (("activation", activation, Fp8Output), ("weight", weight, Tensor)):
+        if not isinstance(value, kind):
+            got = type(value).__name__
+            raise TypeError(f"fp8_linear: {name} must be of type {kind.__name__}, got {got}")
+    q = activation.q
+    if weight.ndim != 2 or (q is not None and weight.shape[1] != q.shape[-1]):
+        wanted = "[O, N]" if q is None else f"[O, {q.shape[-1]}]"
+        raise ValueError(f"fp8_linear: weight must have shape {wanted}, got {tuple(weight.shape)}")

@@ -13,14 +13,16 @@ import functools
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
-from .._fp8_ops import NUMERICS, SCALINGS
+from .._fp8_ops import NUMERICS, SCALINGS, require_tensors
 from .._fp8_outputs import Settings, record, require_fp8, settings
-from .._library import is_eager
+from .._library import is_eager, refuse_transforms
 from .._new_tensors import spread
 from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm_backward, normalise
-from ._fp8_product import multiply
+from ._fp8_product import check_product, multiply
 
+_OPERANDS = (("x", False), ("x_scale", True), ("residual", True))
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -209,6 +211,8 @@ class Fp8RMSNorm(nn.Module):
 
 
 def _norm(x, x_scale, weight, residual, carrier, chosen: Settings) -> Fp8Output:
+    require_tensors("Fp8RMSNorm", _OPERANDS, (x, x_scale, residual))
+    refuse_transforms("Fp8RMSNorm")
     if carrier is not None:
         _check_carrier(carrier, x)
     if x_scale is not None and _is_grad_enabled() and x_scale.requires_grad:
@@ -280,11 +284,12 @@ def fp8_linear(
         [..., O] in the dtype of the carrier (bfloat16 where there is none).
 
     Raises:
-        TypeError: gradient_dtype is no FP8 dtype.
-        ValueError: activation has no q, more than one scale, or, where a gradient of the weight is
-            wanted, no q_t.
+        TypeError: gradient_dtype is no FP8 dtype, or an argument has another type.
+        ValueError: weight has another shape, activation has no q, more than one scale, or, where a
+            gradient of the weight is wanted, no q_t.
     """
     require_fp8("fp8_linear", "gradient_dtype", gradient_dtype)
+    check_product(activation, weight)
     q, scale, q_t, carrier = activation.q, activation.scale, activation.q_t, activation.normed
     if q is None or scale is None or scale.ndim != 0:
         raise ValueError(
@@ -297,6 +302,17 @@ def fp8_linear(
     if carrier is None:
         carrier = _carrier(q.shape, torch.bfloat16, q.device)
     return _Product.apply(carrier, weight, q, scale, q_t, gradient_dtype, stochastic)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether a call of the module is more than its own forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or has_global_hooks()
+    )
 
 
 class Fp8RMSNormLinear(nn.Module):
@@ -365,7 +381,7 @@ class Fp8RMSNormLinear(nn.Module):
         `Fp8RMSNorm`."""
         norm = self.norm
         wants = _is_grad_enabled() and self.weight.requires_grad
-        if wants or norm._forward_hooks or norm._forward_pre_hooks:
+        if wants or _is_hooked(norm):
             out = norm(x, x_scale, residual=residual, carrier=carrier)
         else:
             out = _norm(x, x_scale, norm.weight, residual, carrier, self._without_q_t)

@@ -67,7 +67,8 @@ struct Oracle {
   }
 
   const LoraTrainPair* pair(std::int64_t row, int slice) const {
-    if (row_adapter[row] < 0) return nullptr;
+    // Nothing is left of a delta that is dropped whole, not even a NaN.
+    if (row_adapter[row] < 0 || threshold(row) >= kDropAll) return nullptr;
     const LoraTrainPair& p = problem.pairs[row_adapter[row] * problem.num_slices + slice];
     return p.a.defined() ? &p : nullptr;
   }
@@ -120,7 +121,7 @@ template <class Term>
 Estimate sum_rows(const Oracle& o, std::int64_t adapter, const Term& term) {
   Sum sum;
   for (std::int64_t m = 0; m < o.num_rows; ++m) {
-    if (o.row_adapter[m] == adapter) term(m, &sum);
+    if (o.row_adapter[m] == adapter && o.threshold(m) < kDropAll) term(m, &sum);
   }
   return sum.scaled(1);
 }

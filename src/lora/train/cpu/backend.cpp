@@ -228,22 +228,27 @@ class Call {
     expand_rows(out, rows, Packed(w.at, rank, p_.weight), stride, p_.weight, scratch);
   }
 
-  /// Rows without an adapter: y = base, h = 0, dx = 0.
+  /// Rows that no delta reaches: y = base, h = 0, dx = 0.
   void base_rows() const {
-    Scratch scratch = layout_.scratch(0);
-    for (const StepRows& rows : chunks_.base_rows()) {
-      if (backward_) {
-        const OutRows out{p_.dx, p_.add_dx ? p_.dx : Matrix{}, p_.hidden, {}};
-        if (p_.dx.data != nullptr) copy_rows(out, rows, &scratch);
-        continue;
-      }
-      for (int s = 0; s < p_.num_slices; ++s) {
-        const SliceView& slice = p_.slices[s];
-        copy_rows({slice.y, slice.base, slice.width, {}}, rows, &scratch);
-      }
-      const NarrowRows h = h_rows(scratch);
-      for (std::int64_t i = 0; i < rows.count; ++i) std::memset(h.at(rows, i), 0, h.stride);
+    const auto& base = chunks_.base_rows();
+    for_items(static_cast<std::int64_t>(base.size()), threads_, [&](std::int64_t i, int thread) {
+      Scratch scratch = layout_.scratch(thread);
+      base_step(base[i], &scratch);
+    });
+  }
+
+  void base_step(const StepRows& rows, Scratch* scratch) const {
+    if (backward_) {
+      const OutRows out{p_.dx, p_.add_dx ? p_.dx : Matrix{}, p_.hidden, {}};
+      if (p_.dx.data != nullptr) copy_rows(out, rows, scratch);
+      return;
     }
+    for (int s = 0; s < p_.num_slices; ++s) {
+      const SliceView& slice = p_.slices[s];
+      copy_rows({slice.y, slice.base, slice.width, {}}, rows, scratch);
+    }
+    const NarrowRows h = h_rows(*scratch);
+    for (std::int64_t i = 0; i < rows.count; ++i) std::memset(h.at(rows, i), 0, h.stride);
   }
 
   const Problem& p_;

@@ -3,12 +3,29 @@
 
 #include "lora/cpu/groups.h"
 #include "lora/train/cpu/config.h"
+#include "lora/train/dropout.h"
 
 namespace mortar::lora::train::cpu {
+namespace {
 
-void RowChunks::cut(std::int64_t adapter, std::int64_t start, std::int64_t count) {
+/// Whether dropout leaves nothing of an adapter's delta.
+bool drops_all(const Problem& p, std::int64_t adapter) {
+  const auto& probabilities = p.given->dropout.p;
+  return !probabilities.empty() && drop_threshold(probabilities[adapter]) >= kDropAll;
+}
+
+}  // namespace
+
+void RowChunks::cut(const Problem& p, std::int64_t adapter, std::int64_t start,
+                    std::int64_t count) {
+  const bool is_base = drops_all(p, adapter);
   for (std::int64_t at = 0; at < count; at += kStepRows) {
-    chunks_.push_back({adapter, start + at, std::min(kStepRows, count - at)});
+    const std::int64_t first = start + at, rows = std::min(kStepRows, count - at);
+    if (is_base) {
+      base_.push_back({sorted_, first, rows});
+    } else {
+      chunks_.push_back({adapter, first, rows});
+    }
   }
 }
 
@@ -23,7 +40,7 @@ RowChunks::RowChunks(const Problem& p) {
     std::int64_t active = 0;
     for (std::int64_t g = 0; g < groups.size(); ++g) {
       const lora::cpu::Group group = groups.get(g);
-      cut(group.adapter, group.start, group.count);
+      cut(p, group.adapter, group.start, group.count);
       active += group.count;
     }
     for (; active < p.num_rows; active += kStepRows) {
@@ -32,11 +49,11 @@ RowChunks::RowChunks(const Problem& p) {
     return;
   }
   if (p.rows.offsets == nullptr) {
-    cut(0, 0, p.num_rows);
+    cut(p, 0, 0, p.num_rows);
     return;
   }
   for (std::int64_t l = 0; l < p.num_adapters; ++l) {
-    cut(l, p.rows.offsets[l], p.rows.offsets[l + 1] - p.rows.offsets[l]);
+    cut(p, l, p.rows.offsets[l], p.rows.offsets[l + 1] - p.rows.offsets[l]);
   }
 }
 

@@ -31,11 +31,12 @@ class RowChunks {
   const std::vector<Chunk>& chunks() const { return chunks_; }
   std::int64_t size() const { return static_cast<std::int64_t>(chunks_.size()); }
   StepRows rows(std::int64_t i) const { return {sorted_, chunks_[i].start, chunks_[i].count}; }
-  /// Rows without an adapter.
+  /// Rows without an adapter, and those of adapters whose dropout leaves nothing: zero times a NaN
+  /// would be a NaN.
   const std::vector<StepRows>& base_rows() const { return base_; }
 
  private:
-  void cut(std::int64_t adapter, std::int64_t start, std::int64_t count);
+  void cut(const Problem& p, std::int64_t adapter, std::int64_t start, std::int64_t count);
 
   const std::int32_t* sorted_ = nullptr;
   std::vector<Chunk> chunks_;

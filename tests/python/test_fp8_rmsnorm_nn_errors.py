@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules: what they refuse, and the hooks that run."""
+
+import pytest
+import torch
+
+import mortar
+from fp8_rmsnorm_cases import E4M3, random_case
+from mortar.nn import Fp8RMSNorm, Fp8RMSNormLinear, fp8_linear
+
+
+def test_errors(device):
+    case = random_case(device, (4, 48), E4M3)
+    for module in (Fp8RMSNorm, lambda n, **options: Fp8RMSNormLinear(n, 32, **options)):
+        with pytest.raises(ValueError, match="^Fp8RMSNorm: numerics must be one of 'fast', 'comp"):
+            module(48, numerics="exact")
+    norm = Fp8RMSNorm(48).to(device)
+    with pytest.raises(TypeError, match="^Fp8RMSNorm: carrier must be given with an 8-bit x"):
+        norm(case.x.requires_grad_(), case.x_scale)
+    with pytest.raises(ValueError, match="^Fp8RMSNorm: carrier must have the shape of x"):
+        norm(case.x, case.x_scale, carrier=torch.zeros(4, 47, device=device))
+    with pytest.raises(TypeError, match="^Fp8RMSNorm: carrier must be a tensor of a floating"):
+        norm(case.x, case.x_scale, carrier=torch.zeros(4, 48, dtype=torch.int32, device=device))
+    x, weight = torch.randn(4, 48, device=device), torch.randn(8, 48, device=device)
+    with torch.no_grad():
+        rows = Fp8RMSNorm(48, scaling="row").to(device)(x)
+        flat = Fp8RMSNorm(48, transpose=False).to(device)(x)
+        alone = Fp8RMSNorm(48, transpose="only").to(device)(x)
+    with pytest.raises(ValueError, match=r"^fp8_linear: activation .* scale of shape \(4,\)"):
+        fp8_linear(rows, weight)
+    with pytest.raises(ValueError, match="^fp8_linear: activation .* got no q"):
+        fp8_linear(alone, weight)
+    with pytest.raises(ValueError, match=r"^fp8_linear: weight must have shape \[O, 48\], got"):
+        fp8_linear(flat, weight[:, 1:])
+    for arguments, name in (((None, weight), "activation"), ((flat, None), "weight")):
+        with pytest.raises(TypeError, match=f"^fp8_linear: {name} must be of type .* got NoneType"):
+            fp8_linear(*arguments)
+    with pytest.raises(ValueError, match="^fp8_linear: activation must have q_t .* got None"):
+        fp8_linear(flat, weight.requires_grad_())
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        layer = Fp8RMSNormLinear(48, 32, device=device)
+        leaf = x.requires_grad_()
+        dx = torch.autograd.grad(layer(leaf), leaf, torch.ones(4, 32, device=device,
+                                 requires_grad=True), create_graph=True)[0]  # fmt: skip
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["x", "x_scale", "residual"])
+def test_what_is_no_tensor_is_named(device, name):
+    given = {"x": torch.ones(4, 48, device=device), name: [1.0]}
+    for module in (Fp8RMSNorm(48, device=device), Fp8RMSNormLinear(48, 32, device=device)):
+        with pytest.raises(TypeError, match=f"^Fp8RMSNorm: {name} must be a tensor, got list$"):
+            module(**given)
+
+
+def test_settings_cannot_be_assigned():
+    layer = Fp8RMSNorm(32, eps=1e-6, weight_offset=1.0)
+    assert (layer.eps, layer.weight_offset) == (1e-6, 1.0)
+    for name in ("eps", "weight_offset"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(layer, name, 0.5)
+    assert (layer.eps, layer.weight_offset) == (1e-6, 1.0)
+
+
+def test_what_has_no_gradient_or_is_no_fp8_dtype_is_refused(device):
+    x, scale = torch.ones(4, 32, device=device).to(E4M3), torch.ones(4, 2, device=device)
+    layer = Fp8RMSNorm(32, device=device)
+    with pytest.raises(RuntimeError, match="^Fp8RMSNorm: x_scale must not require a gradient"):
+        layer(x, scale.requires_grad_())
+    with torch.no_grad():
+        layer(x, scale)
+    with pytest.raises(TypeError, match="^Fp8RMSNormLinear: gradient_dtype must be torch.float8"):
+        Fp8RMSNormLinear(32, 16, gradient_dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="^fp8_linear: gradient_dtype must be .* got torch.float16"):
+        fp8_linear(layer(x, scale.detach()), torch.ones(16, 32, device=device),
+                   gradient_dtype=torch.float16)  # fmt: skip
+
+
+def test_hooks_of_the_norm_run_beside_a_frozen_weight(device):
+    layer, seen = Fp8RMSNormLinear(32, 16, device=device), []
+    layer.weight.requires_grad_(False)
+    layer.norm.register_full_backward_hook(lambda *a: seen.append("backward"))
+    layer.norm.register_full_backward_pre_hook(lambda *a: seen.append("before it"))
+    everywhere = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: seen.append(type(module).__name__)
+    )
+    try:
+        layer(torch.ones(4, 32, device=device)).sum().backward()
+    finally:
+        everywhere.remove()
+    assert seen == ["Fp8RMSNorm", "Fp8RMSNormLinear", "before it", "backward"]
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())], ids=["vmap", "grad"]
+)
+def test_transforms_of_torch_func_are_refused(device, transform):
+    layer, x = Fp8RMSNormLinear(32, 16, device=device), torch.ones(2, 4, 32, device=device)
+    refused = r"^\w+: cannot run inside transforms of torch.func"
+    with pytest.raises(RuntimeError, match=refused):
+        transform(layer)(x)
+    if transform is torch.vmap:
+        with pytest.raises(RuntimeError, match=refused):
+            transform(lambda x: mortar.fp8_quantize(x).scale)(x)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_hooks_of_the_norm_of_a_linear_run(device, grad):
+    layer, seen = Fp8RMSNormLinear(32, 16, device=device), []
+    layer.norm.register_forward_hook(lambda module, args, out: seen.append(out.q.shape))
+    with torch.set_grad_enabled(grad):
+        layer(torch.ones(4, 32, device=device))
+    assert seen == [(4, 32)]
