@@ -54,9 +54,19 @@ constexpr std::int64_t kLongStream = 16 * 1024;
 /// Columns that a CTA of it takes at most: there may be far fewer tiles than the host has to
 /// assume. (us on an H100: 1,260 tokens of 468 adapters, Zipf, ranks up to 64, 13,312 to 16,384,
 /// all 16,384 columns 351, 4,096 299; 2,109 of 127, rank 64, 16,384 to 16,384, 5,504 columns 250,
-/// 4,096 240; but 256 of 64, rank 16, 4,096 to 2 x 14,336, 4,864 columns 41.9, 3,584 47.5.)
+/// 4,096 240; but 256 of 64, rank 16, 4,096 to 2 x 14,336, 4,864 columns 41.9, 3,584 47.5; of very
+/// many tiles of such ranks 0.67 to 0.95 times as long.)
 constexpr std::int64_t kMostDecodeCols = 4096;
-constexpr int kFewRanks = 32;  // up to which it takes as many as it likes
+constexpr int kFewRanks = 32;  // up to which few tiles take as many as they like
+/// Of higher ranks, elements of B of a CTA from which on four CTAs share an SM, if all of them ran
+/// at once, and columns that a CTA then takes at most. A step of a CTA waits for its instructions
+/// more than for memory, so more warps are faster than more bytes of each in flight. (us on an
+/// H100, four and two or three: 125 tokens of 181 adapters, ranks up to 64, 1,024 to 4,096, 22.2
+/// and 28.1; 431 of 20, rank 128, 8,192 to 2 x 28,672, 191 and 252; 20 of 102, 3,584 to 2 x 18,944,
+/// 21.4 and 25.2; but 90 of one, rank 128, 5,120 to 2 x 13,824, 20.7 and 19.4. Of 179 random
+/// problems with 40,000 elements or more 0.938 times as long on average, of 47 with 20,000 to 40,000
+/// 0.953 times.)
+constexpr std::int64_t kDenseElements = 20000, kMostDenseCols = 2048;
 /// Columns from which on CTAs of ranks 65 to 128 have long to stream.
 constexpr std::int64_t kLongBlocks = 1024;
 
@@ -216,7 +226,8 @@ bool fits_clusters(const LoraShape& s, const Machine& m, int rows) {
 }
 
 int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m) {
-  if (h_width(s) <= kExpandPrefillMaxRank) return 5;
+  if (c.per_sm == kDenseExpandPerSm && h_width(s) > kFewRanks) return kDenseExpandStages;
+  if (h_width(s) <= kExpandPrefillMaxRank) return kDecodeExpandStages;
   const int columns = std::min(3 * c.block_cols, c.cols);
   return (16 + columns) * kLoraMaxRank * 2 + 2048 <= m.max_smem ? 3 : 2;
 }
@@ -260,9 +271,11 @@ bool runs_wgmma(const LoraShape& s, const Machine& m) {
   return m.arch == 90 && s.aligned_x && (s.one_type || s.float_weights);
 }
 
-bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, int block_cols) {
+bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, int block_cols,
+                      int stages) {
   if (h_width(s) <= 64 || h_width(s) > kExpandPrefillMaxRank) return true;
-  const std::int64_t blocks = std::min<std::int64_t>(5, ceil_div<std::int64_t>(cols, block_cols));
+  const std::int64_t blocks =
+      std::min<std::int64_t>(stages, ceil_div<std::int64_t>(cols, block_cols));
   return (16 + blocks * block_cols) * kExpandPrefillMaxRank * 2 + 2048 <= m.max_smem;
 }
 
@@ -281,7 +294,7 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   if (per_sm == 2 && s.max_rank <= kFewRanks && cols * s.max_rank >= kLongStream) {
     cols = ceil_div<std::int64_t>(2 * cols, 3);
   }
-  if (s.max_rank > kFewRanks) cols = std::min(cols, kMostDecodeCols);
+  if (s.max_rank > kFewRanks || likely >= kManyTiles) cols = std::min(cols, kMostDecodeCols);
   // A stage of the ring is a block of B of 8 to 32 KB. A step takes some 0.7 us whatever its
   // columns, so wide blocks are better, as long as two CTAs fit an SM. (us, ranks 65 to 128, blocks
   // of 32 and of these widths: 74 tokens of 16 adapters, 3,584 to 2 x 18,944, 92 and 62; 112 of
@@ -323,7 +336,18 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   }
   // (us, four CTAs an SM in place of three, both as wide: 512 tokens of 256 adapters, gate_up, rank
   // 16, 101 and 139; but one token, gate_up, 3.4 and 3.1.)
-  if (likely >= kManyTiles && runs_dense(s)) c.per_sm = kDenseExpandPerSm;
+  if (likely >= kManyTiles && s.max_rank <= kFewRanks && runs_dense(s)) {
+    c.per_sm = kDenseExpandPerSm;
+  }
+  if (s.max_rank > kFewRanks && runs_dense(s)) {
+    const std::int64_t own =
+        ceil_div<std::int64_t>(s.sum_widths() * likely, kDenseExpandPerSm * m.sms);
+    if (own * s.max_rank >= kDenseElements) {
+      c.per_sm = kDenseExpandPerSm;
+      c.block_cols = decode_ring_fits(s, m, own, 128, kDenseExpandStages) ? 128 : 64;
+      c.cols = even_cols(s, std::min(own, kMostDenseCols), c.block_cols);
+    }
+  }
   // Unaligned y has two kernels for all ranks, whose blocks are narrow.
   if (!s.aligned_y) c.block_cols = 32;
   c.stages = decode_stages(s, c, m);
