@@ -41,7 +41,7 @@ struct Traits {
   /// slower.
   static constexpr int kPerSm = kDense_ ? kDenseExpandPerSm : 3;
   /// Blocks of B in the ring. Of the largest ranks fewer, and two where the device has no room for
-  /// three (ExpandParams::stages).
+  /// three (ExpandParams::stages); of ranks 33 to 128 fewer where four CTAs are to fit an SM.
   static constexpr bool kLargest = kLogPieces_ == 6;
   static constexpr int kStages = kLargest                     ? 3
                                  : kDense_ && kLogPieces_ > 2 ? kDenseExpandStages
