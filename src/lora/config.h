@@ -108,22 +108,25 @@ inline constexpr int kWideRoundedShape = 0;  ///< the one that rounds the caller
 inline constexpr int kWideWalkShape = 4;
 static_assert(kWideShapes[kWideWalkShape].walks);
 
+/// Blocks of B in the ring of the decode expand, and above rank 32 where four CTAs share an SM.
+inline constexpr int kDecodeExpandStages = 5, kDenseExpandStages = 3;
+
 struct ExpandPlan {
   ExpandKernel kernel = ExpandKernel::kDecode;
   int shape = 0;  ///< row of kWideShapes
   int tile_tokens = 16;
-  int cols = 128;        ///< columns of a block: what a CTA takes at a time
-  int block_cols = 128;  ///< columns whose B lies in a stage of the ring, decode kernel
-  int stages = 5;        ///< of that ring
-  int per_sm = 0;        ///< CTAs per SM; decode kernel: 0, as many as fit, or kDenseExpandPerSm
-  int cluster = 1;       ///< CTAs that make h together from split-K partials, decode kernel
-  int log_run = 0;       ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel
+  int cols = 128;                    ///< columns of a block: what a CTA takes at a time
+  int block_cols = 128;              ///< columns whose B lies in a stage of the ring, decode kernel
+  int stages = kDecodeExpandStages;  ///< of that ring
+  int per_sm = 0;   ///< CTAs per SM; decode kernel: 0, as many as fit, or kDenseExpandPerSm
+  int cluster = 1;  ///< CTAs that make h together from split-K partials, decode kernel
+  int log_run = 0;  ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel
 
   friend bool operator==(const ExpandPlan&, const ExpandPlan&) = default;
 };
 
-/// CTAs of an SM of the decode kernel in fewer registers, which ranks up to 32 have besides.
-inline constexpr int kDenseExpandPerSm = 4, kDenseExpandMaxRank = 32;
+/// CTAs of an SM of the decode kernel in fewer registers, which ranks up to 128 have besides.
+inline constexpr int kDenseExpandPerSm = 4, kDenseExpandMaxRank = 128;
 /// Largest rank of expand_direct.cu, and columns that its warps take at a time.
 inline constexpr int kDirectMaxRank = 16, kDirectCols = 128;
 /// Two column blocks of B of a larger rank do not fit an SM beside y.

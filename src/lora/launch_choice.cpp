@@ -54,9 +54,21 @@ constexpr std::int64_t kLongStream = 16 * 1024;
 /// Columns that a CTA of it takes at most: there may be far fewer tiles than the host has to
 /// assume. (us on an H100: 1,260 tokens of 468 adapters, Zipf, ranks up to 64, 13,312 to 16,384,
 /// all 16,384 columns 351, 4,096 299; 2,109 of 127, rank 64, 16,384 to 16,384, 5,504 columns 250,
-/// 4,096 240; but 256 of 64, rank 16, 4,096 to 2 x 14,336, 4,864 columns 41.9, 3,584 47.5.)
+/// 4,096 240; but 256 of 64, rank 16, 4,096 to 2 x 14,336, 4,864 columns 41.9, 3,584 47.5; of very
+/// many tiles of such ranks 0.67 to 0.95 times as long.)
 constexpr std::int64_t kMostDecodeCols = 4096;
-constexpr int kFewRanks = 32;  // up to which it takes as many as it likes
+constexpr int kFewRanks = 32;  // up to which few tiles take as many as they like
+/// Of higher ranks, elements of B of a CTA from which on four CTAs share an SM, if all of them ran
+/// at once, and columns that it then takes at most: half a round of CTAs more would take as long as
+/// a whole one. CTAs that start and end beside others are faster than more bytes of each in flight.
+/// (us on an H100, four and two or three: 125 tokens of 181 adapters, ranks up to 64, 1,024 to
+/// 4,096, 22.2 and 28.1; 431 of 20, rank 128, 8,192 to 2 x 28,672, 191 and 252; 20 of 102, 3,584 to
+/// 2 x 18,944, 21.4 and 25.2; but 90 of one, rank 128, 5,120 to 2 x 13,824, 20.7 and 19.4. Of 179
+/// random problems with 40,000 elements or more 0.938 times as long on average, of 58 with 20,000
+/// to 40,000 0.955 times, of 34 down to 12,000 0.97 times, of 37 down to 8,000 1.02 times. At most
+/// 2,048 columns in place of 1,024: 1.02 times, 97 problems; but 11 of 149, 8,192 to 2 x 28,672,
+/// 1,280 columns 27.5, 1,024 31.1.)
+constexpr std::int64_t kDenseElements = 12000, kMostDenseCols = 1024, kOneRoundCols = 1536;
 /// Columns from which on CTAs of ranks 65 to 128 have long to stream.
 constexpr std::int64_t kLongBlocks = 1024;
 
@@ -150,12 +162,13 @@ int decode_ring_stages(const LoraShape& s, const Machine& m, int rows) {
 ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
   ShrinkPlan c;
   // Above rank 128 a kernel adds partials. Without them there is one kernel less, and CTAs walk
-  // over all of K: as fast where an SM has two of them. (us, without and with: 9 tokens of 191
-  // adapters, rank 512, 5,120 to 3 x 1,280, 62 and 71; 32 of 75, rank 256, 5,120 to 5,120, 41 and
-  // 47.)
+  // over all of K: as fast where SMs have one or two of them. (us, without and with: 9 tokens of
+  // 191 adapters, rank 512, 5,120 to 3 x 1,280, 62 and 71; 32 of 75, rank 256, 5,120 to 5,120, 41
+  // and 47; on an H100 21 of 14, 1,024 to 2 x 3,072, 27.6 and 31.7; but rank 128, 47 of 334, 5,120
+  // to 3 x 1,280, 97 and 83.)
   const std::int64_t walks = max_tiles(s.num_tokens, s.num_adapters, 16) *
                              ceil_div<std::int64_t>(s.rank_rows(), kMmaShapes[0].rows());
-  const bool whole = s.max_rank > kExpandPrefillMaxRank && walks >= 2 * m.sms;
+  const bool whole = s.max_rank > kExpandPrefillMaxRank && 2 * walks >= 3 * m.sms;
   if (!partials_are_light(s) || !partials_fit(s) || whole) return walking_shrink(s, m);
   const ExpandPlan expand = choose_expand(s, m);
   c.partials = tile_partials(s, m, expand);
@@ -216,7 +229,8 @@ bool fits_clusters(const LoraShape& s, const Machine& m, int rows) {
 }
 
 int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m) {
-  if (h_width(s) <= kExpandPrefillMaxRank) return 5;
+  if (c.per_sm == kDenseExpandPerSm && h_width(s) > kFewRanks) return kDenseExpandStages;
+  if (h_width(s) <= kExpandPrefillMaxRank) return kDecodeExpandStages;
   const int columns = std::min(3 * c.block_cols, c.cols);
   return (16 + columns) * kLoraMaxRank * 2 + 2048 <= m.max_smem ? 3 : 2;
 }
@@ -260,9 +274,11 @@ bool runs_wgmma(const LoraShape& s, const Machine& m) {
   return m.arch == 90 && s.aligned_x && (s.one_type || s.float_weights);
 }
 
-bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, int block_cols) {
+bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, int block_cols,
+                      int stages) {
   if (h_width(s) <= 64 || h_width(s) > kExpandPrefillMaxRank) return true;
-  const std::int64_t blocks = std::min<std::int64_t>(5, ceil_div<std::int64_t>(cols, block_cols));
+  const std::int64_t blocks =
+      std::min<std::int64_t>(stages, ceil_div<std::int64_t>(cols, block_cols));
   return (16 + blocks * block_cols) * kExpandPrefillMaxRank * 2 + 2048 <= m.max_smem;
 }
 
@@ -281,7 +297,7 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   if (per_sm == 2 && s.max_rank <= kFewRanks && cols * s.max_rank >= kLongStream) {
     cols = ceil_div<std::int64_t>(2 * cols, 3);
   }
-  if (s.max_rank > kFewRanks) cols = std::min(cols, kMostDecodeCols);
+  if (s.max_rank > kFewRanks || likely >= kManyTiles) cols = std::min(cols, kMostDecodeCols);
   // A stage of the ring is a block of B of 8 to 32 KB. A step takes some 0.7 us whatever its
   // columns, so wide blocks are better, as long as two CTAs fit an SM. (us, ranks 65 to 128, blocks
   // of 32 and of these widths: 74 tokens of 16 adapters, 3,584 to 2 x 18,944, 92 and 62; 112 of
@@ -323,7 +339,18 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   }
   // (us, four CTAs an SM in place of three, both as wide: 512 tokens of 256 adapters, gate_up, rank
   // 16, 101 and 139; but one token, gate_up, 3.4 and 3.1.)
-  if (likely >= kManyTiles && runs_dense(s)) c.per_sm = kDenseExpandPerSm;
+  if (likely >= kManyTiles && s.max_rank <= kFewRanks && runs_dense(s)) {
+    c.per_sm = kDenseExpandPerSm;
+  }
+  if (s.max_rank > kFewRanks && runs_dense(s)) {
+    const std::int64_t own =
+        ceil_div<std::int64_t>(s.sum_widths() * likely, kDenseExpandPerSm * m.sms);
+    if (own * s.max_rank >= kDenseElements) {
+      c.per_sm = kDenseExpandPerSm;
+      c.block_cols = decode_ring_fits(s, m, own, 128, kDenseExpandStages) ? 128 : 64;
+      c.cols = even_cols(s, own <= kOneRoundCols ? own : kMostDenseCols, c.block_cols);
+    }
+  }
   // Unaligned y has two kernels for all ranks, whose blocks are narrow.
   if (!s.aligned_y) c.block_cols = 32;
   c.stages = decode_stages(s, c, m);
@@ -351,11 +378,12 @@ ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
   if (!direct && suits_prefill(s, m)) return prefill_expand(s, m);
   if (suits_wide(s, m)) {
     if (rounds_h(s)) return wide_expand(kWideRoundedShape);
-    // Two tiles share B, if their CTAs fill half of the chip. (us on an H100, one tile and two: 90
-    // tokens of one adapter, rank 512, 16,384 to 4,096 + 2 x 256, 36 CTAs of two, 43.0 and 46.4.)
+    // Two tiles share B, if their CTAs fill the chip. (us on an H100, one tile and two: 249 tokens
+    // of 3 adapters, rank 256, 96 CTAs of two, 13.1 and 16.0; 378 of one, rank 512, 192, 31.8 and
+    // 25.8.)
     const bool pairs =
         tokens_per_adapter(s) > 64 &&
-        2 * likely_runs(s, 2) * static_cast<double>(column_blocks(s, kWideShapes[1].cols)) > m.sms;
+        likely_runs(s, 2) * static_cast<double>(column_blocks(s, kWideShapes[1].cols)) > m.sms;
     return wide_expand(pairs ? 1 : 0);
   }
   ExpandPlan c = direct ? choose_direct(s, m) : decode_expand(s, m);

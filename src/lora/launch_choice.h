@@ -31,7 +31,8 @@ std::int64_t column_blocks(const LoraShape& s, int cols);
 int prefill_smem(const LoraShape& s);
 /// Whether the ring of the decode expand's blocks of B fits a CTA's shared memory; ranks of 65 to
 /// 128 alone have such that might not.
-bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, int block_cols);
+bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, int block_cols,
+                      int stages = kDecodeExpandStages);
 /// Whether the decode expand in fewer registers takes such a problem.
 bool runs_dense(const LoraShape& s);
 /// Whether the expand that loads B into fragments takes such a problem.

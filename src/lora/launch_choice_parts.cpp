@@ -11,28 +11,25 @@ namespace {
 
 /// The shape of shrink_wgmma.cu for float32 weights that takes the busiest SM the fewest clocks.
 ///
-/// A stage of a CTA takes the tensor cores 6 clocks per tile and rank row, and L2 its bytes; CTAs
-/// of an SM share both, and none has a stage in less than its share of a trip to memory and back,
-/// by how many stages of float32 rows are on their way. The constants are fitted to 11 problems on
-/// an H100 under up to eight shapes each: what they choose takes at most 1.01 times as long as the
-/// best of them.
+/// A stage of a CTA takes its products some clocks per tile and rank row, and L2 its bytes; CTAs of
+/// an SM share both, and none has a stage in less than its share of a trip to memory and back, by
+/// how many stages of float32 rows are on their way. The constants are fitted to 90 problems
+/// on an H100 under up to eight shapes each: what they choose takes the whole call 1.011 times as
+/// long as the best of them on average; fitted to 11 of them they did 1.042 times.
 ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
-  constexpr double kBytesAClock = 27;           // of an SM, from L2
-  constexpr double kTrip = 1500, kLeast = 200;  // clocks of a trip, and of a stage beside it
-  constexpr double kStart = 12000;              // of a CTA's start and end
+  constexpr double kBytesAClock = 45;          // of an SM, from L2
+  constexpr double kProduct = 9.4;             // clocks of a stage for a tile and rank row
+  constexpr double kTrip = 800, kLeast = 380;  // of a trip, and of a stage beside it
+  constexpr double kStart = 22000;             // of a CTA's start and end
   // The same behind others, up to 64 ranks and 4,096 tokens: see launch_choice_wgmma.cpp. (us on an
   // H100, 1,024 tokens of 8 adapters, rank 16, qkv: chunks of K, two rounds of them, 26.8, halves
   // of K 36.1.)
-  const double behind = s.max_rank <= 64 && s.num_tokens <= 4096 ? 2550 : kStart;
-  constexpr double kFinish = 1000;  // of the kernel that adds partials
+  const double behind = s.max_rank <= 64 && s.num_tokens <= 4096 ? 2700 : kStart;
+  constexpr double kFinish = 1900;  // of the kernel that adds partials
   // Where few rank rows fit one CTA of a K chunk, those of 48 rows and one tile are faster than the
   // model has it. (us on an H100, these and 64 rows of two tiles: 438 tokens of one adapter, rank
   // 4, qkv of 4,096, 17.2 and 19.1; 366 of 3, rank 8, 5,120 to 2 x 13,824, 32.7 and 35.7.)
   constexpr int kFewRows = 48;
-  // Partials that L2 holds beside them. (us on an H100, with 4.4 to 5.6 MB of them and without:
-  // 1,431 tokens of 3 adapters, rank 8, 16,384 to 4,096 + 2 x 256, 48 and 84; 839 of 24, rank 16,
-  // 53,248 to 16,384, 172 and 263.)
-  constexpr std::int64_t kFewPartials = 8 << 20;
   const bool splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
   const double stages = static_cast<double>(ceil_div<std::int64_t>(s.hidden, 64));
   ShrinkPlan best;
@@ -48,7 +45,7 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
     const double an_sm = std::ceil(ctas / m.sms);
     const double rounds = std::ceil(an_sm / shape.per_sm);
     const int rows = std::min(shape.rows, s.rank_rows());
-    const double stage = std::max(6.0 * shape.rows * shape.tiles,
+    const double stage = std::max(kProduct * shape.rows * shape.tiles,
                                   (128.0 * 64 * shape.tiles + 256.0 * rows) / kBytesAClock);
     const int ahead = shape.ahead > 0 ? shape.ahead : shape.rows > 48 ? 1 : 2;
     const double trip = kLeast + kTrip / ahead;
@@ -56,8 +53,6 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
                     kStart + (rounds - 1) * behind;
     if (leaf) {
       clocks += kFinish + 2.0 * static_cast<double>(partial_bytes(s)) / (m.sms * kBytesAClock);
-      // Many partials also push x and A out of L2: only where they save a fifth by this count.
-      if (partial_bytes(s) > kFewPartials && !partials_are_light(s)) clocks *= 1.25;
     }
     if (least != 0 && clocks >= least) continue;
     least = clocks;
@@ -68,12 +63,18 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
 
 /// With float32 weights, where six products of parts take mma.sync longer than memory takes for y,
 /// and CTAs of 64 tokens fill half of the chip. (At 60 % of the rate of wgmma, 40 clocks of an SM
-/// per rank for 64 tokens and 128 columns, whose y of 32 KB takes 2,000.)
+/// per rank for 64 tokens and 128 columns, whose y of 32 KB takes 2,000.) Up to rank 64 where the
+/// tiles of an adapter are half full, too, and of many tokens of high ranks wherever they are few.
+/// (us on an H100, mma.sync and wgmma: 1,439 tokens of 65 adapters, ranks up to 64, 1,024 to 2,048
+/// + 2 x 1,024, 56 and 73; 1,134 of 42, rank 64, 164 and 173; 4,555 of 81, 57 and 53; 87 of one,
+/// rank 256, 512 to 2,048, 21.9 and 17.9.)
 bool suits_wide_parts(const LoraShape& s, const Machine& m) {
   const std::int64_t ctas =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kWideShapes[0].cols);
+  const std::int64_t least_tokens = h_width(s) <= 64 ? 40 : 1;  // of an adapter
+  const bool many = h_width(s) > kExpandPrefillMaxRank && tokens_per_adapter(s) >= 48;
   return runs_wide(s, m) && s.float_weights && best_tile_tokens(s) == 64 && h_width(s) > 48 &&
-         2 * ctas >= m.sms;
+         tokens_per_adapter(s) >= least_tokens && (2 * ctas >= m.sms || many);
 }
 
 }  // namespace
@@ -113,7 +114,11 @@ ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m) {
 }
 
 ShrinkPlan choose_parts_shrink(const LoraShape& s, const Machine& m) {
-  const bool wgmma = s.float_weights && runs_wgmma(s, m) && best_tile_tokens(s) == 64;
+  // Few rank rows of few tokens fill no wgmma. (us on an H100, mma.sync and wgmma: 339 tokens of 5
+  // adapters, rank 16, 14.8 and 19.3; 438 of 7, rank 4, three slices, 28.5 and 33.2; as fast from
+  // some 1,500 tokens on.)
+  const bool few = s.rank_rows() <= 16 && s.num_tokens <= 512;
+  const bool wgmma = s.float_weights && runs_wgmma(s, m) && best_tile_tokens(s) == 64 && !few;
   return wgmma ? wgmma_parts_shrink(s, m) : parts_shrink(s, m);
 }
 

@@ -31,33 +31,34 @@ ExpandPlan wide_expand(int shape) {
 /// and 12.9; 23 of 4 adapters, rank 256, 3,584 to 3,584, 9.9 and 12.1; 66 of 17, rank 256, 5,120 to
 /// 3 x 5,120, 92 and 95; but 4 tokens of one adapter, rank 512, 1,024 to 4,096, 10.1 and 6.7. On an
 /// H100, two tiles of 16 tokens: 24 of one, rank 256, 4,096 to 2 x 3,584, 56 CTAs, 9.4 and 11.3;
-/// 1,024 to 2 x 3,072, 48 CTAs, 7.3 and 8.3; but 17 of one, rank 512, 28,672 to 8,192, 36.8 and
-/// 34.7.)
+/// 1,024 to 2 x 3,072, 48 CTAs, 7.3 and 8.3; 54 of one, 4,096 to 4,096, 8.6 and 11.2; but 17 of
+/// one, rank 512, 28,672 to 8,192, 36.8 and 34.7.)
 bool suits_wide(const LoraShape& s, const Machine& m) {
-  constexpr std::int64_t kTwoTiles = 20;  // tokens of an adapter
+  constexpr std::int64_t kTwoTiles = 20, kManyTokens = 48;  // of an adapter
   if (h_width(s) <= kExpandPrefillMaxRank || !runs_wide(s, m)) return false;
   const std::int64_t ctas =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kWideShapes[0].cols);
   const bool tiles = best_tile_tokens(s) == 64 && (s.num_tokens > 64 || 4 * ctas >= m.sms);
-  return tiles || 4 * ctas >= 3 * m.sms ||
+  return tiles || tokens_per_adapter(s) >= kManyTokens || 4 * ctas >= 3 * m.sms ||
          (tokens_per_adapter(s) >= kTwoTiles && 3 * ctas >= m.sms);
 }
 
-/// Ranks above 64 where a CTA has several steps, up to 128 of rows of y that are not very long. (us
-/// on an H100, the persistent kernel and the one chosen otherwise: 8,860 tokens of 5 adapters, rank
-/// 256, 1,280 to 5,120, 119 and 147; 1,571 of one, 8,192 to 8,192, 64 and 73; 737 of 60, 28,672 to
-/// 8,192, 420 and 445; 7,000 of one, rank 128, 4,096 to 4,096, 78 and 82; but 913 of 4, rank 256,
-/// 3,584 to 3,584, two steps a CTA, 23.9 and 23.0; 1,404 of one, 1,024 to 2,048 + 2 x 1,024, 2.7
-/// steps, 27.5 and 31.6; 1,024 of 8, rank 128, gate_up, 81 and 78.)
+/// Where a CTA has several steps of up to 128 tokens and 128 columns: two above rank 128, and six
+/// where adapters have few tokens, whose h fills little of a step. (us on an H100, the persistent
+/// kernel and the one chosen otherwise: 8,860 tokens of 5 adapters, rank 256, 1,280 to 5,120, 119
+/// and 147; 162 of 283, 14,336 to 4,096, 111 and 130; 47 of 3, rank 512, 8,192 to 2 x 28,672, 102
+/// and 123; but 913 of 4, 3,584 to 3,584, not two steps a CTA, 23.9 and 23.0; 626 of 88, Zipf, 306
+/// and 292.) Up to rank 128, of rows of y that are not very long, three steps. (7,000 tokens of
+/// one, rank 128, 4,096 to 4,096, 78 and 82; 1,024 of 8, rank 128, gate_up, 81 and 78.)
 bool suits_wide_walk(const LoraShape& s, const Machine& m) {
+  if (!runs_wide_walk(s, m)) return false;
   constexpr int kLeastRank = 65;
   const WideShape& shape = kWideShapes[kWideWalkShape];
-  const std::int64_t blocks = column_blocks(s, shape.cols);
-  const bool high = h_width(s) > kExpandPrefillMaxRank;
-  const std::int64_t least_tokens = high ? 10 : 64;  // of an adapter: fewer were not measured
-  return runs_wide_walk(s, m) && h_width(s) >= kLeastRank && best_tile_tokens(s) == 64 &&
-         tokens_per_adapter(s) >= least_tokens && (high || 5 * blocks < 3 * m.sms) &&
-         likely_runs(s, shape.tiles) * static_cast<double>(blocks) >= (high ? 2.5 : 3) * m.sms;
+  const std::int64_t blocks = column_blocks(s, shape.cols), tokens = tokens_per_adapter(s);
+  const double steps = likely_runs(s, shape.tiles) * static_cast<double>(blocks) / m.sms;
+  if (h_width(s) > kExpandPrefillMaxRank) return steps >= (tokens >= 10 ? 2 : 6);
+  return h_width(s) >= kLeastRank && best_tile_tokens(s) == 64 && tokens >= 64 &&
+         5 * blocks < 3 * m.sms && steps >= 3;
 }
 
 }  // namespace mortar::lora

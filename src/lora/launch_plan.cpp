@@ -101,9 +101,9 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
       if (c.cols == last) continue;
       last = c.cols;
       if (!decode_ring_fits(s, m, c.cols, c.block_cols)) continue;
-      c.stages = decode_stages(s, c, m);
       for (const int per_sm : {0, 1, kDenseExpandPerSm}) {
         c.per_sm = per_sm;
+        c.stages = decode_stages(s, c, m);
         if (per_sm < kDenseExpandPerSm || runs_dense(s)) plans.push_back(c);
       }
       if (cols <= c.block_cols) break;

@@ -61,6 +61,30 @@ TEST(LoraChoice, StagesOfTheDecodeShrinkFollowItsCtas) {
   EXPECT_NE(text.find("48 rank rows, 2 stages"), std::string::npos) << text;
 }
 
+/// Four CTAs of the decode expand share an SM where each has long to stream.
+TEST(LoraChoice, ManyColumnsOfHigherRanksShareAnSm) {
+  const auto expand = [](const LoraShape& s, const Machine& m = {}) {
+    const ExpandPlan c = choose(s, m).expand;
+    EXPECT_EQ(c.kernel, ExpandKernel::kDecode);
+    EXPECT_EQ(c.stages, c.per_sm == kDenseExpandPerSm && s.max_rank > 32 ? kDenseExpandStages
+                                                                         : kDecodeExpandStages);
+    return c;
+  };
+  const ExpandPlan ragged = expand(shape(242, 222, 64, 3584, {3584, 512, 512}));
+  EXPECT_EQ(ragged.per_sm, kDenseExpandPerSm);
+  EXPECT_EQ(ragged.cols, 1792 / 2);
+  EXPECT_EQ(expand(shape(45, 71, 64, 768, {1024})).per_sm, 0);
+  EXPECT_EQ(expand(shape(512, 256, 16, 4096, {14336, 14336})).per_sm, kDenseExpandPerSm);
+  const LoraShape high = shape(150, 83, 128, 5120, {5120});
+  EXPECT_EQ(expand(high).per_sm, kDenseExpandPerSm);
+  EXPECT_EQ(expand(high).block_cols, 128);
+  Machine small;
+  small.arch = 86;
+  small.max_smem = 99 << 10;
+  small.sm_smem = 100 << 10;
+  EXPECT_EQ(expand(high, small).block_cols, 64);
+}
+
 /// Tiles of 16 tokens where these read few weights, tiles of 64 where ranks are high.
 TEST(LoraChoice, TilesFollowWhatTheyRead) {
   const auto decodes = [](const LoraShape& s, const Machine& m = {}) {
@@ -156,6 +180,16 @@ TEST(LoraChoice, WideExpandWalksOverManySteps) {
   EXPECT_TRUE(walks(shape(7200, 1, 256, 3584, {18944, 18944})));
   EXPECT_FALSE(walks(shape(8192, 1, 128, 4096, {14336, 14336})));
   EXPECT_FALSE(walks(shape(8860, 5, 256, 1280, {5120}), kMachines[1]));
+  EXPECT_TRUE(walks(shape(162, 283, 256, 14336, {4096})));
+  EXPECT_FALSE(walks(shape(58, 277, 256, 3072, {1024})));
+}
+
+/// One tile a CTA where CTAs of two would leave SMs idle.
+TEST(LoraChoice, WideExpandFillsTheChip) {
+  const auto expand = [](const LoraShape& s) { return choose(s, {}).expand; };
+  EXPECT_EQ(expand(shape(249, 3, 256, 4096, {4096})), wide_expand(0));
+  EXPECT_EQ(expand(shape(378, 1, 512, 4096, {8192})), wide_expand(1));
+  EXPECT_EQ(expand(shape(54, 1, 256, 4096, {4096})), wide_expand(0));
 }
 
 }  // namespace

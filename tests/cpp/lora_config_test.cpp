@@ -208,7 +208,7 @@ TEST(LoraConfig, CandidatesFitTheirProblem) {
 TEST(LoraConfig, EveryShapeIsChosenSomewhere) {
   std::mt19937 random(13);
   std::set<int> wgmma, mma, wide;
-  for (int i = 0; i < 60'000; ++i) {
+  for (int i = 0; i < 240'000; ++i) {
     const LaunchPlan plan = choose(random_shape(random), kMachines[i % 4]);
     if (plan.one_kernel()) continue;
     if (plan.shape.op != Op::kExpand && plan.shrink.kernel == ShrinkKernel::kWgmma) {

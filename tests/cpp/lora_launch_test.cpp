@@ -90,6 +90,7 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
       ran_.insert({static_cast<int>(plan.shrink.kernel), plan.shrink.shape});
       stages_ran_.insert(plan.shrink.stages);
       if (plan.expand.kernel == lora::ExpandKernel::kWide) wide_ran_.insert(plan.expand.shape);
+      if (plan.expand.per_sm == lora::kDenseExpandPerSm) dense_ran_.insert(plan.expand.stages);
     }
   }
 
@@ -182,6 +183,7 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
   std::set<int> wide_ran_;             ///< rows of kWideShapes
   std::set<int> one_ran_;              ///< columns a CTA of plans of one kernel
   std::set<int> stages_ran_;           ///< of the ring of rank rows
+  std::set<int> dense_ran_;            ///< of that of B, where four CTAs of expand share an SM
   std::set<std::pair<int, int>> ran_;  ///< kernels of shrink and rows of their tables
 };
 
@@ -207,6 +209,7 @@ TEST_P(LoraLaunch, EveryPlanGivesTheSameBits) {
   expect_same_bits(strided);
   expect_all_shapes_ran(false);
   EXPECT_TRUE(stages_ran_.contains(lora::kFewDecodeStages));
+  EXPECT_EQ(dense_ran_, (std::set{lora::kDenseExpandStages, lora::kDecodeExpandStages}));
   if (this_machine().arch != 90) return;
   for (std::size_t i = 0; i < std::size(lora::kMmaShapes); ++i) {
     EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kMma), static_cast<int>(i)}))

@@ -41,9 +41,11 @@ struct Traits {
   /// slower.
   static constexpr int kPerSm = kDense_ ? kDenseExpandPerSm : 3;
   /// Blocks of B in the ring. Of the largest ranks fewer, and two where the device has no room for
-  /// three (ExpandParams::stages).
+  /// three (ExpandParams::stages); of ranks 33 to 128 fewer where four CTAs are to fit an SM.
   static constexpr bool kLargest = kLogPieces_ == 6;
-  static constexpr int kStages = kLargest ? 3 : 5;
+  static constexpr int kStages = kLargest                     ? 3
+                                 : kDense_ && kLogPieces_ > 2 ? kDenseExpandStages
+                                                              : kDecodeExpandStages;
 };
 
 /// A lane's part of y: 8 columns of each [group][row 8 apart].
@@ -202,7 +204,7 @@ void launch_ranks(ExpandParams p, Stream stream) {
   if constexpr (kVectorY && kLogPieces >= 3 && !kShared) {
     if (p.cluster > 1) return launch_ranks<T, kVectorY, kLogPieces, kDense, true>(p, stream);
   }
-  if constexpr (kVectorY && kLogPieces <= 2 && !kDense) {
+  if constexpr (kVectorY && kLogPieces <= 4 && !kDense && !kShared) {
     if (p.per_sm == kDenseExpandPerSm) {
       return launch_ranks<T, kVectorY, kLogPieces, true>(p, stream);
     }

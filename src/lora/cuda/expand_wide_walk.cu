@@ -8,7 +8,7 @@
 // FLOP   = 2 M N r
 // 7,200 tokens of one adapter, 2 x 18,944 columns, r256: 1.1 GB -> 360 us, 140 GFLOP -> 180 us
 // limit  : DRAM; above rank 256 L2 and the tensor cores beside it
-// wrong  : few tokens of an adapter, or few columns: a CTA has one step or two
+// wrong  : few tokens and columns, so that a CTA has one step
 //
 // The grid is as large as fits at once. A CTA walks over steps of up to 128 tokens of one adapter
 // and 128 columns. h of the tokens stays in shared memory for as long as they and the slice do,
