@@ -156,8 +156,12 @@ __device__ __forceinline__ void wgmma(float* d, std::uint64_t a, std::uint64_t b
 template <int kN>
 __device__ __forceinline__ void wgmma(float* d, const std::uint32_t (&a)[4], std::uint64_t b,
                                       int add) {
-  static_assert(kN == 32 || kN == 48 || kN == 64 || kN == 128, "one of those below");
-  if constexpr (kN == 32) {
+  static_assert(kN == 16 || kN == 32 || kN == 48 || kN == 64 || kN == 128, "one of those below");
+  if constexpr (kN == 16) {
+    MORTAR_WGMMA_REGISTERS("16", "%0, %1, %2, %3, %4, %5, %6, %7",
+        "8", "9", "10", "11", "12", "13",
+        MORTAR_EIGHT(0));
+  } else if constexpr (kN == 32) {
     MORTAR_WGMMA_REGISTERS("32",
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
         "16", "17", "18", "19", "20", "21",

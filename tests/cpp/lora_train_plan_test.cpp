@@ -11,6 +11,7 @@
 
 #include "lora/train/cuda/config.h"
 #include "lora/train/cuda/expand_choice.h"
+#include "lora/train/cuda/float_plan.h"
 #include "lora/train/cuda/panel.h"
 
 namespace mortar::testing {
@@ -118,6 +119,33 @@ TEST(LoraTrainPlan, OneLargeProductFillsTheDeviceOnce) {
 }
 
 // Thread blocks that split float32 weights share all tiles: a panel's evenly, or all SMs have some.
+TEST(LoraTrainPlan, BoxesOfFloatsFillTheDeviceInFewWaves) {
+  struct Case {
+    int rows, columns, width, tile, parts;
+  };
+  for (const auto& [rows, columns, width, tile, parts] :
+       {Case{4096, 4096, 16, 128, 4}, Case{2048, 13824, 32, 128, 8}, Case{5000, 4096, 8, 128, 2},
+        Case{1500, 4096, 8, 128, 8}, Case{2000, 4096, 64, 128, 4}}) {
+    const ShrinkPlan plan = choose_float_shrink(rows, columns, width, 0, false, true, kH200);
+    EXPECT_EQ(plan.rows, tile) << rows;
+    EXPECT_EQ(plan.parts, parts) << rows;
+  }
+  std::mt19937_64 rng(11);
+  for (int i = 0; i < 5000; ++i) {
+    const std::int64_t rows = rng() % 70000, columns = 1 + rng() % 40000;
+    const int width = 8 * static_cast<int>(1 + rng() % 16);
+    for (const Machine& machine : {kH200, kA100}) {
+      for (const bool stores_h : {false, true}) {
+        const ShrinkPlan plan =
+            choose_float_shrink(rows, columns, width, 0, stores_h, true, machine);
+        EXPECT_EQ(plan.boxes, machine.clusters);
+        EXPECT_GE(plan.parts, kLeaves >> float_levels(plan.ranks));
+        EXPECT_LE(plan.parts, plan.fused ? kLeaves : float_unfused_parts(rows, width));
+      }
+    }
+  }
+}
+
 TEST(LoraTrainPlan, TilesOfSplitWeightsFillTheDevice) {
   const auto blocks = [](std::int64_t rows, std::int64_t columns, int width) {
     return choose_parts_expand(rows, columns, width, kH200.sms).blocks;

@@ -4,6 +4,7 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lora_train_case.h"
@@ -122,8 +123,11 @@ TEST_P(LoraTrainShapes, NoPlanOfFloatsChangesABit) {
     ShrinkPlan any = choose_shrink(c.rows, c.hidden, width, 0, false, false, kSplit, kA100);
     TrainStep first(c, GetParam());
     run_planned(&first, {&any, nullptr});
-    ShrinkPlan plan = choose_float_shrink(c.rows, c.hidden, width, 0, false, kA100);
-    for (const bool fused : {false, true}) {
+    ShrinkPlan plan = choose_float_shrink(c.rows, c.hidden, width, 0, false, false, kA100);
+    // Boxes where the device and the operands are for them, rings of warps, and sums in a cluster.
+    for (const auto& [boxes, fused] :
+         {std::pair{false, false}, {false, true}, {true, false}, {true, true}}) {
+      plan.boxes = boxes;
       plan.fused = fused;
       for (plan.rows = 32; plan.rows <= 128; plan.rows *= 2) {
         for (plan.parts = kLeaves >> float_levels(plan.ranks); plan.parts <= kLeaves;

@@ -17,6 +17,7 @@
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "lora/train/cuda/backend.cuh"
+#include "lora/train/cuda/dy_boxes.cuh"
 #include "lora/train/cuda/expand_choice.h"
 #include "lora/train/cuda/float_plan.h"
 #include "lora/train/cuda/float_ring.cuh"
@@ -87,10 +88,10 @@ class Call {
       shrinks = true;
       if (parts) reduce_hidden(*parts, stream_);
       parts = run_shrink(Side::kB, s, 1, slice.dy, slice.width, work_.ds, p_.drops_delta(),
-                         {p_.rng, p_.total_width, slice.first_column});
+                         {p_.rng, p_.total_width, slice.first_column}, sums.beside_ds(work_.h));
     }
     // Beside the last shrink; its parts are added when both have ended.
-    sums.sum_dy(work_.h, work_.ds.values, shrinks, free_sms_);
+    made_db_ ? sums.note_beside_ds() : sums.sum_dy(work_.h, work_.ds.values, shrinks, free_sms_);
     if (parts) reduce_hidden(*parts, stream_);
     if (p_.dx.data != nullptr) {
       run_expand(Side::kA, 0, p_.num_slices, work_.ds, p_.add_dx ? p_.dx : Matrix{}, p_.dx,
@@ -189,7 +190,8 @@ class Call {
   /// Gives what is left to be added, if anything is.
   std::optional<HiddenParams> run_shrink(Side side, int slice, int num_slices, const Matrix& wide,
                                          std::int64_t columns, const HiddenForms& to, bool masked,
-                                         const MaskParams& mask) {
+                                         const MaskParams& mask,
+                                         const std::optional<OuterParams>& beside = {}) {
     const bool in_parts = in_part_columns(wide.dtype, p_.weight);
     const Policy policy = in_parts ? Policy::kBFloat16 : policy_of(wide.dtype, p_.weight);
     const int copies = in_parts ? kSumCopies : 1;
@@ -218,7 +220,8 @@ class Call {
     const bool stores_h = p_.weight == DType::kFloat32 && to.values != nullptr &&
                           to.sum_columns == nullptr && to.pair_columns == nullptr;
     s.plan = policy == Policy::kSplit && fits_float_ring(s.wide, columns, masked)
-                 ? choose_float_shrink(p_.num_rows, columns, s.width, groups(), stores_h, machine_)
+                 ? choose_float_shrink(p_.num_rows, columns, s.width, groups(), stores_h,
+                                       rows_.groups == nullptr, machine_)
                  : choose_shrink(p_.num_rows, columns, s.width, groups(), masked, dense, operands,
                                  machine(takes_products(s, policy)),
                                  plan_ != nullptr && side == Side::kB, num_slices);
@@ -231,9 +234,10 @@ class Call {
     s.sum_columns = to.sum_columns;
     s.pair_columns = to.pair_columns;
     if (s.width == 0) return {};
+    made_db_ = beside && dy_boxes(s, *beside, stream_);
     if (s.plan.product) {
       shrink_products(s, policy, stream_);
-    } else {
+    } else if (!made_db_) {
       s.plan.stream ? shrink_stream(s, policy, stream_) : shrink(s, policy, stream_);
     }
     if (s.plan.fused) return {};
@@ -349,6 +353,7 @@ class Call {
   Work work_;
   const Stream stream_;
   bool copies_h_ = true;  ///< by a launch of its own, where the backward is given h
+  bool made_db_ = false;  ///< sums of dB, in the launch of ds
   int free_sms_ = 0;  ///< that the last shrink leaves to sums beside it; 0: none for all its time
   PairTable table_{}, sum_table_{}, pair_table_{};
   RowGroups rows_{};

@@ -123,6 +123,7 @@ struct ShrinkPlan {
   bool fused = false;    ///< a cluster adds its sums, else partials are left for reduce.cu
   bool product = false;  ///< lora/cuda/product.cu
   bool floats = false;   ///< shrink_float.cu, if its shared memory fits
+  bool boxes = false;    ///< shrink_boxes.cu, if it takes the operands, before that
   int rows = kTileRows;
   int ranks = 16;           ///< rank columns of a thread block
   int leaves = kLeaves;     ///< of the columns
@@ -284,6 +285,7 @@ constexpr int expand_warp_columns(int ranks) { return ranks <= 64 ? 64 : 32; }
 inline std::string describe(const ShrinkPlan& plan) {
   return std::string(plan.product  ? "product"
                      : plan.stream ? "stream"
+                     : plan.boxes  ? "float32 by boxes"
                      : plan.floats ? "float32"
                                    : "any strides") +
          ", " + std::to_string(plan.rows) + " rows, " + std::to_string(plan.ranks) + " ranks, " +

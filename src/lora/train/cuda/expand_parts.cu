@@ -127,11 +127,12 @@ template <class S>
 __device__ __forceinline__ void multiply(const ExpandParams& p, const unsigned char* hidden,
                                          std::uint32_t weights, float (&sum)[kHalves][kHalf / 2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / 4;
+  std::uint32_t fragments[2][2][kSteps][4];
 #pragma unroll 1
   for (int first = 0; 8 * first < p.width; first += S::kGroup) {
 #pragma unroll
     for (int pair = 0; pair < S::kGroup; pair += 2) {
-      std::uint32_t a[2][kSteps][4];
+      auto& a = fragments[pair / 2 % 2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const auto at = [&](int own) {
@@ -165,12 +166,13 @@ __device__ __forceinline__ void multiply(const ExpandParams& p, const unsigned c
         }
         device::wgmma_commit();
       }
-      device::wgmma_wait<0>();  // the other warpgroup's products run while this one splits
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) device::wgmma_keep(sum[half]);
+      device::wgmma_wait<1>();  // the next pair is split while the products of this one run
     }
     weights += S::kGroup * kPairCopies / 8 * kBlockBytes;
   }
+  device::wgmma_wait<0>();
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) device::wgmma_keep(sum[half]);
   __syncwarp();
 }
 

@@ -62,6 +62,15 @@ __device__ __forceinline__ float2 read_float2(std::uint32_t at) {
   return v;
 }
 
+__device__ __forceinline__ float4 read_float4(std::uint32_t at) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(at)
+               : "memory");
+  return v;
+}
+
 /// The parts of the four pairs of an MMA's operand a.
 __device__ __forceinline__ void split_fragment(const float2 (&pairs)[4],
                                                std::uint32_t (&a)[kFloatPlanes][4]) {

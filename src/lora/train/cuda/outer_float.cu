@@ -187,6 +187,7 @@ bool launch_outer(const OuterParams& p, Stream stream) {
 
 bool outer_float(const OuterParams& p, Stream stream) {
   if (!fits_float_ring(p.wide, p.columns, p.masked)) return false;
+  if (outer_boxes(p, stream)) return true;
   return p.ranks == 16 ? launch_outer<16>(p, stream) : launch_outer<32>(p, stream);
 }
 

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the sums over rows of outer.cu and outer_float.cu go.
+// Where the sums over rows of outer.cu, outer_float.cu and outer_boxes.cu go.
 #pragma once
 
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/tiles.cuh"
 
 namespace mortar::lora::train::cuda {
+
+/// outer_boxes.cu: as outer_float(), by wgmma; of float32 ds or h and one adapter alone, on sm_90a.
+bool outer_boxes(const OuterParams& p, Stream stream);
 
 /// Stores a warp's sums of 16 columns from `column` on as partials of chunk `slot`.
 template <int kRanks>

@@ -110,6 +110,7 @@ struct BackwardPlan {
   /// whole_sums.cu: a thread block has all rows, and stores gradients.
   bool whole = false;
   int whole_ranks = 16;
+  bool together = true;  ///< dy_boxes.cu, if it takes the operands: no bit depends on it
   PanelPlan dy, x;
 };
 

@@ -212,12 +212,11 @@ int RowSums::add_operand(PanelParams* to, Side side, int slice, const HiddenForm
   return o.panels;
 }
 
-void RowSums::run_outer(Side side, int slice, int num_slices, const Matrix& wide,
-                        const void* narrow, std::int64_t columns, std::int64_t mask_first,
-                        float* sums, bool early) {
+OuterParams RowSums::outer_params(Side side, int slice, int num_slices, const Matrix& wide,
+                                  const void* narrow, std::int64_t columns, std::int64_t mask_first,
+                                  float* sums, bool early) const {
   OuterParams o{};
   o.width = width(slice, num_slices);
-  if (o.width == 0) return;
   const OuterPlan plan = choose_outer(p_.num_rows, columns, o.width);
   o.pairs = grads_.pairs;
   o.rows = grads_.rows;
@@ -233,8 +232,31 @@ void RowSums::run_outer(Side side, int slice, int num_slices, const Matrix& wide
   o.side = side;
   o.partials = sums;
   o.early = early;
+  return o;
+}
+
+void RowSums::run_outer(Side side, int slice, int num_slices, const Matrix& wide,
+                        const void* narrow, std::int64_t columns, std::int64_t mask_first,
+                        float* sums, bool early) {
+  if (width(slice, num_slices) == 0) return;
+  const OuterParams o =
+      outer_params(side, slice, num_slices, wide, narrow, columns, mask_first, sums, early);
   outer(o, stream_);
-  add_sums(side, slice, num_slices, columns, RowCut{plan.chunk_rows}, sums);
+  add_sums(side, slice, num_slices, columns, RowCut{o.chunk_rows}, sums);
+}
+
+std::optional<OuterParams> RowSums::beside_ds(const HiddenForms& h) const {
+  const bool one_slice = p_.num_slices == 1 && width_of(p_, 0) > 0;
+  if (!plan_.together || !one_slice || !p_.wants_db || takes_panels(p_, 0)) return {};
+  const SliceView& slice = p_.slices[0];
+  return outer_params(Side::kB, 0, 1, slice.dy, h.values, slice.width, slice.first_column, db_[0],
+                      false);
+}
+
+void RowSums::note_beside_ds() {
+  const std::int64_t columns = p_.slices[0].width;
+  add_sums(Side::kB, 0, 1, columns,
+           RowCut{choose_outer(p_.num_rows, columns, width_of(p_, 0)).chunk_rows}, db_[0]);
 }
 
 void RowSums::add_sums(Side side, int slice, int num_slices, std::int64_t columns,

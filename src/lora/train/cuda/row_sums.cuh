@@ -3,6 +3,8 @@
 // them, and their part of the workspace.
 #pragma once
 
+#include <optional>
+
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/panel.h"
 #include "lora/train/cuda/part_columns.cuh"
@@ -50,6 +52,10 @@ class RowSums {
   /// Sums of dB, from h, where they are wanted; and ds of the slices that makes_ds() names.
   /// `early`, `free_sms`: as PanelParams has them.
   void sum_dy(const HiddenForms& h, void* ds, bool early, int free_sms);
+  /// What dB of the only slice takes of outer_boxes.cu beside ds, if it goes through outer.cu.
+  std::optional<OuterParams> beside_ds(const HiddenForms& h) const;
+  /// The launch with ds has left its sums.
+  void note_beside_ds();
   /// Sums of dA, from ds; and with a plan of whole sums dA itself, and dB from h.
   void sum_x(const HiddenForms& h, const HiddenForms& ds, bool early);
   /// dA and dB of all sums.
@@ -59,6 +65,9 @@ class RowSums {
   void run_panels(PanelParams panel);
   PanelParams panel_params(Side side, const PanelPlan& plan, const HiddenForms& narrow) const;
   int add_operand(PanelParams* to, Side side, int slice, const HiddenForms& narrow, float* sums);
+  OuterParams outer_params(Side side, int slice, int num_slices, const Matrix& wide,
+                           const void* narrow, std::int64_t columns, std::int64_t mask_first,
+                           float* sums, bool early) const;
   void run_outer(Side side, int slice, int num_slices, const Matrix& wide, const void* narrow,
                  std::int64_t columns, std::int64_t mask_first, float* sums, bool early);
   void add_sums(Side side, int slice, int num_slices, std::int64_t columns, const RowCut& chunk,

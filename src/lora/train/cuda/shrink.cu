@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kSplit>)
     tree.add(leaf, sum);
   }
 
-  store_partials<kRanks>(p, rows, part, first_rank, warp_row, sum);
+  store_partials<kRanks>(p, rows, part, first_rank, warp_row + threadIdx.x % 32 / 4, sum);
 }
 
 template <class T, bool kSplit, int kRanks>

@@ -22,6 +22,7 @@
 #include "lora/train/cuda/float_plan.h"
 #include "lora/train/cuda/float_ring.cuh"
 #include "lora/train/cuda/kernels.cuh"
+#include "lora/train/cuda/shrink_store.cuh"
 #include "lora/train/cuda/shrink_tile.cuh"
 
 namespace mortar::lora::train::cuda {
@@ -112,55 +113,6 @@ __device__ __forceinline__ void split_weights(bool by_ranks, int chunk, const fl
   }
 }
 
-/// Eight ranks that lie side by side in h.
-struct Octet {
-  float factor;
-  int ranks;  ///< that the pair has
-};
-
-/// Adds what the thread blocks of a cluster have of their rows and stores h: float32.
-template <int kRanks>
-__device__ __forceinline__ void store_hidden(const ShrinkParams& p, const RowTile& rows, int part,
-                                             int first_rank, int warp_row, bool multiplies,
-                                             const Octet* octets, float* partial,
-                                             const float (&sum)[kRanks / 2]) {
-  constexpr int kPitch = kRanks + 4;  ///< floats of a row of partial sums
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  __syncthreads();
-  if (multiplies) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float* to = partial + (warp_row + lane / 4 + 8 * half) * kPitch + lane % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < kRanks / 8; ++n) {
-        *reinterpret_cast<float2*>(to + 8 * n) =
-            make_float2(sum[4 * n + 2 * half], sum[4 * n + 2 * half + 1]);
-      }
-    }
-  }
-  device::cluster_arrive();
-  device::cluster_wait();
-  const int parts = p.plan.parts, own_rows = p.plan.rows / parts;
-  constexpr int kWords = kRanks / 4;
-  for (int i = threadIdx.x; i < own_rows * kWords; i += static_cast<int>(blockDim.x)) {
-    const int at = part * own_rows + i / kWords, j = i % kWords * 4;
-    if (at >= rows.count || first_rank + j >= p.width) continue;
-    const float4 all = device::sum_in_cluster<kLeaves>(partial + at * kPitch + j, parts);
-    const std::int64_t row = row_at(p.rows, rows.start + at);
-    if (row < 0) continue;
-    const Octet octet = octets[j / 8];
-    const auto scaled = [&](float v_, int n) {
-      return j % 8 + n < octet.ranks ? octet.factor * v_ : 0.0f;
-    };
-    *reinterpret_cast<float4*>(static_cast<float*>(p.h) + row * p.hidden.width + p.first_hidden +
-                               first_rank + j) =
-        make_float4(scaled(all.x, 0), scaled(all.y, 1), scaled(all.z, 2), scaled(all.w, 3));
-  }
-  // Nobody ends while others may still read its shared memory.
-  device::cluster_arrive_relaxed();
-  device::cluster_wait();
-}
-
 template <int kRanks>
 __global__ void __launch_bounds__(kThreads, kFloatBlocks)
     shrink_float_kernel(const __grid_constant__ ShrinkParams p) {
@@ -222,15 +174,7 @@ __global__ void __launch_bounds__(kThreads, kFloatBlocks)
     const int at = i % Ring::kStages;
     if (at < steps) device::prefetch_l2(from[i / Ring::kStages] + at * kFloatStep);
   }
-  if (threadIdx.x < kRanks / 8) {
-    const int j = p.first_hidden + first_rank + 8 * static_cast<int>(threadIdx.x);
-    Octet octet{0, 0};
-    if (j < p.first_hidden + p.width) {
-      const int s = slice_of(p.hidden, p.first_slice, p.num_slices, j);
-      octet = Octet{pairs.slice(s).factor, pairs.slice(s).rank - (j - p.hidden.first[s])};
-    }
-    octets[threadIdx.x] = octet;
-  }
+  fill_octets(p, pairs, first_rank, octets);
   if (p.ahead) {
     ask_chunk(0, true);
     device::pdl_begin(false);
@@ -329,10 +273,10 @@ __global__ void __launch_bounds__(kThreads, kFloatBlocks)
   }
   device::cp_async_wait<0>();
   if (p.plan.fused) {
-    store_hidden<kRanks>(p, rows, part, first_rank, warp_row, multiplies, octets,
+    store_hidden<kRanks>(p, rows, part, first_rank, warp_row + lane / 4, multiplies, octets,
                          reinterpret_cast<float*>(smem), sum);
   } else if (multiplies) {
-    store_partials<kRanks>(p, rows, part, first_rank, warp_row, sum);
+    store_partials<kRanks>(p, rows, part, first_rank, warp_row + lane / 4, sum);
   }
 }
 
@@ -360,6 +304,7 @@ bool launch_shrink(const ShrinkParams& p, Stream stream) {
 
 bool shrink_float(const ShrinkParams& p, Stream stream) {
   if (!p.plan.floats) return false;
+  if (p.plan.boxes && shrink_boxes(p, stream)) return true;
   return p.plan.ranks == 16 ? launch_shrink<16>(p, stream) : launch_shrink<32>(p, stream);
 }
 

@@ -53,16 +53,17 @@ __device__ __forceinline__ void fetch_weights(const ShrinkParams& p, const Pairs
   }
 }
 
-/// Stores a warp's sums of 16 rows from `warp_row` of the tile on: its part's partials.
+/// Stores a warp's sums of 16 rows: its part's partials. `own_row`: of the tile, of a lane's first
+/// sums; the others are those of the eighth row on.
 template <int kRanks>
 __device__ __forceinline__ void store_partials(const ShrinkParams& p, const RowTile& rows, int part,
-                                               int first_rank, int warp_row,
+                                               int first_rank, int own_row,
                                                const float (&sum)[kRanks / 2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float* to = p.partials + part * p.rows.num_rows * p.hidden.width;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int at = warp_row + lane / 4 + 8 * half;
+    const int at = own_row + 8 * half;
     if (at >= rows.count) continue;
     float* out = to + (rows.start + at) * p.hidden.width + p.first_hidden;
 #pragma unroll
