@@ -13,6 +13,7 @@ from mortar import _lora_memory, lora
 
 SMALL = Problem(tokens=40, hidden=300, widths=(24,), ranks=(8, 3))
 LARGE = Problem(tokens=40, hidden=600, widths=(24, 9), ranks=(64, 3))
+NUM_GROUPS = 4  # the word of a plan that holds it
 
 
 def kept(plan):
@@ -200,3 +201,16 @@ def test_a_plan_tensor_that_is_written_again(device, inference):
         y = t.y.clone()
         run_bare(*bare_calls(t, plan.data, y, None)[0])
         assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)  # nothing is read back from a GPU
+def test_a_number_of_groups_that_was_written_over(device):
+    """Nothing behind the plan is read as a group, though all of it would pass for one."""
+    t = make(SMALL, device)
+    room = torch.ones(4_000_000, dtype=torch.int32)
+    plan = lora.plan(t.token_adapter, t.num_adapters, out=lora.Plan(room, 0, 0))
+    weights = t.table()
+    want = lora.apply(t.y.clone(), t.x, weights, plan)
+    assert plan.data[NUM_GROUPS] == lora.check(plan).num_groups
+    plan.data[NUM_GROUPS] = 1_000_000
+    assert torch.equal(lora.apply(t.y.clone(), t.x, weights, plan), want)
