@@ -36,6 +36,7 @@ class AmxShrink {
   static inline PackKernel pack = nullptr;
 
   static void run(const ShrinkBlock& block) {
+    if (block.num_tokens <= kTileRows) return few_tokens(block);
     alignas(64) float sums[kMaxShrinkTokens][kMaxShrinkRanks];
     alignas(64) std::uint32_t packed[kAmxChunk / 2 * kPackColumns];
     Tiles::configure(kTileRows);
@@ -152,6 +153,76 @@ class AmxShrink {
     if constexpr (kRankTiles > 2) Tiles::template store<2>(sums + 2 * kTileRows, kStride);
     if constexpr (kRankTiles > 3) Tiles::template store<3>(sums + 3 * kTileRows, kStride);
   }
+  /// One tile of tokens: theirs are packed, as they are fewer than those of A, whose rows are loaded
+  /// where they lie. Tiles of sums are turned over, [rank][token]; each sum has the same products
+  /// in the same order.
+  static void few_tokens(const ShrinkBlock& block) {
+    alignas(64) std::uint32_t packed[kAmxChunk / 2 * kTileRows] = {};
+    Tiles::configure(kTileRows);
+    zero<4>();
+    for (std::int64_t begin = 0; begin < block.hidden; begin += kAmxChunk) {
+      const std::int64_t end = std::min(block.hidden, begin + kAmxChunk);
+      pack_tokens(block, begin, end, packed);
+      const std::uint32_t* units = packed;
+      for (std::int64_t k = begin; k < end; k += kTileStep, units += kTileRows * kTileRows) {
+        Tiles::template load<5>(units, kTileBytes);
+        const std::int64_t elements = std::min(kTileStep, end - k);
+        add_ranks<0>(block, k, elements);
+        if (block.num_ranks > kTileRows) add_ranks<1>(block, k, elements);
+        if (block.num_ranks > 2 * kTileRows) add_ranks<2>(block, k, elements);
+        if (block.num_ranks > 3 * kTileRows) add_ranks<3>(block, k, elements);
+      }
+    }
+    alignas(64) float sums[kMaxShrinkRanks][kTileRows];
+    Tiles::template store<0>(sums[0], kTileBytes);
+    Tiles::template store<1>(sums[kTileRows], kTileBytes);
+    Tiles::template store<2>(sums[2 * kTileRows], kTileBytes);
+    Tiles::template store<3>(sums[3 * kTileRows], kTileBytes);
+    Tiles::release();
+    for (std::int64_t t = 0; t < block.num_tokens; ++t) {
+      for (std::int64_t r = 0; r < block.num_ranks; ++r) {
+        block.out[t * block.out_stride + r] = sums[r][t];
+      }
+    }
+  }
+
+  /// Pairs of elements of the tokens: unit u of token t at 16 u + t, zero from `end` on.
+  static void pack_tokens(const ShrinkBlock& block, std::int64_t begin, std::int64_t end,
+                          std::uint32_t* packed) {
+    const std::int64_t elements = end - begin, pairs = elements / 2;
+    const std::int64_t whole = (elements + kTileStep - 1) / kTileStep * kTileRows;
+    const auto* const* x = reinterpret_cast<const BFloat16* const*>(block.x_rows);
+    for (std::int64_t u = 0; u < pairs; ++u, packed += kTileRows) {
+      for (std::int64_t t = 0; t < block.num_tokens; ++t) {
+        std::memcpy(packed + t, x[t] + begin + 2 * u, 4);
+      }
+    }
+    std::fill_n(packed, (whole - pairs) * kTileRows, 0u);
+    if (elements % 2 == 0) return;
+    for (std::int64_t t = 0; t < block.num_tokens; ++t) {
+      std::memcpy(packed + t, x[t] + end - 1, 2);
+    }
+  }
+
+  /// Adds the products of up to 16 rows of A from row 16 kTile on and of the tokens in tile 5.
+  template <int kTile>
+  static void add_ranks(const ShrinkBlock& block, std::int64_t k, std::int64_t elements) {
+    constexpr int kRows = kTile % 2 == 0 ? 4 : 6;
+    const std::int64_t count = std::min(kTileRows, block.num_ranks - kTile * kTileRows);
+    const auto* a =
+        static_cast<const BFloat16*>(block.a) + kTile * kTileRows * block.a_row_stride + k;
+    if (count == kTileRows && elements == kTileStep) {
+      Tiles::template load<kRows>(a, block.a_row_stride * std::int64_t{sizeof(BFloat16)});
+    } else {
+      alignas(64) BFloat16 copy[kTileRows][kTileStep] = {};
+      for (std::int64_t r = 0; r < count; ++r) {
+        std::memcpy(copy[r], a + r * block.a_row_stride, elements * sizeof(BFloat16));
+      }
+      Tiles::template load<kRows>(copy, kTileBytes);
+    }
+    Tiles::template dot<kTile, kRows, 5>();
+  }
+
   template <int kTile>
   static void multiply_one(const std::uint32_t* packed) {
     Tiles::template load<5>(packed + kTile * kTileRows, kPanelBytes);
