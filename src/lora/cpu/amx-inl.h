@@ -3,9 +3,9 @@
 // C[16, 16] += A[16, 32] B[32, 16] with B in pairs of rows, as the packed units of kernels.h are.
 //
 // A token is a row of C, in shrink of one tile of tokens a column, and that depends on its own row
-// of A, or column of B, alone: tiles that are not full compute what nobody reads, and a token's bits
-// do not depend on its neighbours. K goes by in steps of 32 from zero, in order, whatever the batch; tiles that rest in memory between
-// chunks of K do so in float32 as they are.
+// of A, or column of B, alone: tiles that are not full compute what nobody reads, and a token's
+// bits do not depend on its neighbours. K goes by in steps of 32 from zero, in order, whatever the
+// batch; tiles that rest in memory between chunks of K do so in float32 as they are.
 //
 // `Tiles` is the unit itself, or a stand-in for it in tests:
 //   configure(units)       tiles 0-5 full; 6 of `units` * 4 bytes a row, 7 of `units` rows
