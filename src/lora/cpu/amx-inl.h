@@ -153,9 +153,9 @@ class AmxShrink {
     if constexpr (kRankTiles > 2) Tiles::template store<2>(sums + 2 * kTileRows, kStride);
     if constexpr (kRankTiles > 3) Tiles::template store<3>(sums + 3 * kTileRows, kStride);
   }
-  /// One tile of tokens: theirs are packed, as they are fewer than those of A, whose rows are loaded
-  /// where they lie. Tiles of sums are turned over, [rank][token]; each sum has the same products
-  /// in the same order.
+  /// One tile of tokens: their x is packed, as it is less than A, whose rows are loaded where they
+  /// lie. Tiles of sums are turned over, [rank][token]; each sum has the same products in the same
+  /// order.
   static void few_tokens(const ShrinkBlock& block) {
     alignas(64) std::uint32_t packed[kAmxChunk / 2 * kTileRows] = {};
     Tiles::configure(kTileRows);
