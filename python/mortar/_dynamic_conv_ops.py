@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._ffi import lib, torch_function
-from ._library import define, increment_version, is_eager, refuse_transforms, shortcut
+from ._library import (
+    define,
+    increment_version,
+    is_eager,
+    note_writes,
+    refuse_transforms,
+    shortcut,
+)
 
 _forward = lib.dynamic_conv_forward
 _backward = lib.dynamic_conv_backward
@@ -67,12 +74,6 @@ def _gradients(
 # ---- operators ---------------------------------------------------------------------------------
 
 
-def _note_writes(*tensors: Tensor | None) -> None:
-    """Tells autograd, as PyTorch's own in-place ops do: a backward that needs what they held before
-    then says so."""
-    increment_version([t for t in tensors if t is not None])
-
-
 def renamed(op: str, error: Exception) -> Exception:
     """The library's own sentence with the name that the user typed; any other error as it is."""
     name, colon, sentence = str(error).partition(": ")
@@ -92,7 +93,7 @@ def _dynamic_conv_out(x, kernels, cu_seqlens, initial_state, y, final_state, sil
     op = "dynamic_conv_out"
     _refuse_gradient(op, x, kernels, initial_state)
     _forward_as(op, x, kernels, cu_seqlens, initial_state, y, final_state, silu)
-    _note_writes(y, final_state)
+    note_writes((y, final_state))
 
 
 def _dynamic_conv(x, kernels, cu_seqlens, initial_state, state_len, silu):
@@ -131,7 +132,7 @@ def _dynamic_conv_backward_fake(
 def _dynamic_conv_step(x, kernels, state, slots, y, silu):
     _refuse_gradient("dynamic_conv_step", x, kernels, state)
     _step(x, kernels, state, slots, y, silu)
-    _note_writes(state, y)
+    note_writes((state, y))
 
 
 _out_op = define(

@@ -22,7 +22,7 @@ import torch
 from torch.compiler import is_compiling
 
 from ._ffi import lib, torch_function
-from ._library import define, in_words, increment_version, refuse_tangents, refuse_transforms
+from ._library import define, in_words, note_writes, refuse_tangents, refuse_transforms
 
 SCALINGS = ("tensor", "row", "group")
 NUMERICS = ("fast", "compat")
@@ -91,12 +91,6 @@ def _quantize_impl(
         None,
     )  # fmt: skip
     note_writes((q, q_t, amax, *(() if given_scale else (scale, scale_t))))
-
-
-def note_writes(tensors: tuple[torch.Tensor | None, ...]) -> None:
-    """Tells autograd, as PyTorch's own in-place ops do: a backward that needs what they held before
-    then says so."""
-    increment_version([t for t in tensors if t is not None])
 
 
 _rmsnorm_op = define(

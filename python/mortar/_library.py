@@ -20,6 +20,12 @@ _library = torch.library.Library("mortar", "FRAGMENT")
 _Tensor = torch.Tensor
 
 
+def note_writes(tensors: Iterable[torch.Tensor | None]) -> None:
+    """Tells autograd, as PyTorch's own in-place ops do: a backward that needs what they held before
+    then says so."""
+    increment_version([t for t in tensors if t is not None])
+
+
 def _writes_in_place(*args, **kwargs) -> None:
     """The fake of an op that only writes into its arguments: nothing to infer."""
 

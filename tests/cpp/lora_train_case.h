@@ -344,4 +344,22 @@ inline void expect_same_results(TrainStep& a, TrainStep& b, const std::string& w
   }
 }
 
+/// A step leaves the bits of the case's own where operands are transposed or misaligned.
+inline void expect_strides_change_no_bit(const TrainCase& c, Device device,
+                                         const std::string& what) {
+  TrainCase turned = c, misaligned = c;
+  turned.transposed = true;
+  misaligned.layout = {3, 1};
+  TrainStep first(c, device);
+  first.run_forward();
+  first.run_backward();
+  for (const TrainCase& one : {turned, misaligned}) {
+    TrainStep other(one, device);
+    copy_inputs(first, &other);
+    other.run_forward();
+    other.run_backward();
+    expect_same_results(first, other, what + (one.transposed ? ", transposed" : ", misaligned"));
+  }
+}
+
 }  // namespace mortar::testing

@@ -24,6 +24,7 @@ from .._fp8_outputs import settings
 from .._new_tensors import as_vector, part
 from ..fp8 import differentiate, normalise
 from ..fp8 import fp8_quantize as _quantize
+from ._arguments import check_dimensions
 from ._install import Replacements, found
 
 __all__ = [
@@ -51,22 +52,13 @@ def _dense(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.detach().contiguous()
 
 
-def _require(function: str, **matrices: Tensor) -> None:
-    for name, value in matrices.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")
-        if value.ndim not in (2, 3):
-            shape = tuple(value.shape)
-            raise ValueError(f"{function}: {name} must have 2 or 3 dimensions, got shape {shape}")
-
-
 def _check_group(function: str, x: Tensor, s_x: Tensor, QB: int) -> None:
     try:
         fits = x.shape[-1] == s_x.shape[-1] * QB
     except (AttributeError, IndexError, TypeError):
         fits = False
     if not fits:
-        _require(function, x=x, s_x=s_x)
+        check_dimensions(function, x=(x, 2, 3), s_x=(s_x, 2, 3))
         if not isinstance(QB, int):
             raise TypeError(f"{function}: QB must be an integer, got {type(QB).__name__}")
         if QB <= 0:
@@ -108,7 +100,7 @@ def fp8_rmsnorm_backward(
     g: as x, bfloat16, float16 or float32, of any strides; v: rstd [M]; num_warps is not read.
     """
     _check_group("fp8_rmsnorm_backward", x, s_x, QB)
-    _require("fp8_rmsnorm_backward", g=g)
+    check_dimensions("fp8_rmsnorm_backward", g=(g, 2, 3))
     dx, dw = differentiate(_dense(_rows(g)), _dense(_rows(x)), _rows(s_x), w, v)
     dx = dx if dx.dtype == torch.bfloat16 else dx.to(torch.bfloat16)
     return dx.view(g.shape) if g.ndim == 3 else dx, dw
@@ -135,7 +127,7 @@ def fp8_division_transpose(
             "fp8_division_transpose: fp8type must be 'E4M3', 'E5M2', torch.float8_e4m3fn or "
             f"torch.float8_e5m2, got {fp8type!r}"
         )
-    _require("fp8_division_transpose", x=x)
+    check_dimensions("fp8_division_transpose", x=(x, 2, 3))
     rows = _dense(_rows(x))
     if s_y is None:
         s_y = _scale_of(x, dtype)

@@ -23,6 +23,7 @@ from torch import Tensor
 from .._dynamic_conv_ops import step_into
 from ..dynamic_conv import dynamic_conv
 from ..nn import DynamicShortConvolution
+from ._arguments import check_dimensions
 from ._install import Replacements, found
 
 __all__ = [
@@ -49,16 +50,6 @@ def _dense(t: Tensor, dims: int) -> Tensor:
     return t
 
 
-def _check(function: str, **given: tuple[Tensor, int]) -> None:
-    """One sentence for what is no tensor, or has another number of dimensions."""
-    for name, (value, ndim) in given.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")
-        if value.ndim != ndim:
-            shape = tuple(value.shape)
-            raise ValueError(f"{function}: {name} must have {ndim} dimensions, got shape {shape}")
-
-
 def dynamic_conv_triton_autograd(
     x: Tensor, kernels: Tensor, cu_seqlens: Tensor | None = None
 ) -> Tensor:
@@ -77,7 +68,9 @@ def dynamic_conv_triton_cache(x: Tensor, kernels: Tensor, cache: Tensor | None =
     """
     state = None
     if cache is not None:
-        _check("dynamic_conv_triton_cache", x=(x, 3), kernels=(kernels, 4), cache=(cache, 3))
+        check_dimensions(
+            "dynamic_conv_triton_cache", x=(x, 3), kernels=(kernels, 4), cache=(cache, 3)
+        )
         rows = kernels.shape[-1] - 1
         # The rows that reach x, as a view; zeros in front of a cache that is shorter.
         recent = cache[:, max(cache.shape[1] - rows, 0) :].to(x.dtype)
@@ -99,7 +92,9 @@ def causal_conv_step_triton(x: Tensor, cache: Tensor, kernels: Tensor) -> Tensor
         y = x.new_empty(x.shape[0], x.shape[-1])
         return step_into(x, kernels, cache, None, y, False)
     except (AttributeError, IndexError):
-        _check("causal_conv_step_triton", x=(x, 3), kernels=(kernels, 3), cache=(cache, 3))
+        check_dimensions(
+            "causal_conv_step_triton", x=(x, 3), kernels=(kernels, 3), cache=(cache, 3)
+        )
         raise
 
 

@@ -30,6 +30,7 @@ from .. import _lora_train_ops as ops
 from .._library import increment_version, is_eager
 from .._lora_train_arguments import as_number
 from .._lora_train_calls import NO_ROWS, known_layer
+from ._arguments import check_dimensions
 from ._install import Replacements, found
 
 __all__ = [
@@ -58,12 +59,7 @@ def _one_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check(function: str, scale: float, **matrices: Tensor) -> None:
     as_number(function, "scale", scale)
-    for name, value in matrices.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")
-        if value.ndim != 2:
-            shape = tuple(value.shape)
-            raise ValueError(f"{function}: {name} must have 2 dimensions, got shape {shape}")
+    check_dimensions(function, **{name: (value, 2) for name, value in matrices.items()})
 
 
 def lora_forward_wrapper(
