@@ -12,6 +12,4 @@ def check_dimensions(function: str, **given: tuple) -> None:
             raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")
         if value.ndim not in dimensions:
             wanted, shape = " or ".join(map(str, dimensions)), tuple(value.shape)
-            raise ValueError(
-                f"{function}: {name} must have {wanted} dimensions, got shape {shape}"
-            )
+            raise ValueError(f"{function}: {name} must have {wanted} dimensions, got shape {shape}")
