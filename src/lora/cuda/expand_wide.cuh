@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   if (thread == 0) {
     for (int i = 0; i < Tr::kStages; ++i) {
       shared.full[i].init(Tr::kFloatH || Tr::kRawH ? 2 * kProducers : kProducers);
-      shared.empty[i].init(Tr::kConsumers / 32);
+      shared.empty[i].init(Tr::kRawH ? Tr::kConsumers : Tr::kConsumers / 32);
     }
   }
   __syncthreads();

@@ -180,10 +180,7 @@ __device__ __forceinline__ void consume_raw_h(Shared<Tr>& shared, const unsigned
       load_raw_h(h[i % 2][0], stage + row * 4 * kStepRanks, offset ^ i * 64);
       sums.template add<kSplitParts, kSplitParts>(h[i % 2], b + i * device::kDescriptorStep,
                                                   kPlane);
-      if (i == 0 && last >= 0) {
-        __syncwarp();  // all lanes have read their h
-        if (lane == 0) shared.empty[last].arrive();
-      }
+      if (i == 0 && last >= 0) shared.empty[last].arrive();  // every thread: each has read its h
     }
     last = at.stage;
   }
