@@ -336,6 +336,20 @@ def test_compile_fullgraph(device, kind):
         assert torch.equal(compiled(inputs.x, inputs.y.clone(), active), want)
 
 
+@pytest.mark.parametrize("form", ["transposed", "every second column", "rows apart"])
+def test_inputs_of_any_strides(device, form):
+    """vLLM makes them contiguous. Rows that are dense are read where they lie."""
+    inputs = make_inputs(device)
+    x = inputs.x
+    inputs.x = {
+        "transposed": x.t().contiguous().t(),
+        "every second column": torch.stack([x, x], dim=2).flatten(1)[:, ::2],
+        "rows apart": torch.cat([x, x], dim=1)[:, : x.shape[1]],
+    }[form]
+    assert torch.equal(inputs.x, x) and not inputs.x.is_contiguous()
+    check_shrink(inputs)
+
+
 @pytest.mark.parametrize("negated", ["inputs", "weights"])
 def test_negations_are_read_right_and_not_written(device, negated):
     """Views that negate what lies in memory: inputs and weights; an output is refused."""

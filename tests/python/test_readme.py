@@ -35,7 +35,7 @@ def test_python_example():
         assert (y[row] - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
-@pytest.mark.parametrize("document", ["fp8_rmsnorm", "training"])
+@pytest.mark.parametrize("document", ["dynamic_conv", "fp8_rmsnorm", "serving", "training"])
 def test_examples_of_the_documents(document):
     blocks = _BLOCK.findall((_ROOT / "docs" / f"{document}.md").read_text())
     # What needs COAT, which is not there, test_compat_coat.py tries with a stand-in.

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lora_shrink`` and ``lora_expand`` with the signatures and semantics of vLLM's punica ops.
 
+    VLLM_PLUGINS=mortar vllm serve MODEL --enable-lora ...    # in all processes of the engine
+
+or, in a process that has imported vLLM's ops, ``mortar.compat.vllm.install()``: every LoRA layer
+then runs on Mortar, but for those of experts and FP8 adapters, whose ops stay vLLM's.
+
 Both work straight on vLLM's own metadata (``LoRAKernelMeta``), as its layers pass it:
 
     token_lora_mapping                int32 [M]      each token's adapter, -1 for none
@@ -18,7 +23,8 @@ CUDA graph both may read weights and metadata while the kernel before them still
 write these just before the op (vLLM's are written before the replay).
 
 Beyond vLLM's: float32 weights, activations of another dtype than the weights, slices of different
-ranks, strided rows, CPU tensors; one rounding of y where vLLM's expand has two; results that do not
+ranks, strided rows (inputs of shrink whose columns are strided are copied, as vLLM does), CPU
+tensors; one rounding of y where vLLM's expand has two; results that do not
 depend on the rest of the batch. Wrong arguments raise ValueError or TypeError, by these names,
 instead of failing an assertion, and slices of different dtypes are refused instead of being
 misread.
@@ -27,7 +33,10 @@ The functions are the ops ``torch.ops.mortar.vllm_lora_shrink`` and ``vllm_lora_
 ``.tensor`` where ``num_active_loras`` is a tensor), and need no vLLM.
 """
 
+import importlib
+import os
 import re
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -37,8 +46,9 @@ from .._ffi import WRITTEN, lib, torch_function
 from .._library import define, in_words, increment_version, is_eager, named, shortcut
 from .._lora_memory import ANY_STREAM, Memory
 from .._lora_ops import guard_autograd
+from ._install import Replacements, found
 
-__all__ = ["lora_expand", "lora_shrink"]
+__all__ = ["install", "lora_expand", "lora_shrink", "uninstall"]
 
 _shrink, _expand = lib.lora_shrink, lib.lora_expand
 # These return 0 for what the other two take or refuse.
@@ -110,12 +120,20 @@ def _groups(metadata: tuple) -> tuple[tuple, tuple]:
     return (None, sorted_tokens, ids, counts, starts, None), (active,)
 
 
+def _is_strided(inputs) -> bool:
+    """Whether columns of it are apart, which the library does not read."""
+    strided = isinstance(inputs, _Tensor) and inputs.layout is torch.strided
+    return strided and inputs.ndim == 2 and inputs.stride(1) != 1 and not inputs.is_contiguous()
+
+
 def _shrink_impl(inputs, lora_a_weights, output_tensor, *rest):
     *metadata, scaling = rest
     if metadata[5].item():
         return
     if _is_grad_enabled():
         guard_autograd("lora_shrink", (inputs, output_tensor, *lora_a_weights))
+    if _is_strided(inputs):
+        inputs = inputs.contiguous()
     groups, active = _groups(metadata)
     weights = (None, None, None, len(lora_a_weights), *lora_a_weights)
     _shrink(inputs, output_tensor, None, scaling, metadata[0], *groups, *active, *weights)
@@ -210,6 +228,8 @@ def _run(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> None
         call = op.by_tensor if isinstance(metadata[6], _Tensor) else op.by_int
         call(inputs, weights, output, *metadata, *last)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if op is _SHRINK and _is_strided(inputs):
+            return _run(op, inputs.contiguous(), weights, output, metadata, last)
         raise op.in_callers_words(error, (inputs, weights, output), metadata) from None
 
 
@@ -275,3 +295,49 @@ def lora_expand(
         lora_token_start_loc, lora_ids, no_lora_flag_cpu, num_active_loras,
     )  # fmt: skip
     _run(_EXPAND, inputs, lora_b_weights, output_tensor, metadata, (offset_start, add_inputs))
+
+
+# ---- install -------------------------------------------------------------------------------------
+
+_OPS = "lora.ops.triton_ops"
+_PLUGIN = "mortar"  # the name of the entry point in pyproject.toml
+_replacements = Replacements()
+
+
+def install() -> list[str]:
+    """Puts Mortar under the LoRA layers of this process's vLLM: `lora_shrink` and `lora_expand` in
+    whichever module has taken hold of them. Calling it again changes nothing but for modules that
+    were imported since. `uninstall` takes it back.
+
+    It must come before vLLM compiles or captures a model, and in every process that runs one:
+    with several, set `VLLM_PLUGINS=mortar` instead, for which vLLM calls it in each.
+
+    Returns:
+        The packages that were found, such as ["vllm.lora.ops.triton_ops"].
+
+    Raises:
+        RuntimeError: vLLM's ops have not been imported.
+    """
+    packages = found(
+        [name for name in sys.modules if name.endswith(f".{_OPS}")],
+        "mortar.compat.vllm.install",
+        f"import vllm.{_OPS}",
+    )
+    for package in packages:
+        for ours in (lora_shrink, lora_expand):
+            _replacements.replace_everywhere(getattr(sys.modules[package], ours.__name__), ours)
+    return packages
+
+
+def uninstall() -> None:
+    """Restores all that install() replaced; nothing if it has not run."""
+    _replacements.undo()
+
+
+def plugin() -> None:
+    """What vLLM calls in each of its processes (entry point `mortar` of `vllm.general_plugins`):
+    `install`, where VLLM_PLUGINS names it. vLLM calls all plugins if that variable is not set, but
+    other kernels are not to run because a package happens to be there."""
+    if _PLUGIN in os.environ.get("VLLM_PLUGINS", "").split(","):
+        importlib.import_module(f"vllm.{_OPS}")
+        install()
