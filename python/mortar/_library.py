@@ -149,9 +149,14 @@ def is_eager(first) -> bool:
     )
 
 
+def is_transformed() -> bool:
+    """Whether the call is inside a transform of torch.func."""
+    return _functorch_level() is not None and not is_compiling()
+
+
 def refuse_transforms(op: str) -> None:
     """Raises inside torch.func, where PyTorch would speak of its own rules for batching."""
-    if _functorch_level() is not None and not is_compiling():
+    if is_transformed():
         raise RuntimeError(f"{op}: cannot run inside transforms of torch.func")
 
 
