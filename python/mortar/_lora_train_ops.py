@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from ._library import (
     any_negation,
     define,
+    differentiable_once,
     in_words_of,
     increment_version,
     is_eager,
@@ -304,7 +304,7 @@ def _node_gradients(ctx, *dy):
     return None, dx, *dbase, *dweights
 
 
-_differentiable_once = once_differentiable(_node_gradients)
+_differentiable_once = differentiable_once(_node_gradients)
 # Function.apply but for its look for transforms of torch.func, which is_eager has done.
 _make_linear = super(torch.autograd.Function, _Linear).apply
 
