@@ -210,8 +210,27 @@ std::vector<TrainCase> cases() {
     c.rows = 0;
     c.add = true;
   });
-  add("no_columns", [](TrainCase& c) { c.widths = {0, 8}; });
-  add("no_hidden", [](TrainCase& c) { c.hidden = 0; });
+  for (const auto& [name, x, w] : {std::tuple{"", DType::kFloat32, DType::kFloat32},
+                                   std::tuple{"_bf16", DType::kBFloat16, DType::kBFloat16},
+                                   std::tuple{"_mixed", DType::kBFloat16, DType::kFloat32}}) {
+    for (const int adapters : {1, 3, 40}) {
+      const auto none = [&](TrainCase& c) {
+        c.x = c.y = c.dx = x;
+        c.w = w;
+        c.rows = 130;
+        c.adapters = adapters;
+        if (adapters > 1) c.by = RowsBy::kSegments;
+      };
+      add(concat("no_columns", name, "_", adapters), [&](TrainCase& c) {
+        none(c);
+        c.widths = {0, 8};
+      });
+      add(concat("no_hidden", name, "_", adapters), [&](TrainCase& c) {
+        none(c);
+        c.hidden = 0;
+      });
+    }
+  }
   return all;
 }
 
