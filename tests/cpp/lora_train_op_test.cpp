@@ -230,6 +230,22 @@ std::vector<TrainCase> cases() {
         c.hidden = 0;
       });
     }
+    for (const int rank : {13, 40, 72}) {
+      for (const auto on : {LoraDropoutOn::kInput, LoraDropoutOn::kDelta}) {
+        const char* what = on == LoraDropoutOn::kInput ? "_input_" : "_delta_";
+        add(concat("all_dropped", name, what, rank), [&](TrainCase& c) {
+          c.x = c.y = c.dx = x;
+          c.w = w;
+          c.rows = 300;
+          c.hidden = 272;
+          c.widths = {144};
+          c.ranks = {rank};
+          c.p = {1.0f};
+          c.on = on;
+          c.without_rng = true;
+        });
+      }
+    }
   }
   return all;
 }
