@@ -154,10 +154,11 @@ def _exact(layer: Layer, rows: Rows, a, b, num_rows: int, hidden: int) -> refere
                 got = f"{tuple(t.shape)} (adapter {place // slices}, slice {place % slices})"
                 raise ValueError(f"lora_train: {name} must have shape {tuple(wanted)}, got {got}")
     if rows.offsets is None:
-        row_adapter = zeros(num_rows, dtype=int64)
+        row_adapter = zeros(num_rows, dtype=int64, device="cpu")
     else:
         lib.lora_train_check(rows.offsets, adapters, num_rows)
-        row_adapter = arange(adapters).repeat_interleave(rows.offsets.cpu().long().diff())
+        counts = rows.offsets.cpu().long().diff()
+        row_adapter = arange(adapters, device="cpu").repeat_interleave(counts)
     pairs = layer.spread(list(zip(a, b, strict=True)), None)
     scales = layer.spread(layer.scales, 0.0)
     cut = range(0, adapters * slices, slices)

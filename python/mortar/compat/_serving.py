@@ -26,7 +26,7 @@ class Batch:
         self.names = names
         self.size = len(names)
         self.stream = stream
-        self._ids = torch.tensor(ids, dtype=torch.int32)
+        self._ids = torch.tensor(ids, dtype=torch.int32, device="cpu")
         self._num_adapters = num_adapters
         self._plans: dict[tuple[int, torch.device], lora.Plan] = {}
 
