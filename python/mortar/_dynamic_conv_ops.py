@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._ffi import lib, torch_function
 from ._library import (
     define,
+    differentiable_once,
     increment_version,
     is_eager,
     note_writes,
@@ -170,7 +170,7 @@ class _Derivative(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy, dfinal_state=None):
         x, kernels, initial_state, cu_seqlens = ctx.saved_tensors
         dy = torch.zeros_like(x) if dy is None else dy

@@ -5,6 +5,7 @@ Ops are defined on ``torch.library.Library`` directly: the ``custom_op`` decorat
 call, this route 2.4 us.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -149,9 +150,14 @@ def is_eager(first) -> bool:
     )
 
 
+def is_transformed() -> bool:
+    """Whether the call is inside a transform of torch.func."""
+    return _functorch_level() is not None and not is_compiling()
+
+
 def refuse_transforms(op: str) -> None:
     """Raises inside torch.func, where PyTorch would speak of its own rules for batching."""
-    if _functorch_level() is not None and not is_compiling():
+    if is_transformed():
         raise RuntimeError(f"{op}: cannot run inside transforms of torch.func")
 
 
@@ -164,6 +170,30 @@ def refuse_tangents(op: str, tensors) -> None:
             raise RuntimeError(
                 f"{op}: arguments must not have tangents of forward-mode AD, got a dual tensor"
             )
+
+
+def differentiable_once(backward: Callable) -> Callable:
+    """A backward whose results have no gradient, and raise where one is wanted of them.
+
+    As torch.autograd.function.once_differentiable, which asks the incoming gradients alone: what
+    depends on a saved tensor, as in the penalty of a gradient's norm, it leaves out without a word.
+    """
+
+    @functools.wraps(backward)
+    def call(ctx, *gradients):
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        inputs = (*gradients, *ctx.saved_tensors)
+        if not any(isinstance(t, _Tensor) and t.requires_grad for t in inputs):
+            return found
+        refuse = torch._C._functions.DelayedError(
+            b"trying to differentiate twice a function that is once_differentiable", len(found)
+        )
+        return refuse(*(t if t is None else t.detach().requires_grad_() for t in found))
+
+    return call
 
 
 def any_negation(tensors) -> bool:

@@ -12,10 +12,9 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear as product
 
-from ._library import is_eager
+from ._library import differentiable_once, is_eager
 from ._lora_train_calls import (
     NO_ROWS,
     Layer,
@@ -117,6 +116,6 @@ def _gradients(ctx, dy):
     return None, dx, da, db
 
 
-_differentiable_once = once_differentiable(_gradients)
+_differentiable_once = differentiable_once(_gradients)
 # Function.apply but for its look for transforms of torch.func, which is_eager has done.
 _make_node = super(torch.autograd.Function, _AdaptedLinear).apply

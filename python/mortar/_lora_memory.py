@@ -39,6 +39,11 @@ class Memory:
     def __init__(self) -> None:
         self.kept: dict[int, tuple[torch.Tensor, int]] = {}
 
+    def __reduce__(self) -> tuple:
+        """Of copies and pickles, which begin with nothing: threads and streams are of this process,
+        and torch.multiprocessing would let two processes write to one workspace."""
+        return Memory, ()
+
     def get(self) -> tuple[torch.Tensor | None, int]:
         """What the current thread used last, and the stream that it is for."""
         return self.kept.get(get_ident(), NOTHING)

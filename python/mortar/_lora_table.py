@@ -62,10 +62,10 @@ class Row:
             if pair is None:
                 entries.append(bytes(_ENTRY.size))
             else:
-                # An A without columns has no address, which would leave the slice alone: any other
-                # one does, as nothing is read there. (Of a B without rows nothing is written.)
+                # An A without columns and a B without rows have no address, which would leave the
+                # slice alone: any other one does, as nothing is read there.
                 a, b = (t.data_ptr() for t in pair)
-                entries.append(_ENTRY.pack(a or b, b, pair[0].shape[0], scale, 0))
+                entries.append(_ENTRY.pack(a or b, b or a, pair[0].shape[0], scale, 0))
         return b"".join(entries)
 
 

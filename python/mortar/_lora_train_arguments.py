@@ -36,6 +36,8 @@ def as_list(op: str, name: str, given, count: int | None) -> list:
 def as_scales(op: str, scale: float | Sequence[float], slices: int) -> tuple[float, ...]:
     if isinstance(scale, NUMBERS):
         return (float(scale),) * slices
+    if isinstance(scale, Tensor) and scale.ndim == 0:
+        return (as_number(op, "scale", scale),) * slices
     try:
         scales = tuple(scale)
     except TypeError:
@@ -47,7 +49,14 @@ def as_scales(op: str, scale: float | Sequence[float], slices: int) -> tuple[flo
 
 
 def as_number(op: str, name: str, value) -> float:
-    if isinstance(value, NUMBERS) or (isinstance(value, Tensor) and value.ndim == 0):
+    if isinstance(value, NUMBERS):
+        return float(value)
+    if isinstance(value, Tensor) and value.ndim == 0:
+        if value.requires_grad and torch.is_grad_enabled():
+            raise TypeError(
+                f"{op}: {name} must be a number, which has no gradient, got a tensor that requires "
+                "one (detach() it, or multiply by it elsewhere)"
+            )
         return float(value)
     raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
 

@@ -133,7 +133,7 @@ def _interleave(*lists: Sequence) -> list:
     return [value for group in zip(*lists, strict=True) for value in group]
 
 
-def _exact(layer: Layer, rows: Rows, a, b, num_rows: int) -> reference.Problem:
+def _exact(layer: Layer, rows: Rows, a, b, num_rows: int, hidden: int) -> reference.Problem:
     """The call as the reference takes it: float64 is for gradcheck, and no kernel's business."""
     if rows.plan is not None:
         raise TypeError(
@@ -146,10 +146,19 @@ def _exact(layer: Layer, rows: Rows, a, b, num_rows: int) -> reference.Problem:
                     f"lora_train: {name} must have dtype float64, as x has, got {t.dtype}"
                 )
     slices, adapters, _ = layer.sizes
+    for place, matrix, other in zip(layer.places, a, b, strict=True):
+        rank = matrix.shape[0]
+        shapes = (("a", matrix, (rank, hidden)), ("b", other, (layer.widths[place % slices], rank)))
+        for name, t, wanted in shapes:
+            if t.shape != wanted:
+                got = f"{tuple(t.shape)} (adapter {place // slices}, slice {place % slices})"
+                raise ValueError(f"lora_train: {name} must have shape {tuple(wanted)}, got {got}")
     if rows.offsets is None:
-        row_adapter = zeros(num_rows, dtype=int64)
+        row_adapter = zeros(num_rows, dtype=int64, device="cpu")
     else:
-        row_adapter = arange(adapters).repeat_interleave(rows.offsets.cpu().long().diff())
+        lib.lora_train_check(rows.offsets, adapters, num_rows)
+        counts = rows.offsets.cpu().long().diff()
+        row_adapter = arange(adapters, device="cpu").repeat_interleave(counts)
     pairs = layer.spread(list(zip(a, b, strict=True)), None)
     scales = layer.spread(layer.scales, 0.0)
     cut = range(0, adapters * slices, slices)
@@ -176,7 +185,7 @@ def run_forward(layer: Layer, rows: Rows, x, h, y, base, a, b, eager: bool) -> N
     `eager`: is_eager(x)."""
     if x.dtype is float64:
         x, y, base = as_rows(x), [as_rows(t) for t in y], [as_rows(t) for t in base]
-        results = reference.forward(_exact(layer, rows, a, b, x.shape[0]), x, base or None)
+        results = reference.forward(_exact(layer, rows, a, b, *x.shape), x, base or None)
         for out, result in zip(y, results, strict=True):
             out.copy_(result)
         return
@@ -221,8 +230,9 @@ def _in_words(op: str, given: dict, error: Exception) -> Exception:
 
 def exact_gradients(layer: Layer, rows: Rows, dy, x, a, b) -> list[Tensor]:
     """dx, then every dA, then every dB, in float64."""
-    problem = _exact(layer, rows, a, b, dy[0].shape[0])
-    x = x if x is not None else dy[0].new_zeros(dy[0].shape[0], a[0].shape[1])
+    shape = dy[0].shape[0], a[0].shape[1]
+    problem = _exact(layer, rows, a, b, *shape)
+    x = x if x is not None else dy[0].new_zeros(shape)
     dx, da, db = reference.backward(problem, x, dy)
     slices = len(layer.widths)
     pick = [divmod(place, slices) for place in layer.places]

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from ._library import (
     any_negation,
     define,
+    differentiable_once,
     in_words_of,
     increment_version,
     is_eager,
@@ -304,7 +304,7 @@ def _node_gradients(ctx, *dy):
     return None, dx, *dbase, *dweights
 
 
-_differentiable_once = once_differentiable(_node_gradients)
+_differentiable_once = differentiable_once(_node_gradients)
 # Function.apply but for its look for transforms of torch.func, which is_eager has done.
 _make_linear = super(torch.autograd.Function, _Linear).apply
 
@@ -315,6 +315,8 @@ _make_linear = super(torch.autograd.Function, _Linear).apply
 def train(op: str, call: Call, x: Tensor, base, a, b) -> list[Tensor]:
     """y of every slice, with a gradient where one is wanted."""
     refuse_transforms(op)
+    if call.in_place and not is_compiling() and wants_gradient(x, base, a, b):
+        _check_changeable(op, base)
     if call.in_place and (
         is_compiling() or x.is_meta or not is_eager(x) or _are_views(base, x, a, b)
     ):
@@ -336,6 +338,21 @@ def train(op: str, call: Call, x: Tensor, base, a, b) -> list[Tensor]:
     if call.in_place:
         increment_version(y)
     return y
+
+
+def _check_changeable(op: str, base) -> None:
+    """Refuses what autograd would, after the call had written it."""
+    for t in base:
+        if t.requires_grad and t.is_leaf:
+            raise RuntimeError(
+                f"{op}: out must be no leaf that requires a gradient while one is wanted, got such "
+                "a tensor; leave it away or call it under torch.no_grad()"
+            )
+        if t.is_inference():
+            raise RuntimeError(
+                f"{op}: out must be no tensor of inference mode while a gradient is wanted, got "
+                "one; clone() it"
+            )
 
 
 def _are_views(base, x, a, b) -> bool:

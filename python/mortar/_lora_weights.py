@@ -175,7 +175,9 @@ class Weights:
         self.call_apply = ops.call_apply_table
         self.call_shrink = ops.call_shrink_table
         self.call_expand = ops.call_expand_table
-        self._install(rows, packed(rows, len(layer.widths)).to(layer.device))
+        with torch.inference_mode(False):  # an update may come outside of it
+            table = packed(rows, len(layer.widths)).to(layer.device)
+        self._install(rows, table)
         self._describe(layer.dtype)
         return self
 

@@ -31,11 +31,22 @@ inline void set_tensor_map(CUtensorMap& map, DType dtype, const void* data, std:
   const cuuint32_t steps[] = {1, 1};
   const auto type =
       dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  cuda_check(Driver::get().encode_tensor_map(
-                 &map, type, 2, const_cast<void*>(data), sizes, strides, box, steps,
-                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-             "tensor map");
+  const auto encode = [&] {
+    return Driver::get().encode_tensor_map(
+        &map, type, 2, const_cast<void*>(data), sizes, strides, box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) [[unlikely]] {
+    // A thread that has used no device yet, as one of autograd's, has no context: this gives it
+    // that of its current device.
+    int device = 0;
+    cuda_check(cudaGetDevice(&device), "tensor map");
+    cuda_check(cudaSetDevice(device), "tensor map");
+    result = encode();
+  }
+  cuda_check(result, "tensor map");
 }
 
 /// Whether set_tensor_map() takes a matrix.

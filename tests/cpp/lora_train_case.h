@@ -36,6 +36,7 @@ struct TrainCase {
   BaseIs base = BaseIs::kNone;
   std::vector<float> p = {};
   LoraDropoutOn on = LoraDropoutOn::kInput;
+  bool without_rng = false;         ///< of p of 0 and 1, which draw nothing
   bool add = false;                 ///< to dx, da and db
   bool keep_h = true;               ///< else the backward computes it again
   bool transposed = false;          ///< columns of every matrix are dense
@@ -121,7 +122,7 @@ class TrainStep {
     if (c.by == RowsBy::kPlan && !host) p.rows.plan = plan.view();
     p.dropout.p = c.p;
     p.dropout.on = c.on;
-    p.dropout.rng = host ? random.host() : random.view();
+    if (!c.without_rng) p.dropout.rng = host ? random.host() : random.view();
     return p;
   }
 

@@ -123,6 +123,8 @@ const std::vector<BadCall>& bad_calls_of_both() {
        "rows must be given by offsets or by a plan, got both"},
       {"workspace too small", [](Arguments& a) { a.workspace.shape[0] = 16; },
        "workspace must have at least "},
+      {"workspace over a weight", [](Arguments& a) { a.workspace.data = a.pairs[2].a.data; },
+       "workspace and "},
   };
   return calls;
 }
@@ -186,7 +188,10 @@ TEST_P(LoraTrainError, OfTheBackward) {
       {"da that is a", [](Arguments& a) { a.grads[0].a.data = a.pairs[0].a.data; },
        "da and a must not overlap in memory, got views that do"},
       {"one da twice", [](Arguments& a) { a.grads[2].a = a.grads[0].a; },
-       "one gradient and another must not overlap in memory, got views that do"},
+       "a gradient and another gradient must not overlap in memory, got views that do"},
+      {"da that is another adapter's a",
+       [](Arguments& a) { a.grads[0].a.data = a.pairs[2].a.data; },
+       "a gradient and a must not overlap in memory, got views that do"},
       {"a gradient without its pair", [](Arguments& a) { a.pairs[1] = {}; },
        "grads must be undefined where the pair is, got some (adapter 0, slice 1)"},
       {"grads for another number", [](Arguments& a) { a.grads.pop_back(); },

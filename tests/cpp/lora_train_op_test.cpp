@@ -210,8 +210,43 @@ std::vector<TrainCase> cases() {
     c.rows = 0;
     c.add = true;
   });
-  add("no_columns", [](TrainCase& c) { c.widths = {0, 8}; });
-  add("no_hidden", [](TrainCase& c) { c.hidden = 0; });
+  for (const auto& [name, x, w] : {std::tuple{"", DType::kFloat32, DType::kFloat32},
+                                   std::tuple{"_bf16", DType::kBFloat16, DType::kBFloat16},
+                                   std::tuple{"_mixed", DType::kBFloat16, DType::kFloat32}}) {
+    for (const int adapters : {1, 3, 40}) {
+      const auto none = [&](TrainCase& c) {
+        c.x = c.y = c.dx = x;
+        c.w = w;
+        c.rows = 130;
+        c.adapters = adapters;
+        if (adapters > 1) c.by = RowsBy::kSegments;
+      };
+      add(concat("no_columns", name, "_", adapters), [&](TrainCase& c) {
+        none(c);
+        c.widths = {0, 8};
+      });
+      add(concat("no_hidden", name, "_", adapters), [&](TrainCase& c) {
+        none(c);
+        c.hidden = 0;
+      });
+    }
+    for (const int rank : {13, 40, 72}) {
+      for (const auto on : {LoraDropoutOn::kInput, LoraDropoutOn::kDelta}) {
+        const char* what = on == LoraDropoutOn::kInput ? "_input_" : "_delta_";
+        add(concat("all_dropped", name, what, rank), [&](TrainCase& c) {
+          c.x = c.y = c.dx = x;
+          c.w = w;
+          c.rows = 300;
+          c.hidden = 272;
+          c.widths = {144};
+          c.ranks = {rank};
+          c.p = {1.0f};
+          c.on = on;
+          c.without_rng = true;
+        });
+      }
+    }
+  }
   return all;
 }
 

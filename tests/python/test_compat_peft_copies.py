@@ -64,6 +64,35 @@ def test_copies_of_parts(model, part):
     assert len([m for m in model.modules() if "forward" in vars(m)])
 
 
+def replicated(network):
+    """What torch.nn.parallel.replicate makes for another device: weights that are no parameters.
+    Here they are twice those of the network."""
+    replicas = {m: m._replicate_for_data_parallel() for m in network.modules()}
+    for module, replica in replicas.items():
+        for name, child in module._modules.items():
+            setattr(replica, name, child if child is None else replicas[child])
+        for name, parameter in module._parameters.items():
+            setattr(replica, name, parameter if parameter is None else parameter * 2)
+    return replicas[network]
+
+
+def test_replicas_use_their_own_weights(model, device):
+    """Of nn.DataParallel, where the layers of a model in service know those of another device."""
+    model.base_model.set_adapter("small")
+    ids = tokens(2, 5, device)
+    replica = replicated(model.train())
+    with torch.no_grad():
+        want = replica(input_ids=ids).logits
+    accelerate(model)
+    with pytest.warns(UserWarning, match="replicas of nn.DataParallel run without Mortar"):
+        replica = replicated(model)
+    assert_plain(replica)
+    with torch.no_grad():
+        assert torch.equal(replica(input_ids=ids).logits, want)
+    assert len([m for m in model.modules() if "forward" in vars(m)])
+    assert "_replicate_for_data_parallel" not in vars(restore(model).base_model)
+
+
 def test_copies_after_the_tables_were_made_again(model, device):
     accelerate(model)
     model.add_adapter("new", LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan is beside its tensor: the workspace that its layers share, and ids of any width."""
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -146,6 +148,18 @@ def test_a_plan_is_a_tuple(device):
     data, num_tokens, num_adapters = plan = t.plan()
     assert data is plan.data
     assert (num_tokens, num_adapters) == (plan.num_tokens, plan.num_adapters) == (40, 2)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
+def test_copies_take_a_workspace_of_their_own(device, way):
+    """Two processes that torch.multiprocessing sends a plan to would write to one else."""
+    t = make(SMALL, device)
+    plan, weights = t.plan(), t.table()
+    want = lora.apply(t.y.clone(), t.x, weights, plan)
+    assert plan.memory.kept
+    other = way(plan)
+    assert not other.memory.kept
+    assert torch.equal(lora.apply(t.y.clone(), t.x, weights, other), want)
 
 
 def bare_calls(t, data, y, h):

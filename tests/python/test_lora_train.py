@@ -228,6 +228,26 @@ def test_in_place_onto_the_base_has_gradients(device):
         case.forward(out=[torch.empty_like(case.base[0])])
 
 
+@pytest.mark.parametrize("other", ["leaf", "inference"])
+def test_in_place_onto_what_autograd_would_refuse(device, other):
+    """The first slice might change, the second must not: neither has when the error comes."""
+    case = Case(Problem(widths=(24, 24), ranks=((6, 6),)), device)
+    case.leaves()
+    fresh = [t.detach() * 1.0 for t in case.base]
+    with torch.inference_mode(other == "inference"):
+        base = [fresh[0], fresh[1].clone()]
+    kept = [t.clone() for t in fresh]
+    wanted = "no tensor of inference mode"
+    if other == "leaf":
+        base[1].requires_grad_()
+        wanted = "no leaf that requires a gradient"
+    for both in (base, base[::-1]):
+        with pytest.raises(RuntimeError, match=f"^linear: out must be {wanted}"):
+            case.forward(base=both, out=both)
+        for got, old in zip(base, kept, strict=True):
+            assert torch.equal(got, old)
+
+
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
 def test_backward_accumulates_into_what_is_there(device, grad_dtype):
     case = Case(Problem(dtypes=(BF16, BF16, BF16), p=(0.25,)), device)

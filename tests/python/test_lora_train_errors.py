@@ -241,6 +241,41 @@ def test_backward(case, device):
         lora_train.backward(case.dy, a, b, x=case.x, da=["da"])
 
 
+@pytest.mark.parametrize("name", ["scale", "dropout"])
+def test_numbers_that_want_a_gradient(case, name):
+    """They would get none. A tensor without dimensions is a number else."""
+    (a, b), number = case.adapters[0][0], torch.tensor(0.5)
+    want = lora.linear(case.x, a, b, scale=0.5)
+    assert torch.equal(lora.linear(case.x, a, b, scale=number), want)
+    assert torch.equal(lora.linear(case.x, a, b, scale=[number]), want)
+    number.requires_grad_()
+    with pytest.raises(TypeError, match=f"^linear: {name} must be a number, which has no gradient"):
+        lora.linear(case.x, a, b, **{name: number})
+    with torch.no_grad():
+        assert torch.equal(lora.linear(case.x, a, b, scale=number), want)
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda x, a, b: (x[:, 1:], a, b), r"a must have shape \(6, 39\), got \(6, 40\)"),
+        (lambda x, a, b: (x, a[1:], b), r"b must have shape \(24, 5\), got \(24, 6\)"),
+    ],
+)
+def test_float64_shapes(case, spoil, message):
+    x, a, b = spoil(*(t.double() for t in (case.x, *case.adapters[0][0])))
+    with pytest.raises(ValueError, match=message):
+        lora.linear(x, a, b)
+
+
+def test_float64_with_segments_that_do_not_cover_the_rows(case, device):
+    x, a, b = (t.double() for t in (case.x, *case.adapters[0][0]))
+    for last, message in ((len(x) - 1, "cover all rows and end at M"), (-1, "not decrease")):
+        offsets = torch.tensor([0, last], dtype=torch.int32, device=device)
+        with pytest.raises(ValueError, match=f"offsets must .*{message}"):
+            lora.mixed_linear(x, [(a, b)], offsets, [1.0])
+
+
 def test_float64_with_a_plan(several):
     several.x = several.x.double()
     several.adapters = [[tuple(w.double() for w in q) for q in row] for row in several.adapters]

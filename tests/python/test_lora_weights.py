@@ -326,6 +326,22 @@ def test_no_columns_is_a_sum_of_nothing(device):
         assert torch.equal(lora.apply(old.clone(), x, weights, plan), old)
 
 
+def test_a_slice_without_columns_has_its_h(device):
+    """N_s = 0, in both forms of weights: B has no address then, and shrink needs none."""
+    pairs = [(torch.randn(3, 16, device=device), torch.randn(n, 3, device=device)) for n in (0, 8)]
+    plan, x = lora.plan(torch.zeros(4, dtype=torch.int32, device=device), 1), torch.randn(4, 16)
+    x = x.to(device)
+    for weights in (
+        lora.Weights.from_adapters([pairs]),
+        lora.Weights.stacked([a[None] for a, _ in pairs], [b[None] for _, b in pairs]),
+    ):
+        h = lora.shrink(x, weights, plan)
+        for s, (a, _) in enumerate(pairs):
+            torch.testing.assert_close(h[s], x @ a.T)
+        y = lora.apply(torch.zeros(4, 8, device=device), x, weights, plan)
+        torch.testing.assert_close(y, x @ pairs[1][0].T @ pairs[1][1].T)
+
+
 def test_traffic_counts_what_is_used():
     """Weights of adapters with tokens, x once, y read and written."""
     sizes = lib.lora_traffic(40, [24, 16], [8, 8, 3, 0, 5, 5], [10, 4, 0], BF16, FP32, True)

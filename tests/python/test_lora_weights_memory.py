@@ -142,6 +142,18 @@ def test_emptied_weights_can_be_copied(device):
     made.update(1, None)
 
 
+def test_weights_made_in_inference_mode_may_change_outside_of_it(device):
+    t = make(PROBLEM, device)
+    with torch.inference_mode():
+        weights = t.table()
+    weights.update(0, None)
+    with torch.inference_mode():
+        weights.update(1, None)
+    weights.update(1, None)
+    assert torch.equal(lora.apply(t.y.clone(), t.x, weights, t.plan())[t.token_adapter < 2],
+                       t.y[t.token_adapter < 2])  # fmt: skip
+
+
 def test_updates_beside_running_calls():
     """Every call sees one adapter whole: the old one or the new one."""
     tokens, hidden, width = 16, 1024, 1024

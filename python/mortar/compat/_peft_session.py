@@ -15,7 +15,14 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 from .. import lora
 from .._lora_table import ALIGNMENT, DTYPES, MAX_RANK
-from ._peft_training import TrainedForward, has_hooks, training_mixed, why_not_plain
+from ._peft_training import (
+    HOOKS,
+    TrainedForward,
+    has_hooks,
+    has_own_forward,
+    training_mixed,
+    why_not_plain,
+)
 from ._serving import KEY, ServedForward, Session
 
 # PEFT's layers over quantised base layers: base(x), plus the plain delta. They are no subclass of
@@ -176,11 +183,13 @@ class _Watched:
         self._scaling = layer.scaling
         self._state = self._now()
 
-    def _now(self) -> list[float]:
-        linears = (linear for factors in self._factors for linear in factors.values())
+    def _now(self) -> list[float | None]:
+        linears = [linear for factors in self._factors for linear in factors.values()]
         weights = [linear._parameters.get("weight") for linear in linears]
         places = [0 if weight is None else weight.data_ptr() for weight in weights]
-        return places + [*self._scaling.values()]
+        # None of a tensor, which may change in place and equals the number that it holds.
+        scales = [None if isinstance(s, torch.Tensor) else s for s in self._scaling.values()]
+        return [*places, *scales, any(map(has_hooks, linears))]
 
     def changed(self) -> bool:
         return self._now() != self._state
@@ -200,8 +209,13 @@ def _weights(layer: LoraLayer, ids: dict[str, int]) -> lora.Weights:
 def _refusal(layer: LoraLayer) -> str | None:
     """Why a layer is left to PEFT altogether; None if Mortar can train it."""
     kind = type(layer)
-    if not isinstance(layer, Linear) and kind.__module__ not in _QUANTISED:
+    known = isinstance(layer, Linear) and kind.forward is Linear.forward
+    if not known and kind.__module__ not in _QUANTISED:
         return f"{kind.__name__} layers"
+    if has_own_forward(layer):
+        return "layers with another forward"
+    if any(isinstance(scale, torch.Tensor) for scale in layer.scaling.values()):
+        return "scales that are tensors"
     for variant in layer.lora_variant.values():
         return type(variant).__name__
     linears = (*layer.lora_A.values(), *layer.lora_B.values())
@@ -222,7 +236,7 @@ def _cannot_serve(layer: LoraLayer) -> str | None:
     """Why PEFT serves the mixed batches of a layer that Mortar can train."""
     linears = (*layer.lora_A.values(), *layer.lora_B.values())
     if any(map(has_hooks, linears)):
-        return "hooks on the modules of an adapter"
+        return HOOKS
     weights = [linear.weight.data for linear in linears]
     dtypes = sorted({str(w.dtype) for w in weights})
     if len(dtypes) > 1:

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from .. import lora
+from .._library import is_transformed
 from .._lora_layer_ops import adapted_linear, takes
 from .._lora_table import DTYPES
 
@@ -37,6 +39,7 @@ class _Adapter(NamedTuple):
         return dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
 
 
+HOOKS = "hooks or another forward on the modules of an adapter"
 _DROPOUTS = (nn.Dropout, nn.Identity)
 _TENSORS = (nn.Parameter, Tensor)
 
@@ -115,15 +118,19 @@ class TrainedForward:
         """Why PEFT has to do this call; None if Mortar can."""
         if x.dtype not in DTYPES:
             return f"activations of {x.dtype}"
-        variants = self._layer.lora_variant
+        if is_transformed() or forward_ad._current_level >= 0:
+            return "transforms of torch.func and forward-mode AD"
+        variants, scaling = self._layer.lora_variant, self._layer.scaling
         for name, a, b, modules in adapters:
             if name in variants:
                 return type(variants[name]).__name__
+            if isinstance(scaling[name], Tensor):  # of PEFT's hot-swapping, changed in place
+                return "scales that are tensors"
             if type(modules[2]) not in _DROPOUTS:
                 return f"dropout of {type(modules[2]).__name__}"
             for module in modules:
                 if has_hooks(module):
-                    return "hooks on the modules of an adapter"
+                    return HOOKS
             for linear in modules[:2]:
                 reason = why_not_plain(linear)
                 if reason is not None:
@@ -214,23 +221,27 @@ def _names_or_offsets(kwargs: dict[str, Any]) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module runs more than its class's forward."""
     there = module.__dict__
-    return (
+    return bool(
         there["_forward_hooks"]
         or there["_forward_pre_hooks"]
         or there["_backward_hooks"]
         or there["_backward_pre_hooks"]
+        or ("forward" in there and has_own_forward(module))
     )
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the instance has another forward than its class. (Who takes back a patch may leave
+    the class's own behind.)"""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
 def _is_its_product(base: nn.Module) -> bool:
     """Whether a call of the base layer is its product alone, and nobody else sees what it gives."""
-    return (
-        type(base) is nn.Linear
-        and "forward" not in base.__dict__
-        and not has_hooks(base)
-        and not has_global_hooks()
-    )
+    return type(base) is nn.Linear and not has_hooks(base) and not has_global_hooks()
 
 
 def _is_frozen(weight: Tensor | None) -> bool:

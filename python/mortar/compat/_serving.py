@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ class Batch:
         self.names = names
         self.size = len(names)
         self.stream = stream
-        self._ids = torch.tensor(ids, dtype=torch.int32)
+        self._ids = torch.tensor(ids, dtype=torch.int32, device="cpu")
         self._num_adapters = num_adapters
         self._plans: dict[tuple[int, torch.device], lora.Plan] = {}
 
@@ -62,12 +63,34 @@ class Session:
 
     def patch(self, owner: Any, attribute: str, value: Any) -> None:
         """Sets an attribute of an instance until ``undo``. Copies and pickles of the instance are
-        without it: they go through ``__reduce_ex__``, which is set as well."""
+        without it: they go through ``__reduce_ex__``, which is set as well, and replicas of
+        nn.DataParallel, whose weights are others, through ``_replicate_for_data_parallel``."""
         _, before = self._patched.setdefault(id(owner), (owner, {}))
         reduce = functools.partial(_reduce_unpatched, owner, before)
-        for name, new in (("__reduce_ex__", reduce), (attribute, value)):
+        replicate = functools.partial(self._replicate_unpatched, owner, before)
+        for name, new in (
+            ("__reduce_ex__", reduce),
+            ("_replicate_for_data_parallel", replicate),
+            (attribute, value),
+        ):
             before.setdefault(name, vars(owner).get(name, _ABSENT))
             vars(owner)[name] = new
+
+    def _replicate_unpatched(self, owner: Any, before: dict[str, Any]) -> Any:
+        if "replicas" not in self.warned:
+            self.warned.add("replicas")
+            warnings.warn(
+                "mortar.compat.peft: replicas of nn.DataParallel run without Mortar, those of "
+                "DistributedDataParallel with it",
+                stacklevel=3,
+            )
+        replica = type(owner)._replicate_for_data_parallel(owner)
+        for name, old in before.items():
+            if old is _ABSENT:
+                vars(replica).pop(name, None)
+            else:
+                vars(replica)[name] = old
+        return replica
 
     def undo(self) -> None:
         for owner, before in self._patched.values():

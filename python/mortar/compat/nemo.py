@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .. import _lora_train_ops as ops
-from .._library import increment_version, is_eager
+from .._library import differentiable_once, increment_version, is_eager
 from .._lora_train_arguments import as_number
 from .._lora_train_calls import NO_ROWS, known_layer
 from ._arguments import check_dimensions
@@ -157,6 +157,7 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(x, lora_A, lora_B)
 
 
+@differentiable_once
 def _backward(ctx, d_y):
     x, lora_A, lora_B = ctx.saved_tensors
     a, b = _one_dtype(lora_A, lora_B)

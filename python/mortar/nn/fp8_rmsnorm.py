@@ -12,12 +12,11 @@ import functools
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from .._fp8_ops import NUMERICS, SCALINGS, require_tensors
 from .._fp8_outputs import Settings, record, require_fp8, settings
-from .._library import is_eager, refuse_transforms
+from .._library import differentiable_once, is_eager, refuse_transforms
 from .._new_tensors import spread
 from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm_backward, normalise
 from ._fp8_product import check_product, multiply
@@ -65,7 +64,7 @@ class _Gradient(torch.autograd.Function):
         return y, updated
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy, dresidual=None):
         x, x_scale, weight, rstd = ctx.saved_tensors
         if dy is None:
@@ -102,7 +101,7 @@ class _Product(torch.autograd.Function):
         return out.view(*q.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dy_out):
         weight, scale, q_t = ctx.saved_tensors
         fp8_dtype, gradient_dtype, stochastic = ctx.options

@@ -53,7 +53,7 @@ def keep_mask(rng: Tensor | None, num_rows: int, columns: int, p: float) -> Tens
     """bool [num_rows, columns]: which elements dropout keeps."""
     drop = threshold(p)
     if drop in (0, _DROP_ALL) or rng is None:
-        device = None if rng is None else rng.device
+        device = "cpu" if rng is None else rng.device
         return torch.full((num_rows, columns), drop == 0, device=device)
     seed, offset = (int(word) for word in rng.tolist())
     index = torch.arange(num_rows * columns, device=rng.device)

@@ -2,11 +2,11 @@
 #include "lora/train/checks.h"
 
 #include <algorithm>
-#include <functional>
 #include <limits>
 #include <span>
 #include <vector>
 
+#include "core/byte_span.h"
 #include "lora/checks.h"
 #include "lora/plan_layout.h"
 
@@ -181,21 +181,6 @@ bool same_view(const Tensor& a, const Tensor& b) {
          a.strides[1] == b.strides[1];
 }
 
-/// `out` shares no memory with anything that the call reads.
-void check_apart(const ArgCheck& arg, const Tensor& out, const char* name,
-                 const LoraTrainProblem& given) {
-  arg.no_self_overlap(out, name);
-  for (std::size_t i = 0; i < given.pairs.size(); ++i) {
-    about_pair(i, given.num_slices, [&] {
-      arg.disjoint(out, name, given.pairs[i].a, "a");
-      arg.disjoint(out, name, given.pairs[i].b, "b");
-    });
-  }
-  arg.disjoint(out, name, given.dropout.rng, "rng");
-  arg.disjoint(out, name, given.rows.offsets, "offsets");
-  arg.disjoint(out, name, given.rows.plan, "plan");
-}
-
 /// One gradient, of the shape of `like`, or undefined.
 void check_grad(const ArgCheck& arg, const Tensor& out, const char* name, const Tensor& like,
                 const LoraTrainPair& pair, const LoraTrainBackward& backward, Device device) {
@@ -212,19 +197,43 @@ void check_grad(const ArgCheck& arg, const Tensor& out, const char* name, const 
   }
 }
 
-/// Gradients share no memory with each other.
-void check_grads_apart(const ArgCheck& arg, std::span<const LoraTrainGrads> grads) {
-  std::vector<const Tensor*> all;
+/// A view that a call reads, or a gradient that it writes.
+struct Use {
+  const Tensor* tensor;
+  const char* name;
+  bool written;
+  ByteSpan span;
+};
+
+/// Gradients share no memory with each other, nor with what the call reads beside x, h and dy.
+void check_grads_apart(const ArgCheck& arg, const LoraTrainProblem& given,
+                       std::span<const LoraTrainGrads> grads) {
+  std::vector<Use> uses;
+  const auto add = [&](const Tensor& t, const char* name, bool written) {
+    if (t.defined()) uses.push_back({&t, name, written, byte_span(t)});
+  };
   for (const LoraTrainGrads& g : grads) {
-    if (g.a.defined()) all.push_back(&g.a);
-    if (g.b.defined()) all.push_back(&g.b);
+    for (const Tensor* t : {&g.a, &g.b}) add(*t, "a gradient", true);
   }
-  // In the order of their addresses, whoever overlaps another overlaps its neighbour.
-  std::sort(all.begin(), all.end(), [](const Tensor* a, const Tensor* b) {
-    return std::less<const void*>()(a->data, b->data);
-  });
-  for (std::size_t i = 1; i < all.size(); ++i) {
-    arg.disjoint(*all[i - 1], "one gradient", *all[i], "another");
+  for (const LoraTrainPair& pair : given.pairs) {
+    add(pair.a, "a", false);
+    add(pair.b, "b", false);
+  }
+  add(given.dropout.rng, "rng", false);
+  add(given.rows.offsets, "offsets", false);
+  add(given.rows.plan, "plan", false);
+  // In the order of their first bytes, only those that reach this far can overlap the next one.
+  std::sort(uses.begin(), uses.end(),
+            [](const Use& a, const Use& b) { return a.span.first < b.span.first; });
+  std::vector<const Use*> open;
+  for (const Use& use : uses) {
+    std::erase_if(open, [&](const Use* o) { return o->span.last <= use.span.first; });
+    for (const Use* o : open) {
+      if (!o->written && !use.written) continue;
+      const bool both = o->written && use.written;
+      arg.disjoint(*o->tensor, o->name, *use.tensor, both ? "another gradient" : use.name);
+    }
+    open.push_back(&use);
   }
 }
 
@@ -248,7 +257,7 @@ void check_grads(const ArgCheck& arg, const LoraTrainProblem& given,
       p->wants_db |= grads.b.defined();
     });
   }
-  check_grads_apart(arg, backward.grads);
+  check_grads_apart(arg, given, backward.grads);
 }
 
 void check_num_rows(const ArgCheck& arg, std::int64_t rows) {
@@ -257,6 +266,20 @@ void check_num_rows(const ArgCheck& arg, std::int64_t rows) {
 }
 
 }  // namespace
+
+void check_apart(const ArgCheck& arg, const Tensor& out, const char* name,
+                 const LoraTrainProblem& given) {
+  arg.no_self_overlap(out, name);
+  for (std::size_t i = 0; i < given.pairs.size(); ++i) {
+    about_pair(i, given.num_slices, [&] {
+      arg.disjoint(out, name, given.pairs[i].a, "a");
+      arg.disjoint(out, name, given.pairs[i].b, "b");
+    });
+  }
+  arg.disjoint(out, name, given.dropout.rng, "rng");
+  arg.disjoint(out, name, given.rows.offsets, "offsets");
+  arg.disjoint(out, name, given.rows.plan, "plan");
+}
 
 void check_segments(const ArgCheck& arg, const std::int32_t* offsets, std::int64_t num_adapters,
                     std::int64_t num_rows) {

@@ -69,6 +69,8 @@ void lora_train_forward(const LoraTrainProblem& problem, const LoraTrainForward&
   arg.disjoint(workspace, "workspace", forward.x, "x");
   arg.disjoint(workspace, "workspace", forward.h, "h");
   for (const Tensor& y : forward.y) arg.disjoint(workspace, "workspace", y, "y");
+  for (const Tensor& base : forward.base) arg.disjoint(workspace, "workspace", base, "base");
+  lora::train::check_apart(arg, workspace, "workspace", problem);
   if (p.num_rows == 0) return;
   be.forward(p, stream);
 }
@@ -94,6 +96,7 @@ void lora_train_backward(const LoraTrainProblem& problem, const LoraTrainBackwar
     arg.disjoint(workspace, "workspace", grads.a, "da");
     arg.disjoint(workspace, "workspace", grads.b, "db");
   }
+  lora::train::check_apart(arg, workspace, "workspace", problem);
   if (p.dx.data == nullptr && !p.wants_da && !p.wants_db) return;
   be.backward(p, stream);
 }

@@ -270,6 +270,7 @@ class Call {
 
   void run_expand(Side side, int slice, int num_slices, const HiddenForms& h, const Matrix& base,
                   const Matrix& out, std::int64_t columns, bool masked, const MaskParams& mask) {
+    if (columns == 0) return;  // of no panel, by whose number plans divide
     const bool in_parts = in_part_columns(out.dtype, p_.weight);
     const DType dtype = in_parts ? DType::kBFloat16 : p_.weight;  // of the operands
     const Policy policy = policy_of(dtype, dtype);

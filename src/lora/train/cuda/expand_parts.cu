@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (first) {
       device::pdl_begin(false);  // weights are of no kernel in this call
       if constexpr (kDrops) {
-        if (threadIdx.x == 0) draws.read(p.mask.rng);
+        if (threadIdx.x == 0 && p.mask.rng != nullptr) draws.read(p.mask.rng);  // none of p = 1
         __syncthreads();
       }
     }
