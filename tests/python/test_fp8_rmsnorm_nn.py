@@ -5,10 +5,12 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import mortar
 import mortar.nn._fp8_product as product
+import mortar.nn.fp8_rmsnorm as module
 from fp8_rmsnorm_cases import E4M3, E5M2, FLOATS, FP8, assert_same_bytes, random_case
 from mortar.nn import Fp8RMSNorm, Fp8RMSNormLinear, fp8_linear
 from mortar.nn._fp8_product import multiply
@@ -232,6 +234,18 @@ def test_meta_modules():
     out = layer(x)
     out.sum().backward()
     assert out.shape == (8, 32) and x.grad.is_meta and layer.weight.grad.is_meta
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_fake_tensors_leave_nothing_behind(device, gradient):
+    """Such as an estimate of memory before the first step: the carriers that it saw are fake."""
+    module._nan.cache_clear()
+    layer = make(device)
+    with torch.set_grad_enabled(gradient), FakeTensorMode(allow_non_fake_inputs=True):
+        assert layer(torch.empty(4, 48, device=device)).shape == (4, 32)
+    x = torch.randn(4, 48, device=device, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("stochastic", [False, True])

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from .._fp8_ops import NUMERICS, SCALINGS, require_tensors
 from .._fp8_outputs import Settings, record, require_fp8, settings
-from .._library import is_eager, refuse_transforms
+from .._library import is_eager, num_dispatch_modes, refuse_transforms
 from .._new_tensors import spread
 from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm_backward, normalise
 from ._fp8_product import check_product, multiply
@@ -33,7 +33,8 @@ def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _carrier(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or num_dispatch_modes():
+        # What a mode makes, a fake tensor for one, must not be kept for the calls after it.
         return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
     return spread(_nan(dtype, device), shape)
 
