@@ -132,6 +132,33 @@ def test_residual(device):
     assert same is residual and torch.equal(residual, updated)
 
 
+@pytest.mark.parametrize("residual_dtype", [None, *FLOATS], ids=str)
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+def test_gradients_keep_the_precision_of_what_they_belong_to(device, x_dtype, residual_dtype):
+    """y is bfloat16; what reaches the updated residual otherwise may be past float16."""
+    norm = Fp8RMSNorm(48, normed=True).to(device)
+    inputs = [torch.randn(6, 48, device=device).to(t).requires_grad_()
+              for t in (x_dtype, residual_dtype) if t is not None]  # fmt: skip
+    out = norm(inputs[0], residual=inputs[1] if len(inputs) == 2 else None)
+    outputs = [out.normed, *([] if residual_dtype is None else [out.residual])]
+    given = [torch.randn_like(t, dtype=torch.float32).to(t.dtype) for t in outputs]
+    if residual_dtype in (torch.float32, torch.bfloat16) and x_dtype == torch.float16:
+        given[1] = given[1] * 1e5
+    got = torch.autograd.grad(outputs, inputs, given)
+    z = (inputs[0] if residual_dtype is None else out.residual).detach().cpu().double()
+    z.requires_grad_()
+    y, _, _ = reference.rmsnorm(z, norm.weight.detach().cpu().double())
+    wide = [g.cpu().double() for g in given]
+    want = torch.autograd.grad([y, z][: len(wide)], z, wide)[0]
+    for tensor, gradient in zip(inputs, got, strict=True):
+        limit = torch.finfo(tensor.dtype).max
+        kept = want.abs() < limit
+        assert gradient.dtype == tensor.dtype
+        error = (gradient.cpu().double() - want)[kept].abs()
+        unit = max(torch.finfo(tensor.dtype).eps / 2, 1e-6)
+        assert (error <= 1.01 * unit * want[kept].abs() + 1e-6 * want.abs().max()).all()
+
+
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_8_bit_input_by_its_carrier(device, dtype):
     """The gradient of x * x_scale arrives at the carrier in its own wide dtype."""

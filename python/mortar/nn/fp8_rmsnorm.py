@@ -58,6 +58,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, source, weight, residual, others):
         x, x_scale, rstd, updated, y, ctx.weight_offset = others
+        ctx.dtype = source.dtype
         if updated is None:
             ctx.save_for_backward(x, x_scale, weight, rstd)
             return y
@@ -71,13 +72,18 @@ class _Gradient(torch.autograd.Function):
         x, x_scale, weight, rstd = ctx.saved_tensors
         if dy is None:
             return dresidual, None, dresidual, None
+        wants = ctx.needs_input_grad
+        # dx comes in the dtype of dy: no coarser one than x, the residual and its gradient have.
+        if wants[0] and dy.dtype is not ctx.dtype:
+            dy = dy.to(torch.promote_types(dy.dtype, ctx.dtype))
+        if wants[2] or dresidual is not None:  # x is the residual then
+            dy = dy.to(torch.promote_types(dy.dtype, x.dtype))
         dy = _dense(dy)
         if dresidual is not None:
             dresidual = _dense(dresidual.to(dy.dtype))
         dx, dw = fp8_rmsnorm_backward(dy, x, weight, rstd, x_scale=x_scale,
                                       weight_offset=ctx.weight_offset,
                                       residual_grad=dresidual)  # fmt: skip
-        wants = ctx.needs_input_grad
         return (
             dx if wants[0] else None,
             dw if wants[1] else None,
@@ -202,7 +208,8 @@ class Fp8RMSNorm(nn.Module):
         Returns:
             Fp8Output, whose `normed` is y in bfloat16 with normed=True and else, while a gradient
             is wanted, the carrier of y (see above); what consumes q must send the gradient of y
-            there, as `mortar.nn.fp8_linear` does. `residual` has its gradient too.
+            there, as `mortar.nn.fp8_linear` does. `residual` has its gradient too. Gradients of
+            float32 tensors are float32 all the way.
         """
         # The attribute itself goes through nn.Module's __getattr__, 0.4 us.
         weight = self._parameters.get("weight")
