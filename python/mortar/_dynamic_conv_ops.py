@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ._ffi import lib, torch_function
 from ._library import (
+    any_negation,
     define,
     differentiable_once,
     increment_version,
     is_eager,
+    negation,
     note_writes,
     refuse_transforms,
     shortcut,
@@ -182,7 +185,7 @@ class _Derivative(torch.autograd.Function):
 def _differentiate(dy, dfinal_state, x, kernels, cu_seqlens, initial_state, silu, state_gradient):
     """dx, dk and dinitial_state, which is None unless it is wanted."""
     plain = type(dy) is Tensor and (dfinal_state is None or type(dfinal_state) is Tensor)
-    if plain and is_eager(x):
+    if plain and is_eager(x) and not any_negation((dy, dfinal_state, kernels, initial_state)):
         gradients = _gradients(x, kernels, initial_state, state_gradient)
         inputs = (x, kernels, cu_seqlens, initial_state, _dense_in_channels(dy), dfinal_state)
         tensors = (*inputs, *gradients)
@@ -238,7 +241,7 @@ def convolve_now(x, kernels, cu_seqlens, initial_state, state_len, silu):
     else:
         outputs = _outputs(x, cu_seqlens, state_len)
         tensors = (x, kernels, cu_seqlens, initial_state, *outputs)
-    if not _forward_now(id(tensors), silu):
+    if any_negation((kernels, initial_state)) or not _forward_now(id(tensors), silu):
         return None
     if _wants_gradient(x, kernels, initial_state):
         return _make_differentiable(x, kernels, initial_state, (cu_seqlens, silu, outputs))
@@ -252,7 +255,7 @@ def convolve(x, kernels, cu_seqlens, initial_state, state_len, silu):
         y, final_state = _outputs(x, cu_seqlens, state_len)
         _convolve_into(x, kernels, cu_seqlens, initial_state, y, final_state, silu)
         return y, final_state
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _op(x, kernels, cu_seqlens, initial_state, state_len, silu)
     # What _op comes to, without its way through the dispatcher.
     return _DynamicConv.apply(x, kernels, initial_state, (cu_seqlens, silu, state_len))
@@ -266,8 +269,10 @@ def step_into(
     if _is_grad_enabled() and (x.requires_grad or kernels.requires_grad or state.requires_grad):
         _refuse_gradient("dynamic_conv_step", x, kernels, state)
     tensors = (x, kernels, state, slots, y)
-    if is_eager(x) and _step_now(id(tensors), silu):
+    if is_eager(x) and not any_negation((kernels, state)) and _step_now(id(tensors), silu):
         increment_version((state,))
+    elif not is_compiling() and state.is_neg():
+        raise negation("dynamic_conv_step", "state")
     else:
         _decode_into(x, kernels, state, slots, y, silu)
     return y

@@ -25,7 +25,8 @@ __all__ = ["WRITTEN", "lib", "torch", "torch_function"]
 
 def _library_path() -> Path:
     override = os.environ.get("MORTAR_LIBRARY")
-    path = Path(override) if override else Path(__file__).parent / "_lib" / "mortar_ffi.so"
+    # Absolute: the loader looks for a bare name among the system's libraries.
+    path = Path(override or Path(__file__).parent / "_lib" / "mortar_ffi.so").absolute()
     if not path.is_file():
         source = "MORTAR_LIBRARY" if override else "the package"
         raise ImportError(f"mortar: no binding library at {path} (from {source}); run ./run build")

@@ -22,7 +22,15 @@ import torch
 from torch.compiler import is_compiling
 
 from ._ffi import lib, torch_function
-from ._library import define, in_words, note_writes, refuse_tangents, refuse_transforms
+from ._library import (
+    any_negation,
+    define,
+    in_words,
+    negation,
+    note_writes,
+    refuse_tangents,
+    refuse_transforms,
+)
 
 SCALINGS = ("tensor", "row", "group")
 NUMERICS = ("fast", "compat")
@@ -149,22 +157,27 @@ _QUANTIZE = _Function(*["fp8_quantize"] * 2, _QUANTIZE_OPERANDS, _quantize_op)
 
 
 def rmsnorm_into(eager: bool, tensors: tuple, written: tuple, values: tuple) -> None:
-    _run_into(_NORM, eager and _forward_now, tensors, written, values)
+    given = tensors if written or values[5] else tensors[1:3]  # x_scale and weight
+    _run_into(_NORM, eager and _forward_now, tensors, given, written, values)
 
 
 def backward_into(eager: bool, tensors: tuple, written: tuple, values: tuple) -> None:
-    _run_into(_BACKWARD, eager and _backward_now, tensors, written, values)
+    _run_into(_BACKWARD, eager and _backward_now, tensors, tensors, written, values)
 
 
 def quantize_into(eager: bool, tensors: tuple, written: tuple, values: tuple) -> None:
-    _run_into(_QUANTIZE, eager and _quantize_now, tensors, written, values)
+    given = tensors if written or values[3] else ()
+    _run_into(_QUANTIZE, eager and _quantize_now, tensors, given, written, values)
 
 
-def _run_into(function: _Function, now, tensors: tuple, written: tuple, values: tuple) -> None:
+def _run_into(
+    function: _Function, now, tensors: tuple, given: tuple, written: tuple, values: tuple
+) -> None:
+    """`given`: what the caller brought, but for the first tensor, of which `eager` has told."""
     try:
-        if not (now and now(id(tensors), *values)):
+        if not (now and not any_negation(given) and now(id(tensors), *values)):
             return _run_op(function, tensors, values)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         require_tensors(function.name, function.operands, tensors)
         raise _renamed(function, tensors, error) from None
     if written:
@@ -175,6 +188,7 @@ def _run_op(function: _Function, tensors: tuple, values: tuple) -> None:
     """By way of the dispatcher but below autograd, for tensors that may require a gradient."""
     require_tensors(function.name, function.operands, tensors)
     _require_one_device(function, tensors)
+    _refuse_negations(function, tensors)
     refuse_transforms(function.name)
     if not is_compiling():
         refuse_tangents(function.name, tensors)
@@ -188,6 +202,15 @@ def _require_one_device(function: _Function, tensors: tuple) -> None:
     for (name, _), tensor in zip(function.operands, tensors, strict=False):
         if tensor is not None and tensor.device != device:
             raise TypeError(f"{function.name}: {name} must be on {device}, got {tensor.device}")
+
+
+def _refuse_negations(function: _Function, tensors: tuple) -> None:
+    """Among what is written, which the dispatcher does not resolve beside a None."""
+    if is_compiling():
+        return
+    for argument, tensor in zip(function.op._schema.arguments, tensors, strict=False):
+        if tensor is not None and argument.is_write and tensor.is_neg():
+            raise negation(function.name, argument.name)
 
 
 def _renamed(function: _Function, tensors: tuple, error: Exception) -> Exception:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch._C import _is_tracing as _is_jit_tracing
-from torch._C import _len_torch_dispatch_stack as _num_dispatch_modes
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch._C._functorch import maybe_current_level as _functorch_level
 from torch.compiler import is_compiling, is_dynamo_compiling
 
@@ -135,14 +135,15 @@ def _that_writes(op: torch._ops.OpOverload, fake: Callable) -> Callable:
 def is_eager(first) -> bool:
     """True where nothing traces or intercepts a call with this first argument, which is no
     negative-bit view, and outside the dual levels of forward-mode AD. A torch_function (_ffi.py)
-    that may be called then still returns 0 for arguments without plain memory.
+    that may be called then still returns 0 for arguments without plain memory; that none of them is
+    a negative-bit view, whose memory holds other values, has to be asked (any_negation).
 
     Of tracers only Dynamo, which reads this code instead of running it, needs asking: the others
     (torch.export, make_fx) run it in a dispatch mode."""
     return (
         not is_dynamo_compiling()
         and type(first) is _Tensor
-        and not _num_dispatch_modes()
+        and not num_dispatch_modes()
         and _functorch_level() is None
         and not _is_jit_tracing()
         and forward_ad._current_level < 0
@@ -197,11 +198,16 @@ def differentiable_once(backward: Callable) -> Callable:
 
 
 def any_negation(tensors) -> bool:
-    """Whether one of them is a negative-bit view."""
+    """Whether one of them, some of which may be None, is a negative-bit view."""
     for t in tensors:  # noqa: SIM110  a third faster than any()
-        if t.is_neg():
+        if t is not None and t.is_neg():
             return True
     return False
+
+
+def negation(op: str, name: str) -> ValueError:
+    """What to raise for a negative-bit view that would be written."""
+    return ValueError(f"{op}: {name} must hold its own values (resolve_neg() it), got a negation")
 
 
 def _has_negative_bit(args) -> bool:
@@ -223,7 +229,7 @@ def shortcut(op: Callable, impl: Callable) -> Callable:
 
     def call(first, *args):
         real = type(first) is torch.Tensor and not first.is_meta
-        if is_compiling() or _num_dispatch_modes() or _is_jit_tracing() or not real:
+        if is_compiling() or num_dispatch_modes() or _is_jit_tracing() or not real:
             return op(first, *args)
         refuse_transforms(name)
         if forward_ad._current_level >= 0:

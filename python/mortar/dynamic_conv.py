@@ -6,7 +6,7 @@
 The method is Jet-Nemotron's (arXiv:2508.15884). `dynamic_conv` trains and prefills, dense or
 packed, from and to states, with gradients; `dynamic_conv_step` decodes one token per sequence and
 updates its states in place. Products and sums are float32, every output is rounded once, results
-are bitwise repeatable.
+are bitwise repeatable. Inputs may be negative-bit views, a state that is updated not (ValueError).
 
 Below them lie the operators `torch.ops.mortar.dynamic_conv*`:
 

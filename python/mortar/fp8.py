@@ -6,7 +6,8 @@
 
 RMSNorm is Zhang and Sennrich's (arXiv:1910.07467); activations in FP8 with a scale per group are
 COAT's (arXiv:2410.19313), scales of 1 x 128 blocks DeepSeek-V3's (arXiv:2412.19437). Results are
-bitwise repeatable, the gradient of the weight included. Below lie the operators
+bitwise repeatable, the gradient of the weight included. Inputs may be negative-bit views, outputs
+not (ValueError). Below lie the operators
 `torch.ops.mortar.fp8_rmsnorm_out`, `fp8_rmsnorm_backward_out` and `fp8_quantize_out`, which write
 into given tensors.
 

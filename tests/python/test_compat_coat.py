@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mortar
 from fp8_rmsnorm_cases import (
@@ -162,6 +163,48 @@ def test_forward_of_nothing(device):
         qy, s_y, qy_t, _ = coat.fp8_rmsnorm_forward(x, s_x, torch.ones(32, device=device), 16, 1e-5)
         assert qy.shape == shape and s_y > 0
         assert qy_t.shape == (shape if len(shape) == 3 else (32, 0))
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float64], ids=str)
+def test_scales_of_any_float_and_strides(device, scale_dtype):
+    """The originals convert what they read, and activations in float16 have scales in float16."""
+    case = random_case(device, (5, 64), E4M3)
+    scales = case.x_scale.to(scale_dtype)
+    strided = scales.t().contiguous().t()
+    rstd = torch.ones(5, device=device)
+    results = [
+        (*coat.fp8_rmsnorm_forward(case.x, s_x, case.weight, 16, 1e-5)[:3],
+         *coat.fp8_rmsnorm_backward(case.x, s_x, case.x.float(), case.weight, rstd, 16, 8))
+        for s_x in (scales.float(), scales, strided)
+    ]  # fmt: skip
+    for got in results[1:]:
+        for a, b in zip(got, results[0], strict=True):
+            assert_same_bytes(a, b)
+    with pytest.raises(TypeError, match="^fp8_rmsnorm: x_scale must have dtype .*, got int32$"):
+        coat.fp8_rmsnorm_forward(case.x, scales.int(), case.weight, 16, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda f, *args: torch.compile(f, fullgraph=True, backend="aot_eager"),
+        lambda f, *args: make_fx(f)(*args),
+        lambda f, *args: make_fx(f, tracing_mode="fake")(*args),
+    ],
+    ids=["compile", "make_fx", "fake"],
+)
+def test_forward_is_traced_whole(device, trace):
+    """No result of the traced call is a constant of the program."""
+
+    def forward(x, s_x, w):
+        return coat.fp8_rmsnorm_forward(x, s_x, w, 16, 1e-5)[:3]
+
+    first, second = (random_case(device, (4, 64), E4M3) for _ in range(2))
+    traced = trace(forward, first.x, first.x_scale, first.weight)
+    for case in (first, second):
+        inputs = (case.x, case.x_scale, case.weight)
+        for a, b in zip(traced(*inputs), forward(*inputs), strict=True):
+            assert_same_bytes(a, b)
 
 
 def test_it_runs_on_parameters(device):

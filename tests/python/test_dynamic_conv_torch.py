@@ -90,6 +90,19 @@ def test_any_upstream_gradient(device, mode):
     assert_bitwise(case.kernels.grad, expected["dkernels"], "dkernels")
 
 
+def test_negated_upstream_gradients(device):
+    """Negative-bit views, whose memory holds other values."""
+    case = leaves(random_case(device, 2, 6, 5, 3, state_len=3))
+    inputs = (case.x, case.kernels, case.initial_state)
+    outputs = with_mortar(case)
+    given = [torch.randn_like(t) for t in outputs]
+    want = torch.autograd.grad(outputs, inputs, given, retain_graph=True)
+    for i in range(2):
+        negated = [torch._neg_view(-g) if i == j else g for j, g in enumerate(given)]
+        got = torch.autograd.grad(outputs, inputs, negated, retain_graph=True)
+        assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("wanted", [("x",), ("kernels",), ("initial_state",), ("x", "kernels")])
 def test_gradients_of_some_inputs(device, wanted):
     case = random_case(device, 2, 6, 5, 4, state_len=4, activation="silu")

@@ -5,10 +5,12 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import mortar
 import mortar.nn._fp8_product as product
+import mortar.nn.fp8_rmsnorm as module
 from fp8_rmsnorm_cases import E4M3, E5M2, FLOATS, FP8, assert_same_bytes, random_case
 from mortar.nn import Fp8RMSNorm, Fp8RMSNormLinear, fp8_linear
 from mortar.nn._fp8_product import multiply
@@ -130,6 +132,33 @@ def test_residual(device):
     assert same is residual and torch.equal(residual, updated)
 
 
+@pytest.mark.parametrize("residual_dtype", [None, *FLOATS], ids=str)
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+def test_gradients_keep_the_precision_of_what_they_belong_to(device, x_dtype, residual_dtype):
+    """y is bfloat16; what reaches the updated residual otherwise may be past float16."""
+    norm = Fp8RMSNorm(48, normed=True).to(device)
+    inputs = [torch.randn(6, 48, device=device).to(t).requires_grad_()
+              for t in (x_dtype, residual_dtype) if t is not None]  # fmt: skip
+    out = norm(inputs[0], residual=inputs[1] if len(inputs) == 2 else None)
+    outputs = [out.normed, *([] if residual_dtype is None else [out.residual])]
+    given = [torch.randn_like(t, dtype=torch.float32).to(t.dtype) for t in outputs]
+    if residual_dtype in (torch.float32, torch.bfloat16) and x_dtype == torch.float16:
+        given[1] = given[1] * 1e5
+    got = torch.autograd.grad(outputs, inputs, given)
+    z = (inputs[0] if residual_dtype is None else out.residual).detach().cpu().double()
+    z.requires_grad_()
+    y, _, _ = reference.rmsnorm(z, norm.weight.detach().cpu().double())
+    wide = [g.cpu().double() for g in given]
+    want = torch.autograd.grad([y, z][: len(wide)], z, wide)[0]
+    for tensor, gradient in zip(inputs, got, strict=True):
+        limit = torch.finfo(tensor.dtype).max
+        kept = want.abs() < limit
+        assert gradient.dtype == tensor.dtype
+        error = (gradient.cpu().double() - want)[kept].abs()
+        unit = max(torch.finfo(tensor.dtype).eps / 2, 1e-6)
+        assert (error <= 1.01 * unit * want[kept].abs() + 1e-6 * want.abs().max()).all()
+
+
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_8_bit_input_by_its_carrier(device, dtype):
     """The gradient of x * x_scale arrives at the carrier in its own wide dtype."""
@@ -232,6 +261,18 @@ def test_meta_modules():
     out = layer(x)
     out.sum().backward()
     assert out.shape == (8, 32) and x.grad.is_meta and layer.weight.grad.is_meta
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_fake_tensors_leave_nothing_behind(device, gradient):
+    """Such as an estimate of memory before the first step: the carriers that it saw are fake."""
+    module._nan.cache_clear()
+    layer = make(device)
+    with torch.set_grad_enabled(gradient), FakeTensorMode(allow_non_fake_inputs=True):
+        assert layer(torch.empty(4, 48, device=device)).shape == (4, 32)
+    x = torch.randn(4, 48, device=device, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("stochastic", [False, True])

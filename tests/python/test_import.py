@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mortar
-from mortar import _limits
+from mortar import _ffi, _limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +59,12 @@ def test_missing_library_is_named(tmp_path):
     done = run("import mortar", MORTAR_LIBRARY=str(tmp_path / "nothing.so"))
     assert done.returncode != 0
     assert "mortar: no binding library at" in done.stderr and "nothing.so" in done.stderr
+
+
+def test_library_by_its_bare_name():
+    folder, name = os.path.split(_ffi._library_path())
+    done = run(f"import os\nos.chdir({folder!r})\nimport mortar", MORTAR_LIBRARY=name)
+    assert done.returncode == 0, done.stderr
 
 
 def test_openmp_is_shared_with_torch():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors whose memory the library cannot read, sparse ones and meta ones among others: every
-function refuses each of them, as each of its arguments, in one sentence that names it."""
+function refuses each of them, as each of its arguments, in one sentence that names it. And
+negative-bit views, whose memory holds other values."""
 
 import re
 from collections.abc import Callable
@@ -112,3 +113,29 @@ def test_one_sentence_and_nothing_written(device, name, kind):
             call.run(**call.tensors | {argument: OPAQUE[kind](tensor)})
         assert re.fullmatch(r"[\w.]+: .+ must .+, got .+", str(raised.value)), argument
         assert all(torch.equal(call.tensors[k], old) for k, old in held.items())
+
+
+@pytest.mark.parametrize(
+    "name, op", [("dynamic_conv", "dynamic_conv"), ("step", "dynamic_conv_step")]
+    + [(n, n) for n in ("fp8_rmsnorm", "fp8_rmsnorm_backward", "fp8_quantize")]
+)  # fmt: skip
+@torch.no_grad()
+def test_negations_are_read_right_and_not_written(device, name, op):
+    def run(**spoilt):
+        made = call.run(**{k: t.clone() for k, t in call.tensors.items()} | spoilt)
+        outputs = made if isinstance(made, tuple) else (made,)
+        return [t.float() for t in outputs if isinstance(t, Tensor)]
+
+    call = calls(device)[name]
+    want = run()
+    for argument, tensor in call.tensors.items():
+        if not tensor.is_floating_point():
+            continue
+        view = torch._neg_view(-tensor)
+        if argument in call.written:
+            message = rf"^{op}: {argument} must hold its own values .* got a negation$"
+            with pytest.raises(ValueError, match=message):
+                run(**{argument: view})
+            assert torch.equal(view, tensor)
+        else:
+            assert all(map(torch.equal, run(**{argument: view}), want)), argument

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .._fp8_outputs import settings
+from .._library import is_eager
 from .._new_tensors import as_vector, part
 from ..fp8 import differentiate, normalise
 from ..fp8 import fp8_quantize as _quantize
@@ -38,6 +39,7 @@ __all__ = [
 _LEAST_SCALE, _LEAST_FLOAT16 = 1e-10, 2.0**-24
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _BY_NAME = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+_SCALE_DTYPES = (torch.bfloat16, torch.float32)
 _UPPER_HALF = 1 if sys.byteorder == "little" else 0
 _NUM_WARPS = 8  # what the originals hand from the forward to the backward; nothing here reads it
 
@@ -45,6 +47,13 @@ _NUM_WARPS = 8  # what the originals hand from the forward to the backward; noth
 def _rows(t: Tensor) -> Tensor:
     """[B, T, N] as [B T, N], [M, N] as it is; copied only where the strides leave no other way."""
     return t.detach().reshape(-1, t.shape[-1]) if t.ndim == 3 else t
+
+
+def _scales(s_x: Tensor) -> Tensor:
+    """The scales of x as the library reads them: those of other types in float32, rows dense."""
+    rows = _dense(_rows(s_x))
+    wide = rows.dtype in _SCALE_DTYPES or not rows.is_floating_point()
+    return rows if wide else rows.float()
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -74,7 +83,7 @@ def fp8_rmsnorm_forward(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, int]]:
     """RMSNorm of group-scaled FP8 x, quantised with one scale.
 
-    x: [M, N] or [B, T, N], float8_e4m3fn or float8_e5m2; s_x: [..., N / QB]; w: [N].
+    x: [M, N] or [B, T, N], float8_e4m3fn or float8_e5m2; s_x: [..., N / QB], any float; w: [N].
     Returns qy in x's shape and dtype; s_y, bfloat16 and 0-dim; qy_t [N, M], or for 3-D x without
     transpose_output_2d that buffer reshaped to [B, -1, N]; and (w, rstd [M], a number) for
     `fp8_rmsnorm_backward`.
@@ -82,9 +91,15 @@ def fp8_rmsnorm_forward(
     _check_group("fp8_rmsnorm_forward", x, s_x, QB)
     chosen = settings("fp8_rmsnorm", None, "tensor", 128, False, False, "row", True, False, False,
                       "compat", eps, 0.0)  # fmt: skip
-    qy, scale, qy_t, _, rstd, *_ = normalise(_dense(_rows(x)), _rows(s_x), w, None, chosen)
-    # The scale is a bfloat16 value in float32: its upper half is that bfloat16.
-    s_y = part(as_vector(scale).view(torch.bfloat16), _UPPER_HALF)
+    rows = _dense(_rows(x))
+    eager = is_eager(rows)
+    qy, scale, qy_t, _, rstd, *_ = normalise(rows, _scales(s_x), w, None, chosen, eager=eager)
+    # The scale is a bfloat16 value in float32: its upper half is that bfloat16. Tracers and modes
+    # would not see it being taken.
+    if eager:
+        s_y = part(as_vector(scale).view(torch.bfloat16), _UPPER_HALF)
+    else:
+        s_y = scale.to(torch.bfloat16)
     if x.ndim == 3:
         qy = qy.view(x.shape)
         if not transpose_output_2d:
@@ -101,7 +116,7 @@ def fp8_rmsnorm_backward(
     """
     _check_group("fp8_rmsnorm_backward", x, s_x, QB)
     check_dimensions("fp8_rmsnorm_backward", g=(g, 2, 3))
-    dx, dw = differentiate(_dense(_rows(g)), _dense(_rows(x)), _rows(s_x), w, v)
+    dx, dw = differentiate(_dense(_rows(g)), _dense(_rows(x)), _scales(s_x), w, v)
     dx = dx if dx.dtype == torch.bfloat16 else dx.to(torch.bfloat16)
     return dx.view(g.shape) if g.ndim == 3 else dx, dw
 

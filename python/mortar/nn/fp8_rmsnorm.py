@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from .._fp8_ops import NUMERICS, SCALINGS, require_tensors
 from .._fp8_outputs import Settings, record, require_fp8, settings
-from .._library import differentiable_once, is_eager, refuse_transforms
+from .._library import differentiable_once, is_eager, num_dispatch_modes, refuse_transforms
 from .._new_tensors import spread
 from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm_backward, normalise
 from ._fp8_product import check_product, multiply
@@ -32,7 +32,8 @@ def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _carrier(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or num_dispatch_modes():
+        # What a mode makes, a fake tensor for one, must not be kept for the calls after it.
         return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
     return spread(_nan(dtype, device), shape)
 
@@ -56,6 +57,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, source, weight, residual, others):
         x, x_scale, rstd, updated, y, ctx.weight_offset = others
+        ctx.dtype = source.dtype
         if updated is None:
             ctx.save_for_backward(x, x_scale, weight, rstd)
             return y
@@ -69,13 +71,18 @@ class _Gradient(torch.autograd.Function):
         x, x_scale, weight, rstd = ctx.saved_tensors
         if dy is None:
             return dresidual, None, dresidual, None
+        wants = ctx.needs_input_grad
+        # dx comes in the dtype of dy: no coarser one than x, the residual and its gradient have.
+        if wants[0] and dy.dtype is not ctx.dtype:
+            dy = dy.to(torch.promote_types(dy.dtype, ctx.dtype))
+        if wants[2] or dresidual is not None:  # x is the residual then
+            dy = dy.to(torch.promote_types(dy.dtype, x.dtype))
         dy = _dense(dy)
         if dresidual is not None:
             dresidual = _dense(dresidual.to(dy.dtype))
         dx, dw = fp8_rmsnorm_backward(dy, x, weight, rstd, x_scale=x_scale,
                                       weight_offset=ctx.weight_offset,
                                       residual_grad=dresidual)  # fmt: skip
-        wants = ctx.needs_input_grad
         return (
             dx if wants[0] else None,
             dw if wants[1] else None,
@@ -200,7 +207,8 @@ class Fp8RMSNorm(nn.Module):
         Returns:
             Fp8Output, whose `normed` is y in bfloat16 with normed=True and else, while a gradient
             is wanted, the carrier of y (see above); what consumes q must send the gradient of y
-            there, as `mortar.nn.fp8_linear` does. `residual` has its gradient too.
+            there, as `mortar.nn.fp8_linear` does. `residual` has its gradient too. Gradients of
+            float32 tensors are float32 all the way.
         """
         # The attribute itself goes through nn.Module's __getattr__, 0.4 us.
         weight = self._parameters.get("weight")
