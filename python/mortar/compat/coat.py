@@ -110,15 +110,16 @@ def fp8_rmsnorm_forward(
 def fp8_rmsnorm_backward(
     x: Tensor, s_x: Tensor, g: Tensor, w: Tensor, v: Tensor, QB: int, num_warps: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `fp8_rmsnorm_forward`: dx in bfloat16 and g's shape, dw in w's dtype.
+    """The gradients of `fp8_rmsnorm_forward`: dx in bfloat16 and x's shape, dw in w's dtype.
 
-    g: as x, bfloat16, float16 or float32, of any strides; v: rstd [M]; num_warps is not read.
+    g: as x or its rows [M, N], bfloat16, float16 or float32, of any strides; v: rstd [M]; num_warps
+    is not read.
     """
     _check_group("fp8_rmsnorm_backward", x, s_x, QB)
     check_dimensions("fp8_rmsnorm_backward", g=(g, 2, 3))
     dx, dw = differentiate(_dense(_rows(g)), _dense(_rows(x)), _scales(s_x), w, v)
     dx = dx if dx.dtype == torch.bfloat16 else dx.to(torch.bfloat16)
-    return dx.view(g.shape) if g.ndim == 3 else dx, dw
+    return dx.view(x.shape) if x.ndim == 3 else dx, dw
 
 
 @torch.no_grad()
