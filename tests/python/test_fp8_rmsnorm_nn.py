@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import mortar
+import mortar.nn._fp8_carrier as carriers
 import mortar.nn._fp8_product as product
-import mortar.nn.fp8_rmsnorm as module
 from fp8_rmsnorm_cases import E4M3, E5M2, FLOATS, FP8, assert_same_bytes, random_case
 from mortar.nn import Fp8RMSNorm, Fp8RMSNormLinear, fp8_linear
 from mortar.nn._fp8_product import multiply
@@ -128,8 +128,11 @@ def test_residual(device):
     only = layer(x, residual=residual)[1]
     assert torch.equal(torch.autograd.grad(only, residual, dupdated)[0], dupdated)
     with torch.no_grad():
-        _, same = layer(x, residual=residual)
-    assert same is residual and torch.equal(residual, updated)
+        for changed in (layer, layer.eval()):
+            assert changed(x, residual=residual)[1] is not residual
+        assert torch.equal(residual, before)
+        x, residual = x.detach(), residual.detach()
+        assert layer(x, residual=residual)[1] is residual and torch.equal(residual, updated)
 
 
 @pytest.mark.parametrize("residual_dtype", [None, *FLOATS], ids=str)
@@ -266,7 +269,7 @@ def test_meta_modules():
 @pytest.mark.parametrize("gradient", [False, True])
 def test_fake_tensors_leave_nothing_behind(device, gradient):
     """Such as an estimate of memory before the first step: the carriers that it saw are fake."""
-    module._nan.cache_clear()
+    carriers._nan.cache_clear()
     layer = make(device)
     with torch.set_grad_enabled(gradient), FakeTensorMode(allow_non_fake_inputs=True):
         assert layer(torch.empty(4, 48, device=device)).shape == (4, 32)
@@ -291,6 +294,30 @@ def test_checkpointing_recomputes_the_same_bytes(device, stochastic):
         results.append([out.detach(), leaf.grad, layer.weight.grad, layer.norm.weight.grad])
     for a, b in zip(*results, strict=True):
         assert_same_bytes(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("leaves", ["x", "x and residual"])
+def test_checkpointing_with_a_residual(device, reentrant, leaves):
+    """The reentrant one runs the forward under no_grad first, which must leave its inputs alone."""
+    layers = make(device, (48, 48)), make(device, (48, 32))
+
+    def block(x, residual):
+        y, residual = layers[0](x * 2, residual=residual)
+        return layers[1](y, residual=residual)
+
+    x, residual = (torch.randn(32, 48, device=device) for _ in range(2))
+    results = []
+    for wrap in (False, True):
+        inputs = (x.clone().requires_grad_(), residual.clone().requires_grad_(leaves != "x"))
+        parameters = [p for layer in layers for p in layer.parameters()]
+        outputs = checkpoint(block, *inputs, use_reentrant=reentrant) if wrap else block(*inputs)
+        sum(t.square().sum() for t in outputs).backward()
+        results.append([*outputs, *(t.grad for t in (*inputs, *parameters) if t.requires_grad)])
+        for p in parameters:
+            p.grad = None
+    for a, b in zip(*results, strict=True):
+        assert_same_bytes(a.detach(), b.detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
