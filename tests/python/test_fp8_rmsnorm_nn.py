@@ -67,6 +67,7 @@ def test_linear_is_its_parts(device):
         w = mortar.fp8_quantize(layer.weight, transpose=True)
         g = mortar.fp8_quantize(dy_out, E5M2, transpose=True)
         full = multiply(norm.q, norm.scale, w.q, w.scale, torch.float32)
+        assert_same_bytes(fp8_linear(norm, layer.weight), full.bfloat16())  # without a carrier
         dweight = multiply(g.q_t, g.scale, norm.q_t, norm.scale, torch.float32)
         dy = multiply(g.q, g.scale, w.q_t, w.scale, torch.float32)
         dx, dw = mortar.fp8_rmsnorm_backward(dy, x, layer.norm.weight, norm.rstd)
@@ -94,6 +95,19 @@ def test_norm_and_linear_are_one(device):
     (first * dy_out + second * dy_out).sum().backward()
     torch.testing.assert_close(x.grad, 2 * expected)
     torch.testing.assert_close(weight.grad, 2 * layer.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, E4M3], ids=str)
+def test_products_have_one_dtype_with_and_without_gradients(device, dtype):
+    case = random_case(device, (8, 48), dtype)
+    norm, weight = Fp8RMSNorm(48).to(device), torch.randn(32, 48, device=device)
+    with_gradient = fp8_linear(norm(case.x, case.x_scale), weight.requires_grad_())
+    norm.requires_grad_(False)
+    frozen = fp8_linear(norm(case.x, case.x_scale), weight)
+    with torch.no_grad():
+        without = fp8_linear(norm(case.x, case.x_scale), weight)
+    for out in (frozen, without):
+        assert_same_bytes(out.detach(), with_gradient.detach())
 
 
 def test_normed_output_has_a_gradient(device):

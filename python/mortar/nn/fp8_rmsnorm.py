@@ -192,10 +192,10 @@ class Fp8RMSNorm(nn.Module):
                 dtype; its gradient is that of x * x_scale. It is not read.
 
         Returns:
-            Fp8Output, whose `normed` is y in bfloat16 with normed=True and else, while a gradient
-            is wanted, the carrier of y (see above); what consumes q must send the gradient of y
-            there, as `mortar.nn.fp8_linear` does. `residual` has its gradient too. Gradients of
-            float32 tensors are float32 all the way.
+            Fp8Output, whose `normed` is y in bfloat16 with normed=True and else the carrier of y
+            (see above), in the dtype of x or its carrier, bfloat16 for an FP8 x without one; what
+            consumes q must send the gradient of y there, as `mortar.nn.fp8_linear` does. `residual`
+            has its gradient too. Gradients of float32 tensors are float32 all the way.
         """
         # The attribute itself goes through nn.Module's __getattr__, 0.4 us.
         weight = self._parameters.get("weight")
@@ -212,30 +212,28 @@ def _norm(x, x_scale, weight, residual, carrier, chosen: Settings, training: boo
     if x_scale is not None and _is_grad_enabled() and x_scale.requires_grad:
         raise RuntimeError("Fp8RMSNorm: x_scale must not require a gradient, it has none")
     source = x if carrier is None else carrier
-    if not (_is_grad_enabled() and _wants_gradient(source, weight, residual)):
-        if residual is not None and (training or source.requires_grad or residual.requires_grad):
-            # Reentrant checkpointing runs the forward without gradients, and again from the inputs
-            # that it keeps: they must be what they were.
-            residual = _copy(residual, weight)
-        return normalise(x, x_scale, weight, residual, chosen)
-    dtype = source.dtype
-    if dtype in _FP8:
-        if source.requires_grad:
-            raise TypeError(
-                "Fp8RMSNorm: carrier must be given with an 8-bit x that requires a gradient, got "
-                "None"
-            )
-        dtype = torch.bfloat16
-    updated = None if residual is None else _copy(residual, weight)
+    wanted = _is_grad_enabled() and _wants_gradient(source, weight, residual)
+    if wanted and source.dtype in _FP8 and source.requires_grad:
+        raise TypeError(
+            "Fp8RMSNorm: carrier must be given with an 8-bit x that requires a gradient, got None"
+        )
+    updated = residual
+    if residual is not None and (
+        wanted or training or source.requires_grad or residual.requires_grad
+    ):
+        # Reentrant checkpointing runs the forward without gradients, and again from the inputs that
+        # it keeps: they must be what they were.
+        updated = _copy(residual, weight)
     eager = is_eager(x)
     made = normalise(x, x_scale, weight, updated, chosen, eager=eager)
     q, scale, q_t, scale_t, rstd, amax, _, y = made
     if y is None:
-        y = carrier_of(x.shape, dtype, x.device)
-    connect = _make_differentiable if eager else _Gradient.apply
-    y = connect(source, weight, residual, (x, x_scale, rstd, updated, y, chosen[-1]))
-    if residual is not None:
-        y, updated = y
+        y = carrier_of(x.shape, _wide(source.dtype), x.device)
+    if wanted:
+        connect = _make_differentiable if eager else _Gradient.apply
+        y = connect(source, weight, residual, (x, x_scale, rstd, updated, y, chosen[-1]))
+        if residual is not None:
+            y, updated = y
     return record((q, scale, q_t, scale_t, rstd, amax, updated, y))
 
 
@@ -380,9 +378,6 @@ class Fp8RMSNormLinear(nn.Module):
             out = _norm(
                 x, x_scale, norm.weight, residual, carrier, self._without_q_t, norm.training
             )
-        if out.normed is None:
-            dtype = _wide(x.dtype if carrier is None else carrier.dtype)
-            out = out._replace(normed=carrier_of(x.shape, dtype, x.device))
         y = fp8_linear(out, self.weight, gradient_dtype=self.gradient_dtype,
                        stochastic=self.stochastic_gradient)  # fmt: skip
         return y if residual is None else (y, out.residual)
