@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import mortar
+import mortar.nn._fp8_carrier as carriers
 import mortar.nn._fp8_product as product
-import mortar.nn.fp8_rmsnorm as module
 from fp8_rmsnorm_cases import E4M3, E5M2, FLOATS, FP8, assert_same_bytes, random_case
 from mortar.nn import Fp8RMSNorm, Fp8RMSNormLinear, fp8_linear
 from mortar.nn._fp8_product import multiply
@@ -67,6 +67,7 @@ def test_linear_is_its_parts(device):
         w = mortar.fp8_quantize(layer.weight, transpose=True)
         g = mortar.fp8_quantize(dy_out, E5M2, transpose=True)
         full = multiply(norm.q, norm.scale, w.q, w.scale, torch.float32)
+        assert_same_bytes(fp8_linear(norm, layer.weight), full.bfloat16())  # without a carrier
         dweight = multiply(g.q_t, g.scale, norm.q_t, norm.scale, torch.float32)
         dy = multiply(g.q, g.scale, w.q_t, w.scale, torch.float32)
         dx, dw = mortar.fp8_rmsnorm_backward(dy, x, layer.norm.weight, norm.rstd)
@@ -94,6 +95,19 @@ def test_norm_and_linear_are_one(device):
     (first * dy_out + second * dy_out).sum().backward()
     torch.testing.assert_close(x.grad, 2 * expected)
     torch.testing.assert_close(weight.grad, 2 * layer.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, E4M3], ids=str)
+def test_products_have_one_dtype_with_and_without_gradients(device, dtype):
+    case = random_case(device, (8, 48), dtype)
+    norm, weight = Fp8RMSNorm(48).to(device), torch.randn(32, 48, device=device)
+    with_gradient = fp8_linear(norm(case.x, case.x_scale), weight.requires_grad_())
+    norm.requires_grad_(False)
+    frozen = fp8_linear(norm(case.x, case.x_scale), weight)
+    with torch.no_grad():
+        without = fp8_linear(norm(case.x, case.x_scale), weight)
+    for out in (frozen, without):
+        assert_same_bytes(out.detach(), with_gradient.detach())
 
 
 def test_normed_output_has_a_gradient(device):
@@ -128,8 +142,11 @@ def test_residual(device):
     only = layer(x, residual=residual)[1]
     assert torch.equal(torch.autograd.grad(only, residual, dupdated)[0], dupdated)
     with torch.no_grad():
-        _, same = layer(x, residual=residual)
-    assert same is residual and torch.equal(residual, updated)
+        for changed in (layer, layer.eval()):
+            assert changed(x, residual=residual)[1] is not residual
+        assert torch.equal(residual, before)
+        x, residual = x.detach(), residual.detach()
+        assert layer(x, residual=residual)[1] is residual and torch.equal(residual, updated)
 
 
 @pytest.mark.parametrize("residual_dtype", [None, *FLOATS], ids=str)
@@ -266,7 +283,7 @@ def test_meta_modules():
 @pytest.mark.parametrize("gradient", [False, True])
 def test_fake_tensors_leave_nothing_behind(device, gradient):
     """Such as an estimate of memory before the first step: the carriers that it saw are fake."""
-    module._nan.cache_clear()
+    carriers._nan.cache_clear()
     layer = make(device)
     with torch.set_grad_enabled(gradient), FakeTensorMode(allow_non_fake_inputs=True):
         assert layer(torch.empty(4, 48, device=device)).shape == (4, 32)
@@ -291,6 +308,30 @@ def test_checkpointing_recomputes_the_same_bytes(device, stochastic):
         results.append([out.detach(), leaf.grad, layer.weight.grad, layer.norm.weight.grad])
     for a, b in zip(*results, strict=True):
         assert_same_bytes(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("leaves", ["x", "x and residual"])
+def test_checkpointing_with_a_residual(device, reentrant, leaves):
+    """The reentrant one runs the forward under no_grad first, which must leave its inputs alone."""
+    layers = make(device, (48, 48)), make(device, (48, 32))
+
+    def block(x, residual):
+        y, residual = layers[0](x * 2, residual=residual)
+        return layers[1](y, residual=residual)
+
+    x, residual = (torch.randn(32, 48, device=device) for _ in range(2))
+    results = []
+    for wrap in (False, True):
+        inputs = (x.clone().requires_grad_(), residual.clone().requires_grad_(leaves != "x"))
+        parameters = [p for layer in layers for p in layer.parameters()]
+        outputs = checkpoint(block, *inputs, use_reentrant=reentrant) if wrap else block(*inputs)
+        sum(t.square().sum() for t in outputs).backward()
+        results.append([*outputs, *(t.grad for t in (*inputs, *parameters) if t.requires_grad)])
+        for p in parameters:
+            p.grad = None
+    for a, b in zip(*results, strict=True):
+        assert_same_bytes(a.detach(), b.detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -112,7 +112,8 @@ def fp8_rmsnorm_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `fp8_rmsnorm_forward`: dx in bfloat16 and x's shape, dw in w's dtype.
 
-    g: as x or its rows [M, N], bfloat16, float16 or float32, of any strides; v: rstd [M]; num_warps is not read.
+    g: as x or its rows [M, N], bfloat16, float16 or float32, of any strides; v: rstd [M]; num_warps
+    is not read.
     """
     _check_group("fp8_rmsnorm_backward", x, s_x, QB)
     check_dimensions("fp8_rmsnorm_backward", g=(g, 2, 3))

@@ -8,34 +8,20 @@ so that reading it cannot go unnoticed) and whose gradient is that of y.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from .._fp8_ops import NUMERICS, SCALINGS, require_tensors
 from .._fp8_outputs import Settings, record, require_fp8, settings
-from .._library import differentiable_once, is_eager, num_dispatch_modes, refuse_transforms
-from .._new_tensors import spread
+from .._library import differentiable_once, is_eager, refuse_transforms
 from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm_backward, normalise
+from ._fp8_carrier import carrier_of, check_carrier
 from ._fp8_product import check_product, multiply
 
 _OPERANDS = (("x", False), ("x_scale", True), ("residual", True))
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _is_grad_enabled = torch.is_grad_enabled
-
-
-@functools.cache
-def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), torch.nan, dtype=dtype, device=device)
-
-
-def _carrier(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if torch.compiler.is_compiling() or num_dispatch_modes():
-        # What a mode makes, a fake tensor for one, must not be kept for the calls after it.
-        return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
-    return spread(_nan(dtype, device), shape)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -199,65 +185,62 @@ class Fp8RMSNorm(nn.Module):
         """Normalises x [M, N] or [B, T, N], as `mortar.fp8_rmsnorm` does.
 
         Args:
-            x, x_scale, residual: as there. While a gradient is wanted the residual is not
-                overwritten: the updated one is a new tensor.
+            x, x_scale, residual: as there. The residual is overwritten in eval mode alone, and
+                where neither it nor x requires a gradient; else the updated one is a new tensor.
             carrier: stands for an FP8 x in autograd's graph: any tensor of x's shape in a wider
                 dtype; its gradient is that of x * x_scale. It is not read.
 
         Returns:
-            Fp8Output, whose `normed` is y in bfloat16 with normed=True and else, while a gradient
-            is wanted, the carrier of y (see above); what consumes q must send the gradient of y
-            there, as `mortar.nn.fp8_linear` does. `residual` has its gradient too. Gradients of
-            float32 tensors are float32 all the way.
+            Fp8Output, whose `normed` is y in bfloat16 with normed=True and else the carrier of y
+            (see above), in the dtype of x or its carrier, bfloat16 for an FP8 x without one; what
+            consumes q must send the gradient of y there, as `mortar.nn.fp8_linear` does. `residual`
+            has its gradient too. Gradients of float32 tensors are float32 all the way.
         """
         # The attribute itself goes through nn.Module's __getattr__, 0.4 us.
         weight = self._parameters.get("weight")
         if weight is None:
             weight = self.weight
-        return _norm(x, x_scale, weight, residual, carrier, self.settings)
+        return _norm(x, x_scale, weight, residual, carrier, self.settings, self.training)
 
 
-def _norm(x, x_scale, weight, residual, carrier, chosen: Settings) -> Fp8Output:
+def _norm(x, x_scale, weight, residual, carrier, chosen: Settings, training: bool) -> Fp8Output:
     require_tensors("Fp8RMSNorm", _OPERANDS, (x, x_scale, residual))
     refuse_transforms("Fp8RMSNorm")
     if carrier is not None:
-        _check_carrier(carrier, x)
+        check_carrier(carrier, x)
     if x_scale is not None and _is_grad_enabled() and x_scale.requires_grad:
         raise RuntimeError("Fp8RMSNorm: x_scale must not require a gradient, it has none")
     source = x if carrier is None else carrier
-    if not (_is_grad_enabled() and _wants_gradient(source, weight, residual)):
-        return normalise(x, x_scale, weight, residual, chosen)
-    dtype = source.dtype
-    if dtype in _FP8:
-        if source.requires_grad:
-            raise TypeError(
-                "Fp8RMSNorm: carrier must be given with an 8-bit x that requires a gradient, got "
-                "None"
-            )
-        dtype = torch.bfloat16
-    if residual is not None and torch.compiler.is_compiling():
-        # Inductor fails over a clone whose width is a symbol until a later product fixes it.
-        torch._check(residual.shape[-1] == weight.shape[0])
-    updated = None if residual is None else residual.detach().clone()
+    wanted = _is_grad_enabled() and _wants_gradient(source, weight, residual)
+    if wanted and source.dtype in _FP8 and source.requires_grad:
+        raise TypeError(
+            "Fp8RMSNorm: carrier must be given with an 8-bit x that requires a gradient, got None"
+        )
+    updated = residual
+    if residual is not None and (
+        wanted or training or source.requires_grad or residual.requires_grad
+    ):
+        # Reentrant checkpointing runs the forward without gradients, and again from the inputs that
+        # it keeps: they must be what they were.
+        updated = _copy(residual, weight)
     eager = is_eager(x)
     made = normalise(x, x_scale, weight, updated, chosen, eager=eager)
     q, scale, q_t, scale_t, rstd, amax, _, y = made
     if y is None:
-        y = _carrier(x.shape, dtype, x.device)
-    connect = _make_differentiable if eager else _Gradient.apply
-    y = connect(source, weight, residual, (x, x_scale, rstd, updated, y, chosen[-1]))
-    if residual is not None:
-        y, updated = y
+        y = carrier_of(x.shape, _wide(source.dtype), x.device)
+    if wanted:
+        connect = _make_differentiable if eager else _Gradient.apply
+        y = connect(source, weight, residual, (x, x_scale, rstd, updated, y, chosen[-1]))
+        if residual is not None:
+            y, updated = y
     return record((q, scale, q_t, scale_t, rstd, amax, updated, y))
 
 
-def _check_carrier(carrier, x: Tensor) -> None:
-    if not (isinstance(carrier, Tensor) and carrier.is_floating_point()):
-        got = getattr(carrier, "dtype", type(carrier).__name__)
-        raise TypeError(f"Fp8RMSNorm: carrier must be a tensor of a floating dtype, got {got}")
-    if carrier.shape != x.shape:
-        shapes = f"{tuple(x.shape)}, got {tuple(carrier.shape)}"
-        raise ValueError(f"Fp8RMSNorm: carrier must have the shape of x {shapes}")
+def _copy(residual: Tensor, weight: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        # Inductor fails over a clone whose width is a symbol until a later product fixes it.
+        torch._check(residual.shape[-1] == weight.shape[0])
+    return residual.detach().clone()
 
 
 def _wants_gradient(source: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
@@ -307,7 +290,7 @@ def fp8_linear(
     if wants_weight and q_t is None:
         raise ValueError("fp8_linear: activation must have q_t for the weight's gradient, got None")
     if carrier is None:
-        carrier = _carrier(q.shape, torch.bfloat16, q.device)
+        carrier = carrier_of(q.shape, torch.bfloat16, q.device)
     return _Product.apply(carrier, weight, q, scale, q_t, gradient_dtype, stochastic)
 
 
@@ -391,10 +374,9 @@ class Fp8RMSNormLinear(nn.Module):
         if wants or _is_hooked(norm):
             out = norm(x, x_scale, residual=residual, carrier=carrier)
         else:
-            out = _norm(x, x_scale, norm.weight, residual, carrier, self._without_q_t)
-        if out.normed is None:
-            dtype = _wide(x.dtype if carrier is None else carrier.dtype)
-            out = out._replace(normed=_carrier(x.shape, dtype, x.device))
+            out = _norm(
+                x, x_scale, norm.weight, residual, carrier, self._without_q_t, norm.training
+            )
         y = fp8_linear(out, self.weight, gradient_dtype=self.gradient_dtype,
                        stochastic=self.stochastic_gradient)  # fmt: skip
         return y if residual is None else (y, out.residual)
