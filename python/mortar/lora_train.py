@@ -99,7 +99,8 @@ def linear(
     Raises:
         ValueError: a shape, number or overlap is wrong; nothing has been written then.
         TypeError: a dtype or device is wrong.
-        RuntimeError: out is not the base, and a gradient is wanted.
+        RuntimeError: a gradient is wanted, and out is not the base, or is one that autograd lets
+            nobody change: a leaf that requires a gradient, a tensor of inference mode.
     """
     single = isinstance(a, Tensor)
     a, b = as_list("linear", "a", a, None), as_list("linear", "b", b, None)
@@ -208,6 +209,10 @@ def backward(
         for t in tensors:
             if not isinstance(t, Tensor) and not (t is None and name not in ("a", "b", "dy")):
                 raise TypeError(f"backward: {name} must be a tensor, got {type(t).__name__}")
+    for name, tensors in (("dx", [dx]), ("da", da), ("db", db)):
+        for t in tensors:
+            if t is not None and t.ndim == 2 and not is_compiling():
+                check_written("backward", t, name)
     for name, tensors in (("a", a), ("b", b)):
         for t in tensors:
             if t.ndim != 2:
