@@ -79,6 +79,11 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
   }
 
+  // A row that cannot be held is read in spans, once for each sweep. Those of a thread's pieces that
+  // the tree of sums adds first are in one span.
+  const int spans = plan.spans, pitch = spans * row_threads;
+  const bool in_spans = spans > 1;
+
   // Load: row r and slot v of a thread's share are its held piece r * slots + v. Pieces go to
   // shared memory; their scales wait in registers until the step is worked on.
   const std::int64_t step = plan.rows_per_step();
@@ -89,7 +94,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
     for (int held = 0; held < kHeldPieces; ++held) {
       const std::int64_t row = base + group * plan.held_rows + r;
-      const int piece = from + v * row_threads + lane, column = piece * kElements;
+      const int piece = from + v * pitch + lane, column = piece * kElements;
       next_scale[held] = scale_reader.unit();
       if (r < plan.held_rows && row < rows && piece < pieces) {
         uint4* to = &shared.pieces[(stage * kHeldPieces + held) * threads + thread];
@@ -107,7 +112,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll 1
     for (int held = 0; held < plan.held_rows * plan.slots; ++held) {
       const std::int64_t row = base + group * plan.held_rows + held / plan.slots;
-      const int piece = from + held % plan.slots * row_threads + lane, column = piece * kElements;
+      const int piece = from + held % plan.slots * pitch + lane, column = piece * kElements;
       if (row >= rows || piece >= pieces) continue;
       const T* x = static_cast<const T*>(p.input.x.data) + row * p.input.x.row_stride + column;
       shared.pieces[(stage * kHeldPieces + held) * threads + thread] =
@@ -160,7 +165,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const auto first_sweep = [&](std::int64_t row, int from, int held, std::uint32_t& largest) {
 #pragma unroll 1
     for (int v = 0; v < plan.slots; ++v, held += threads) {
-      const int piece = from + v * row_threads + lane, column = piece * kElements;
+      const int piece = from + v * pitch + lane, column = piece * kElements;
       float squares[4] = {}, most[2] = {}, scale = 1.0f;
       if (row < rows && piece < pieces) {
         const uint4 raw = shared.pieces[held];
@@ -216,7 +221,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const float row_inverse = inverse_of(row_divisor);
 #pragma unroll 1
     for (int v = 0; v < plan.slots; ++v, held += threads) {
-      const int piece = from + v * row_threads + lane, column = piece * kElements;
+      const int piece = from + v * pitch + lane, column = piece * kElements;
       const bool there = row < rows && piece < pieces;
       float all[kElements] = {}, most[2] = {}, scale = 1.0f;  // z
       if (there) {
@@ -289,11 +294,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
   };
 
-  // The steps: while one is worked on, the next is on its way. A row that cannot be held is read in
-  // spans, once for each sweep.
+  // The steps: while one is worked on, the next is on its way.
   RowReduction<kMostThreads> reduction(row_threads, sums, maxima);
-  const int span = row_threads * plan.slots;  // pieces of a row that are held at a time
-  const bool in_spans = span < pieces;
   const std::int64_t stride = gridDim.x * step;
   int stage = 0;
   if (!in_spans) load(blockIdx.x * step, 0, stage);
@@ -318,12 +320,15 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       const std::int64_t row = base + group * plan.held_rows + r;
       const int held = stage_at + r * plan.slots * threads + thread;
       std::uint32_t largest = 0;
-      float sum = 0.0f;
+      float of_spans[RowsPlan::kMostSpans] = {};
 #pragma unroll 1
-      for (int from = 0; from < pieces; from += span) {
-        if (in_spans) load_span(from);
-        sum += first_sweep(row, from, held, largest);
+      for (int k = 0; k < spans; ++k) {
+        if (in_spans) load_span(k * row_threads);
+        const float sum = first_sweep(row, k * row_threads, held, largest);
+#pragma unroll
+        for (int i = 0; i < RowsPlan::kMostSpans; ++i) of_spans[i] = i == k ? sum : of_spans[i];
       }
+      float sum = device::add_halves<RowsPlan::kMostSpans>(of_spans);
       reduction.reduce(sum, largest);
       const float rstd = rstd_of(p, sum, hidden);
       const float row_amax = __uint_as_float(largest) * rstd;
@@ -344,9 +349,9 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       }
       if (!second) continue;
 #pragma unroll 1
-      for (int from = 0; from < pieces; from += span) {
-        if (in_spans) load_span(from);
-        second_sweep(row, from, held, rstd, divisor);
+      for (int k = 0; k < spans; ++k) {
+        if (in_spans) load_span(k * row_threads);
+        second_sweep(row, k * row_threads, held, rstd, divisor);
       }
     }
     if (!in_spans) stage ^= 1;
