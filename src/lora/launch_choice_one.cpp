@@ -47,17 +47,32 @@ double room_for_one(const LoraShape& s, const Machine& m, int cols) {
   return 0.88 * m.sms * static_cast<double>(std::min<std::int64_t>(kOnePerSm, fit));
 }
 
+/// Tokens from which on its CTAs may take all of the chip. A model's decode step has fewer, of
+/// which more CTAs than below delay the next matrix product.
+constexpr std::int64_t kManyTokens = 65;
+bool fills_chip(const LoraShape& s) { return s.num_tokens >= kManyTokens; }
+
 /// us a call of the one kernel, and of two, on an H100, fitted to choose well among 822 problems of
 /// up to 146 tokens and ranks of 4 to 64 in 19 layers, calls back to back: what it chooses takes
 /// 0.873 times as long as two kernels do on average, and the best choice would 0.854. For the one
 /// counts how many CTAs start, what each of them reads and how many read at once, and whether the
 /// next call's CTAs find room beside them; for two, what all CTAs read, and the split-K partials
-/// that each of expand's adds.
+/// that each of expand's adds. From kManyTokens on fitted anew to 440 problems of up to 600 tokens
+/// and 64 adapters: with what it chooses now they take 0.968 times as long as before, the 104 whose
+/// plan changes 0.87 times. (us, one kernel and two: 146 tokens of one adapter, rank 32, 4,096 to
+/// 1,024 + 2 x 256, 5.5 and 6.7; 415 of 13, rank 64, 4,096 to 4,096, 11.3 and 16.5; 422 of 2, rank
+/// 16, 2,048 to 1,024, 3.6 and 4.8; but 130 of 39, rank 4, 1,024 to 4,096, 4.8 and 4.0.)
 double us_of_one(const LoraShape& s, const Machine& m, int cols, double ctas) {
   const auto rank = static_cast<double>(s.max_rank), tokens = static_cast<double>(likely_tile(s));
+  const auto leaves = static_cast<double>(num_leaves(s.hidden));
   const double kb = one_turns(s.hidden) * (rank + tokens) + cols * 2 * (rank + 2 * tokens) / 1024;
-  return 1.43 + 0.035 * static_cast<double>(num_leaves(s.hidden)) + 0.0052 * ctas +
-         (0.0082 + 0.0001 * ctas) * kb + (2 * ctas > room_for_one(s, m, cols) ? 1.2 : 0);
+  const double full = ctas / room_for_one(s, m, cols);
+  if (fills_chip(s)) {
+    return 1.4 + 0.052 * leaves + 0.0026 * ctas + (0.0086 + 0.00007 * ctas) * kb +
+           2.24 * std::max(0.0, full - 0.5);
+  }
+  return 1.43 + 0.035 * leaves + 0.0052 * ctas + (0.0082 + 0.0001 * ctas) * kb +
+         (full > 0.5 ? 1.2 : 0);
 }
 double us_of_two(const LoraShape& s, double tiles) {
   const auto rank = static_cast<double>(s.max_rank), tokens = static_cast<double>(likely_tile(s));
@@ -83,20 +98,21 @@ constexpr std::int64_t kFewTokens = 7;
 bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   if (s.num_tokens <= 0 || !runs_one(s, m, 32)) return false;
   const double tiles = likely_tiles(s);
-  if (one_turns(s.hidden) > 1 && tiles > kMostTilesOfTurns) return false;
+  const bool fills = fills_chip(s);
+  if (!fills && one_turns(s.hidden) > 1 && tiles > kMostTilesOfTurns) return false;
   if (s.max_rank > kMostRankOfFew && likely_tile(s) <= kFewTokens) return false;
   double least = us_of_two(s, tiles);
   bool suits = false;
   for (int cols = 32; runs_one(s, m, cols); cols *= 2) {
     const double ctas =
         tiles * kOneCluster * static_cast<double>(column_blocks(s, cols * kOneCluster));
-    if (ctas > std::min(kMostCtas, room_for_one(s, m, cols))) continue;
+    if (ctas > room_for_one(s, m, cols) || (!fills && ctas > kMostCtas)) continue;
     if (const double us = us_of_one(s, m, cols, ctas); us < least) {
       least = us;
       c = one_expand(cols);
       suits = true;
     }
-    if (tiles >= kSpreadTiles) break;
+    if (!fills && tiles >= kSpreadTiles) break;
   }
   return suits;
 }
