@@ -58,10 +58,10 @@ bool fills_chip(const LoraShape& s) { return s.num_tokens >= kManyTokens; }
 /// counts how many CTAs start, what each of them reads and how many read at once, and whether the
 /// next call's CTAs find room beside them; for two, what all CTAs read, and the split-K partials
 /// that each of expand's adds. From kManyTokens on fitted anew to 440 problems of up to 600 tokens
-/// and 64 adapters: with what it chooses now they take 0.968 times as long as before, the 104 whose
-/// plan changes 0.87 times. (us, one kernel and two: 146 tokens of one adapter, rank 32, 4,096 to
-/// 1,024 + 2 x 256, 5.5 and 6.7; 415 of 13, rank 64, 4,096 to 4,096, 11.3 and 16.5; 422 of 2, rank
-/// 16, 2,048 to 1,024, 3.6 and 4.8; but 130 of 39, rank 4, 1,024 to 4,096, 4.8 and 4.0.)
+/// and 64 adapters. (us, one kernel and two: 146 tokens of one adapter, rank 32, 4,096 to 1,024 + 2
+/// x 256, 5.7 and 7.0; 91 of 4, rank 64, 3,584 to 3,584, 4.3 and 6.2; 422 of 2, rank 16, 2,048 to
+/// 1,024, 3.6 and 4.8; but 74 of one, rank 32, 1,024 to 2,048 + 2 x 1,024, 256 columns a CTA 3.2,
+/// 512 3.7; 112 of one, rank 32, 8,192 to 8,192, 7.4 and 7.0.)
 double us_of_one(const LoraShape& s, const Machine& m, int cols, double ctas) {
   const auto rank = static_cast<double>(s.max_rank), tokens = static_cast<double>(likely_tile(s));
   const auto leaves = static_cast<double>(num_leaves(s.hidden));
@@ -92,6 +92,12 @@ constexpr double kMostCtas = 128, kSpreadTiles = 5, kMostTilesOfTurns = 4;
 /// all rank rows, which those of the decode shrink share out (1.1 to 1.4 times as long).
 constexpr int kMostRankOfFew = 32;
 constexpr std::int64_t kFewTokens = 7;
+/// Ranks of which many tokens take it with one turn and so many columns of all tiles alone: those
+/// of expand_direct.cu cost less than counted. (us on an H100, rank 4, one kernel and two: 88
+/// tokens of 12 adapters, qkv, 5.8 and 4.4; 152 of 6, 14,336 to 4,096, 7.0 and 6.2; but 215 of 8,
+/// 2,048 to 1,024, 2.7 and 4.1.)
+constexpr int kLowRank = 4;
+constexpr double kLowColumns = 70000;
 
 }  // namespace
 
@@ -101,6 +107,10 @@ bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   const bool fills = fills_chip(s);
   if (!fills && one_turns(s.hidden) > 1 && tiles > kMostTilesOfTurns) return false;
   if (s.max_rank > kMostRankOfFew && likely_tile(s) <= kFewTokens) return false;
+  if (fills && s.max_rank <= kLowRank &&
+      (one_turns(s.hidden) > 1 || tiles * static_cast<double>(s.sum_widths()) > kLowColumns)) {
+    return false;
+  }
   double least = us_of_two(s, tiles);
   bool suits = false;
   for (int cols = 32; runs_one(s, m, cols); cols *= 2) {
