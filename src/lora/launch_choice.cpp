@@ -351,8 +351,8 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
       c.cols = even_cols(s, own <= kOneRoundCols ? own : kMostDenseCols, c.block_cols);
     }
   }
-  // Unaligned y has two kernels for all ranks, whose blocks are narrow.
-  if (!s.aligned_y) c.block_cols = 32;
+  fit_round(s, m, c);
+  if (!s.aligned_y) c.block_cols = 32;  // two kernels for all ranks, whose blocks are narrow
   c.stages = decode_stages(s, c, m);
   return c;
 }

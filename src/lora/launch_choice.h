@@ -20,6 +20,11 @@ std::int64_t used_adapters(const LoraShape& s);
 std::int64_t tokens_per_adapter(const LoraShape& s);
 /// Tokens of a tile of 16 then.
 std::int64_t likely_tile(const LoraShape& s);
+/// Whether adapters are so few that the tiles there may be are nearly those that there are.
+bool knows_tiles(const LoraShape& s);
+/// Gives the decode expand of ranks up to 16 the fewest columns a CTA then with which all run at
+/// once, at most five on two SMs.
+void fit_round(const LoraShape& s, const Machine& m, ExpandPlan& c);
 /// Columns per CTA, close to `cols`, that cut the widest slice into blocks of equal width, so that
 /// the last CTA does not get a narrow remainder. The number of blocks is max_width / cols, rounded
 /// up where its fraction is 0.4 or more. The result is a multiple of `multiple`.

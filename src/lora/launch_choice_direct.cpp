@@ -17,7 +17,7 @@ constexpr int kDirectRank = 8;
 /// (us, direct and decode, rank 8: one token, 8,192 to 2 x 28,672, 5.0 and 3.8; 10 tokens of 76
 /// adapters, 2,048 to 2 x 8,192, 4.4 and 5.2; on an H100 119 of 119, 1,024 to 512 + 2 x 256, 6.7
 /// and 7.8.)
-constexpr std::int64_t kDirectColumns = 100000;
+constexpr std::int64_t kDirectColumns = 100000, kDirectColumnsBy8 = 60000;
 
 /// Tokens of an adapter and columns of all tiles up to which it takes what tiles of 64 would take
 /// otherwise. (us, direct and prefill: 776 tokens of 22 adapters, rank 4, qkv, 12.9 and 15.4; 431
@@ -66,8 +66,11 @@ bool suits_direct(const LoraShape& s) {
   if (best_tile_tokens(s) == 64) {
     return tokens_per_adapter(s) <= kDirectTokens && columns <= kDirectMostColumns;
   }
-  // Rows that start at multiples of 8 bytes would go to shared memory element by element.
-  return s.b_by_8 || (s.max_rank <= kDirectRank && columns >= kDirectColumns);
+  // Rows that start at multiples of 8 bytes come by 8 bytes otherwise. (us on an H100, rank 4,
+  // decode and direct: 47 tokens of 3 adapters, 8,192 to 8,192 + 2 x 1,024, 4.2 and 5.1; 542 of
+  // one, 3,584 to 896 + 2 x 128, 5.8 and 6.1; but 321 of one, 14,336 to 4,096, 10.2 and 9.3.)
+  const bool by_8 = s.b_by_8 && (!knows_tiles(s) || columns >= kDirectColumnsBy8);
+  return by_8 || (s.max_rank <= kDirectRank && columns >= kDirectColumns);
 }
 
 }  // namespace mortar::lora

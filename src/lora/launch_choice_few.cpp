@@ -53,6 +53,29 @@ std::int64_t likely_tile(const LoraShape& s) {
   return std::min<std::int64_t>(16, tokens_per_adapter(s));
 }
 
+bool knows_tiles(const LoraShape& s) {
+  constexpr std::int64_t kFewAdapters = 4;
+  return used_adapters(s) <= kFewAdapters && s.num_tokens > 16;
+}
+
+/// (us on an H100: 126 tokens of one adapter, rank 16, 3,584 to 2 x 18,944, 304 CTAs 11.4, 400, of
+/// which some come last, 12.8; 54 of one, 8,192 to 2 x 28,672, 304 CTAs 8.8, 224 9.6; 321 of one,
+/// rank 8, 1,024 to 2,048 + 2 x 1,024, 168 CTAs 5.9, 336 6.3; but 30 of one, rank 16, 28,672 to
+/// 8,192, 64 CTAs 7.3, 128 of half a stage 7.0; 162 of two, 8,192 to 2 x 28,672, fewer CTAs of more
+/// columns 26.5 and 23.8.)
+void fit_round(const LoraShape& s, const Machine& m, ExpandPlan& c) {
+  constexpr int kStage = 256, kMostCols = 1024, kMostRank = 16;
+  if (!knows_tiles(s) || s.max_rank > kMostRank) return;
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
+  if (tiles * column_blocks(s, kStage) < m.sms) return;
+  for (int cols = kStage; cols <= kMostCols; cols += kStage) {
+    if (2 * tiles * column_blocks(s, cols) > 5 * m.sms) continue;
+    c.cols = cols;
+    c.block_cols = kStage;
+    return;
+  }
+}
+
 std::int64_t decode_shrink_ctas(const LoraShape& s, int rows) {
   return max_tiles(s.num_tokens, s.num_adapters, 16) * ceil_div<std::int64_t>(s.hidden, kDecodeK) *
          ceil_div(s.rank_rows(), rows);

@@ -47,17 +47,32 @@ double room_for_one(const LoraShape& s, const Machine& m, int cols) {
   return 0.88 * m.sms * static_cast<double>(std::min<std::int64_t>(kOnePerSm, fit));
 }
 
+/// Tokens from which on its CTAs may take all of the chip. A model's decode step has fewer, of
+/// which more CTAs than below delay the next matrix product.
+constexpr std::int64_t kManyTokens = 65;
+bool fills_chip(const LoraShape& s) { return s.num_tokens >= kManyTokens; }
+
 /// us a call of the one kernel, and of two, on an H100, fitted to choose well among 822 problems of
 /// up to 146 tokens and ranks of 4 to 64 in 19 layers, calls back to back: what it chooses takes
 /// 0.873 times as long as two kernels do on average, and the best choice would 0.854. For the one
 /// counts how many CTAs start, what each of them reads and how many read at once, and whether the
 /// next call's CTAs find room beside them; for two, what all CTAs read, and the split-K partials
-/// that each of expand's adds.
+/// that each of expand's adds. From kManyTokens on fitted anew to 440 problems of up to 600 tokens
+/// and 64 adapters. (us, one kernel and two: 146 tokens of one adapter, rank 32, 4,096 to 1,024 + 2
+/// x 256, 5.7 and 7.0; 91 of 4, rank 64, 3,584 to 3,584, 4.3 and 6.2; 422 of 2, rank 16, 2,048 to
+/// 1,024, 3.6 and 4.8; but 74 of one, rank 32, 1,024 to 2,048 + 2 x 1,024, 256 columns a CTA 3.2,
+/// 512 3.7; 112 of one, rank 32, 8,192 to 8,192, 7.4 and 7.0.)
 double us_of_one(const LoraShape& s, const Machine& m, int cols, double ctas) {
   const auto rank = static_cast<double>(s.max_rank), tokens = static_cast<double>(likely_tile(s));
+  const auto leaves = static_cast<double>(num_leaves(s.hidden));
   const double kb = one_turns(s.hidden) * (rank + tokens) + cols * 2 * (rank + 2 * tokens) / 1024;
-  return 1.43 + 0.035 * static_cast<double>(num_leaves(s.hidden)) + 0.0052 * ctas +
-         (0.0082 + 0.0001 * ctas) * kb + (2 * ctas > room_for_one(s, m, cols) ? 1.2 : 0);
+  const double full = ctas / room_for_one(s, m, cols);
+  if (fills_chip(s)) {
+    return 1.4 + 0.052 * leaves + 0.0026 * ctas + (0.0086 + 0.00007 * ctas) * kb +
+           2.24 * std::max(0.0, full - 0.5);
+  }
+  return 1.43 + 0.035 * leaves + 0.0052 * ctas + (0.0082 + 0.0001 * ctas) * kb +
+         (full > 0.5 ? 1.2 : 0);
 }
 double us_of_two(const LoraShape& s, double tiles) {
   const auto rank = static_cast<double>(s.max_rank), tokens = static_cast<double>(likely_tile(s));
@@ -72,31 +87,45 @@ double us_of_two(const LoraShape& s, double tiles) {
 /// there are as many of them as that allows: behind a matrix product they are the faster ones (8
 /// tokens of 8 adapters, 4,096 to 4,096, rank 16, us a layer of bench/model.py on an H100: 2.1 less
 /// than two kernels with 128 CTAs, 0.9 more with 64). And most tiles where a CTA takes K in turns.
+/// Both of tiles that are not half full: 50 tokens of 4 adapters, rank 32, 8,192 to 2,048, 40 CTAs,
+/// take 3.6 us, two kernels 4.9; 36 of 5, rank 16, 2,048 to 1,024, 2.35 with 40 CTAs, 2.55 with 80.
+constexpr std::int64_t kHalfTile = 8;
 constexpr double kMostCtas = 128, kSpreadTiles = 5, kMostTilesOfTurns = 4;
 /// Ranks above which tiles of few tokens take two kernels: every CTA that adds up a part of K reads
 /// all rank rows, which those of the decode shrink share out (1.1 to 1.4 times as long).
 constexpr int kMostRankOfFew = 32;
 constexpr std::int64_t kFewTokens = 7;
+/// Ranks of which many tokens take it with one turn and so many columns of all tiles alone: those
+/// of expand_direct.cu cost less than counted. (us on an H100, rank 4, one kernel and two: 88
+/// tokens of 12 adapters, qkv, 5.8 and 4.4; 152 of 6, 14,336 to 4,096, 7.0 and 6.2; but 215 of 8,
+/// 2,048 to 1,024, 2.7 and 4.1.)
+constexpr int kLowRank = 4;
+constexpr double kLowColumns = 70000;
 
 }  // namespace
 
 bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   if (s.num_tokens <= 0 || !runs_one(s, m, 32)) return false;
   const double tiles = likely_tiles(s);
-  if (one_turns(s.hidden) > 1 && tiles > kMostTilesOfTurns) return false;
+  const bool fills = fills_chip(s), few = likely_tile(s) < kHalfTile;
+  if (few && !fills && one_turns(s.hidden) > 1 && tiles > kMostTilesOfTurns) return false;
   if (s.max_rank > kMostRankOfFew && likely_tile(s) <= kFewTokens) return false;
+  if (fills && s.max_rank <= kLowRank &&
+      (one_turns(s.hidden) > 1 || tiles * static_cast<double>(s.sum_widths()) > kLowColumns)) {
+    return false;
+  }
   double least = us_of_two(s, tiles);
   bool suits = false;
   for (int cols = 32; runs_one(s, m, cols); cols *= 2) {
     const double ctas =
         tiles * kOneCluster * static_cast<double>(column_blocks(s, cols * kOneCluster));
-    if (ctas > std::min(kMostCtas, room_for_one(s, m, cols))) continue;
+    if (ctas > room_for_one(s, m, cols) || (!fills && ctas > kMostCtas)) continue;
     if (const double us = us_of_one(s, m, cols, ctas); us < least) {
       least = us;
       c = one_expand(cols);
       suits = true;
     }
-    if (tiles >= kSpreadTiles) break;
+    if (few && !fills && tiles >= kSpreadTiles) break;
   }
   return suits;
 }

@@ -35,10 +35,16 @@ TEST(LoraChoice, OneKernelIsChosenWhereItIsFaster) {
   EXPECT_EQ(cols(shape(146, 1, 64, 4096, o)), 512);
   EXPECT_EQ(cols(shape(1, 1, 16, 4096, gate_up)), 512);
   EXPECT_EQ(cols(shape(30, 5, 4, 768, {1024})), 64);
+  // As many CTAs as the chip holds, where a model's decode step has no such batch.
+  EXPECT_EQ(cols(shape(146, 1, 32, 4096, {1024, 256, 256})), 128);
+  EXPECT_EQ(cols(shape(415, 13, 64, 4096, o)), 0);
+  EXPECT_EQ(cols(shape(422, 2, 16, 2048, {1024})), 128);
+  EXPECT_EQ(cols(shape(223, 1, 32, 8192, {2048})), 256);
   for (const LoraShape& s :
        {shape(32, 32, 16, 4096, o), shape(8, 8, 16, 4096, qkv), shape(146, 1, 32, 4096, qkv),
         shape(1, 1, 64, 4096, o), shape(8, 8, 64, 4096, o), shape(64, 1, 16, 4096, gate_up),
-        shape(8, 8, 16, 14336, o), shape(1, 1, 128, 4096, o)}) {
+        shape(8, 8, 16, 14336, o), shape(1, 1, 128, 4096, o), shape(88, 12, 4, 4096, qkv),
+        shape(152, 6, 4, 14336, o), shape(256, 64, 16, 4096, o)}) {
     EXPECT_EQ(cols(s), 0) << describe(choose(s, {}));
   }
   EXPECT_EQ(cols(shape(1, 1, 16, 4096, o), kMachines[1]), 0);
@@ -90,8 +96,8 @@ TEST(LoraChoice, TilesFollowWhatTheyRead) {
   const auto decodes = [](const LoraShape& s, const Machine& m = {}) {
     return choose(s, m).shrink.kernel == ShrinkKernel::kDecode;
   };
-  EXPECT_TRUE(decodes(shape(449, 7, 4, 3072, {1024})));
-  EXPECT_TRUE(decodes(shape(492, 6, 16, 4096, {4096})));
+  EXPECT_TRUE(decodes(shape(880, 7, 4, 3072, {1024})));
+  EXPECT_TRUE(decodes(shape(492, 6, 8, 4096, {4096, 4096})));
   EXPECT_FALSE(decodes(shape(465, 1, 32, 8192, {2048})));
   EXPECT_FALSE(decodes(shape(512, 10, 16, 4096, {14336, 14336})));
   EXPECT_TRUE(decodes(shape(30, 1, 128, 28672, {8192})));
@@ -121,7 +127,7 @@ TEST(LoraChoice, CtasOfSeveralTilesFindAnSmEach) {
   const auto shrink = [](const LoraShape& s) { return choose(s, {}).shrink; };
   const std::vector<std::int64_t> qkv = {4096, 1024, 1024};
   for (const LoraShape& s :
-       {shape(100, 1, 16, 4096, qkv), shape(64, 1, 32, 4096, {14336, 14336})}) {
+       {shape(60, 1, 16, 4096, {14336, 1024, 1024}), shape(64, 1, 32, 4096, {14336, 14336})}) {
     const ShrinkPlan c = shrink(s);
     EXPECT_EQ(c.kernel, ShrinkKernel::kDecode);
     EXPECT_EQ(c.rows, s.num_slices == 3 ? 48 : 64);
@@ -134,6 +140,22 @@ TEST(LoraChoice, CtasOfSeveralTilesFindAnSmEach) {
   EXPECT_EQ(finished.rows, 32);
   EXPECT_EQ(finished.per_sm, 1);
   EXPECT_EQ(shrink(shape(90, 1, 128, 1024, {3072, 3072})).partials, Partials::kFinish);
+}
+
+/// Of few adapters all CTAs of expand run at once, whole stages of columns each.
+TEST(LoraChoice, CtasOfFewAdaptersAreOneRound) {
+  const auto cols = [](const LoraShape& s) {
+    const LaunchPlan plan = choose(s, {});
+    return plan.expand.kernel == ExpandKernel::kDecode ? plan.expand.cols : 0;
+  };
+  EXPECT_EQ(cols(shape(126, 1, 16, 3584, {18944, 18944})), 1024);
+  EXPECT_EQ(cols(shape(160, 1, 16, 13312, {16384})), 512);
+  LoraShape by_8 = shape(47, 3, 4, 8192, {8192, 1024, 1024});
+  by_8.b_by_8 = true;
+  EXPECT_EQ(cols(by_8), 256);
+  by_8 = shape(321, 1, 4, 14336, {4096});
+  by_8.b_by_8 = true;
+  EXPECT_EQ(cols(by_8), 0);
 }
 
 /// Two kernels for many tokens of low ranks, where CTAs of the decode expand all run at once.
