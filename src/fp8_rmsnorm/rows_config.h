@@ -21,7 +21,7 @@ struct RowsPlan {
   static constexpr int kThreads = 256;         ///< of a CTA, unless a row needs more
   static constexpr int kStaticSmem = 6 << 10;  ///< at most, with what the system keeps
   static constexpr int kStages = 2;            ///< what is worked on, and what is on its way
-  static constexpr int kMostSpans = 8;         ///< of a row of 65,536 float32 that 256 threads share
+  static constexpr int kMostSpans = 8;  ///< of a row of 65,536 float32 that 256 threads share
 
   int threads = kThreads;
   int row_threads = 32;  ///< a power of two

@@ -131,6 +131,18 @@ TEST_P(Fp8RmsNormCuda, LaunchChoicesOfOnePassChangeNoBit) {
   }
 }
 
+// Rows of over 64 KB, which the kernel for any kind holds in two, four and eight parts.
+TEST_P(Fp8RmsNormCuda, LaunchChoicesOfVeryLongRowsChangeNoBit) {
+  for (const auto& [x, columns] : {std::pair{kF32, 18432},
+                                   {kF32, 40004},
+                                   {kF32, 65536},
+                                   {kBF16, 32776},
+                                   {kF16, 65536},
+                                   {kF32, 16389}}) {
+    expect_same_bits({.rows = 5, .columns = columns, .x = x, .weight = kBF16});
+  }
+}
+
 TEST_P(Fp8RmsNormCuda, LaunchChoicesOfOtherFormsChangeNoBit) {
   for (DType x : {kE4M3, kBF16}) {
     const NormCase c{.rows = 133, .columns = 1040, .x = x, .x_scale = kF32};
