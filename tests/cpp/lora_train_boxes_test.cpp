@@ -85,8 +85,7 @@ TEST_P(LoraTrainBoxes, DropoutOfBothIsTheSame) {
   for (const int rank : {7, 16}) {
     TrainCase c = base_case(rank);
     c.hidden = 336;  // whole groups of draws
-    c.on = LoraDropoutOn::kInput;
-    c.p = 0.3f;
+    c.p = {0.3f};
     expect_same(c, GetParam(), plan_of(rank, 64, 128), concat("rank ", rank));
   }
 }

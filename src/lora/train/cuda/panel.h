@@ -269,6 +269,7 @@ inline bool sums_whole(const PanelProblem& dy, const PanelProblem& x) {
 /// x 4096, 112 thread blocks, 216 / 220; 1024 x 7168 x 2048, rank 64, 29.7 / 25.0; 4096 x 4096 x
 /// 4096, rank 64, 56.9 / 63.9.)
 inline bool pays_with_dx(const PanelProblem& x, const PanelPlan& plan, int sms, std::int64_t l2) {
+  if (x.width > kPanelShapes[plan.shape].ranks) return false;
   if (plan.shape == kChainPanels) return 4 * x.rows * x.columns[0] <= l2;
   const std::int64_t blocks =
       num_panels(x, kPanelShapes[kInputPanels]) * ceil_div<std::int64_t>(x.rows, plan.chunk.rows);
