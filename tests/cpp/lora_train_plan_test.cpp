@@ -246,6 +246,24 @@ TEST(LoraTrainPlan, ProductsSumOverRowsFrom24RanksOn) {
   }
 }
 
+TEST(LoraTrainPlan, DxComesWithTheSumsOfXWhereThatPays) {
+  const auto pays = [](std::int64_t rows, std::int64_t hidden, int rank) {
+    PanelProblem x;
+    x.rows = rows;
+    x.matrices = 1;
+    x.columns[0] = hidden;
+    x.width = rank;
+    x.products = true;
+    return pays_with_dx(x, choose_panels(x, false, 227 * 1024).plan, 132, 50 << 20);
+  };
+  EXPECT_TRUE(pays(4096, 4096, 16));
+  EXPECT_TRUE(pays(16384, 2048, 16));
+  EXPECT_FALSE(pays(8192, 14336, 16));  // 112 thread blocks
+  EXPECT_TRUE(pays(1024, 7168, 64));
+  EXPECT_FALSE(pays(4096, 4096, 64));  // x and dx do not fit L2
+  EXPECT_FALSE(pays(1024, 4096, 128));
+}
+
 TEST(LoraTrainPlan, FewElementsAreSummedByThreadBlocksThatHaveAllRows) {
   const auto whole = [](std::int64_t rows, std::int64_t hidden, std::int64_t width, int rank,
                         std::int64_t adapters = 0) {

@@ -3,9 +3,9 @@
 //
 //   forward   h by shrink over K and its reduction; y by expand, slice by slice
 //   backward  ds and the sums of dB in one pass over dy, or ds by shrink over N of every slice and
-//             then the sums of dB; dx by expand over all slices; the sums of dA; dA and dB from
-//             their sums (row_sums.cuh). The sums of dB start beside the last shrink, whose parts
-//             are added after them, and those of dA beside expand
+//             then the sums of dB; dx by expand over all slices; the sums of dA, or both in one
+//             pass over x; dA and dB from their sums (row_sums.cuh). The sums of dB start beside
+//             the last shrink, whose parts are added after them, and those of dA beside expand
 //
 // x is read once in each direction; dy once, or twice where panel.h finds that cheaper. Float32
 // weights beside bfloat16 are first written out as columns of bfloat16 parts (part_columns.cuh).
@@ -93,6 +93,7 @@ class Call {
     // Beside the last shrink; its parts are added when both have ended.
     made_db_ ? sums.note_beside_ds() : sums.sum_dy(work_.h, work_.ds.values, shrinks, free_sms_);
     if (parts) reduce_hidden(*parts, stream_);
+    if (sums.sum_x_with_dx(work_.ds)) return sums.finish();
     if (p_.dx.data != nullptr) {
       run_expand(Side::kA, 0, p_.num_slices, work_.ds, p_.add_dx ? p_.dx : Matrix{}, p_.dx,
                  p_.hidden, p_.drops_input(), {p_.rng, p_.hidden, 0});

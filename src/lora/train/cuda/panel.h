@@ -77,6 +77,8 @@ inline constexpr std::array kPanelShapes = {
     PanelShape{32, false, 256, 32, 2, 2, 0.6, 2.5},
     PanelShape{64, false, 256, 32, 2, 2, 0.5, 3},
 };
+/// Those that input_boxes.cu and panel_boxes.cu have too, with ds.
+inline constexpr int kInputPanels = 0, kDsPanels16 = 3, kDsPanels32 = 4, kChainPanels = 5;
 
 /// What a pass over the matrices of all slices, or over x, depends on.
 struct PanelProblem {
@@ -111,6 +113,8 @@ struct BackwardPlan {
   bool whole = false;
   int whole_ranks = 16;
   bool together = true;  ///< dy_boxes.cu, if it takes the operands: no bit depends on it
+  bool boxes = true;     ///< the same of panel_boxes.cu
+  bool with_dx = false;  ///< dA and dx in one pass by input_boxes.cu, the same
   PanelPlan dy, x;
 };
 
@@ -256,6 +260,20 @@ inline bool sums_whole(const PanelProblem& dy, const PanelProblem& x) {
   for (int i = 0; i < dy.matrices; ++i) dy_columns += dy.columns[i];
   if (x.rows > kFewRows && dy_columns > 2 * x.columns[0]) return false;
   return x.rows * (dy_columns + x.columns[0]) <= (width <= 32 ? kMostElements : kMostOfWide);
+}
+
+/// Whether dx comes in the pass over x for dA (input_boxes.cu), beside which it costs little. Up to
+/// 16 ranks thread blocks have an SM each: where a seventh of these would have none, dx apart has
+/// all. Of more ranks panels are 128 bytes wide, for which DRAM is slow, but not L2. (us of a
+/// backward on an H100, apart / in one pass: 4096 x 4096 x 4096, rank 16, 53.7 / 46.8; 8192 x 14336
+/// x 4096, 112 thread blocks, 216 / 220; 1024 x 7168 x 2048, rank 64, 29.7 / 25.0; 4096 x 4096 x
+/// 4096, rank 64, 56.9 / 63.9.)
+inline bool pays_with_dx(const PanelProblem& x, const PanelPlan& plan, int sms, std::int64_t l2) {
+  if (x.width > kPanelShapes[plan.shape].ranks) return false;
+  if (plan.shape == kChainPanels) return 4 * x.rows * x.columns[0] <= l2;
+  const std::int64_t blocks =
+      num_panels(x, kPanelShapes[kInputPanels]) * ceil_div<std::int64_t>(x.rows, plan.chunk.rows);
+  return plan.shape == kInputPanels && 8 * blocks >= std::int64_t{7} * sms;
 }
 
 /// The plan with which they do.

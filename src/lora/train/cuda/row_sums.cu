@@ -7,7 +7,9 @@
 #include <algorithm>
 
 #include "device/launch.cuh"
+#include "device/tensor_copy.cuh"
 #include "lora/train/cuda/backend.cuh"
+#include "lora/train/cuda/panel_boxes.cuh"
 
 namespace mortar::lora::train::cuda {
 namespace {
@@ -42,6 +44,8 @@ BackwardPlan plan_backward(const Problem& p) {
   const bool needs_ds = (p.wants_da || p.dx.data != nullptr) && p.weight != DType::kFloat32;
   BackwardPlan plan = choose_backward(dy, x, needs_ds, device::current_device().max_smem);
   plan.products = sm90;
+  const device::DeviceInfo& device = device::current_device();
+  plan.with_dx = sm90 && copies == 1 && pays_with_dx(x, plan.x, device.num_sms, device.l2_bytes);
   if (p.weight != DType::kFloat32 && sums_whole(dy, x)) {
     return whole_plan(p.num_rows, whole_ranks(p.hidden_width));
   }
@@ -111,6 +115,36 @@ void RowSums::sum_dy(const HiddenForms& h, void* ds, bool early, int free_sms) {
   sum_ds(end, stream_);
 }
 
+bool RowSums::sum_x_with_dx(const HiddenForms& ds) {
+  const PanelPlan& plan = plan_.x;
+  const bool chain = plan.shape == kChainPanels;
+  const bool takes_plan = plan_.with_dx && !plan_.whole && (chain || plan.shape == kInputPanels) &&
+                          plan.chunk.at_once == 0 && plan.chunk.rows % kBlockColumns == 0 &&
+                          p_.hidden_width <= kPanelShapes[plan.shape].ranks;
+  const bool one_group = looks_ahead(grads_.pairs, grads_.rows) && p_.num_adapters == 1;
+  const auto takes = [&](const Matrix& m, std::int64_t columns) {
+    return m.dtype == p_.weight && m.col_stride == 1 &&
+           device::takes_tensor_map(m.data, columns, p_.num_rows, m.row_stride);
+  };
+  if (!takes_plan || !one_group || device::current_device().arch != 90 ||
+      p_.weight == DType::kFloat32 || p_.add_dx || !takes(p_.x, p_.hidden) ||
+      !takes(p_.dx, p_.hidden) ||
+      !takes({ds.values, p_.hidden_width, 1, p_.weight}, p_.hidden_width)) {
+    return false;
+  }
+  for (int s = 0; s < p_.num_slices; ++s) {
+    const Pair pair = p_.pair(0, s);
+    const bool draws = !p_.drops_input() || (!chain && p_.hidden % kMaskGroup == 0 &&
+                                             pair.threshold > 0 && pair.threshold < kDropAll);
+    if (pair.rank == 0 || pair.da.data == nullptr || !draws) return false;
+  }
+  PanelParams all = panel_params(Side::kA, plan, ds);
+  add_operand(&all, Side::kA, 0, ds, da_);
+  const bool half = p_.weight == DType::kFloat16;
+  input_boxes(all, p_.dx, half ? Policy::kFloat16 : Policy::kBFloat16, stream_);
+  return true;
+}
+
 void RowSums::sum_x(const HiddenForms& h, const HiddenForms& ds, bool early) {
   PanelParams all = panel_params(Side::kA, plan_.x, ds);
   all.early = early;
@@ -137,6 +171,7 @@ void RowSums::run_panels(PanelParams panel) {
   if (wide && plan_.products && takes_products(panel, policy)) {
     return panel_products(panel, policy, stream_);
   }
+  if (plan_.boxes && panel_boxes(panel, policy, stream_)) return;
   panels(panel, policy, stream_);
 }
 

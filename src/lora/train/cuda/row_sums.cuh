@@ -56,6 +56,9 @@ class RowSums {
   std::optional<OuterParams> beside_ds(const HiddenForms& h) const;
   /// The launch with ds has left its sums.
   void note_beside_ds();
+  /// Sums of dA, from ds, and dx in the same pass over rows, where the plan has it so; false, and
+  /// nothing done, for operands that input_boxes.cu does not take.
+  bool sum_x_with_dx(const HiddenForms& ds);
   /// Sums of dA, from ds; and with a plan of whole sums dA itself, and dB from h.
   void sum_x(const HiddenForms& h, const HiddenForms& ds, bool early);
   /// dA and dB of all sums.

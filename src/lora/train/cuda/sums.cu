@@ -46,7 +46,8 @@ __device__ __forceinline__ float4 sum_in_order(const float* from, std::int64_t s
   return sum;
 }
 
-__global__ void __launch_bounds__(kThreads) ds_kernel(const __grid_constant__ DsParams p) {
+/// With so few registers a thread block fits an SM beside one of panel_boxes.cu.
+__global__ void __launch_bounds__(kThreads, 4) ds_kernel(const __grid_constant__ DsParams p) {
   // What follows is launched at once: the panels before this have waited for all before them, and
   // a kernel this short would not hide the launch. Backward, 4096 x 4096 x 4096 and rank 16 on an
   // H100, 57.1 to 56.0 us; q/k/v 65.8 to 63.8.

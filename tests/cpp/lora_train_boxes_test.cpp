@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels that take two products of a backward in one pass by the copy engine change no bit, on
+// a GPU.
+#include <string>
+
+#include "lora_train_case.h"
+
+#if MORTAR_HAS_CUDA
+#include "lora/train/checks.h"
+#include "lora/train/cuda/backend.cuh"
+
+namespace mortar::testing {
+namespace {
+
+using lora::train::cuda::BackwardPlan;
+using lora::train::cuda::kChainPanels;
+using lora::train::cuda::kDsPanels16;
+using lora::train::cuda::kDsPanels32;
+using lora::train::cuda::kInputPanels;
+
+class LoraTrainBoxes : public ::testing::TestWithParam<Device> {};
+
+void run(TrainStep* step, BackwardPlan plan, bool boxes) {
+  step->run_forward();
+  const LoraTrainProblem given = step->problem(false);
+  const LoraTrainBackward arguments = step->backward_arguments(false);
+  lora::train::Problem p =
+      lora::train::check_backward(ArgCheck("lora_train_backward"), given, arguments).problem;
+  plan.boxes = plan.with_dx = boxes;
+  GuardedTensor workspace =
+      byte_tensor(lora::train::cuda::backward_workspace(p, plan), step->device);
+  p.workspace = workspace.view().data;
+  lora::train::cuda::backward(p, plan, Stream{});
+  workspace.download();
+  EXPECT_TRUE(workspace.guards_intact());
+  for (GuardedTensor* t : step->outputs()) {
+    t->download();
+    EXPECT_TRUE(t->guards_intact());
+  }
+}
+
+/// By both kernels, or by neither.
+void expect_same(const TrainCase& c, Device device, const BackwardPlan& plan,
+                 const std::string& what) {
+  TrainStep first(c, device), other(c, device);
+  copy_inputs(first, &other);
+  run(&first, plan, true);
+  run(&other, plan, false);
+  expect_same_results(first, other, what);
+}
+
+TrainCase base_case(int rank) {
+  TrainCase c;
+  c.rows = 203;  // ends in a box of rows
+  c.hidden = 328;
+  c.widths = {680};  // a panel, and the start of a second one
+  c.ranks = {rank};
+  c.x = c.w = c.y = c.grad = c.dx = DType::kBFloat16;
+  return c;
+}
+
+BackwardPlan plan_of(int rank, int dy_rows, int x_rows) {
+  BackwardPlan plan;
+  plan.one_pass = rank <= 32;
+  plan.products = true;
+  plan.dy = {rank <= 16 ? kDsPanels16 : rank <= 32 ? kDsPanels32 : kChainPanels, dy_rows};
+  plan.x = {rank <= 16 ? kInputPanels : kChainPanels, x_rows};
+  return plan;
+}
+
+TEST_P(LoraTrainBoxes, NoKernelChangesABitOfTheBackward) {
+  for (const int rank : {3, 16, 24, 32, 64}) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+      TrainCase c = base_case(rank);
+      c.x = c.w = c.y = c.grad = c.dx = dtype;
+      c.transposed_weights = dtype == DType::kFloat16;
+      const int chunk = dtype == DType::kFloat16 ? 64 : 128;
+      expect_same(c, GetParam(), plan_of(rank, chunk + 32 * (rank <= 32), chunk),
+                  concat("rank ", rank, ", chunks of ", chunk));
+    }
+  }
+}
+
+TEST_P(LoraTrainBoxes, DropoutOfBothIsTheSame) {
+  for (const int rank : {7, 16}) {
+    TrainCase c = base_case(rank);
+    c.hidden = 336;  // whole groups of draws
+    c.p = {0.3f};
+    expect_same(c, GetParam(), plan_of(rank, 64, 128), concat("rank ", rank));
+  }
+}
+
+TEST_P(LoraTrainBoxes, SlicesShareThePass) {
+  TrainCase c = base_case(8);
+  c.widths = {520, 40, 264};
+  c.ranks = {16, 5, 8};
+  BackwardPlan plan = plan_of(32, 96, 128);
+  expect_same(c, GetParam(), plan, "three slices");
+  c.ranks = {8, 3};
+  c.widths = {520, 40};
+  plan = plan_of(16, 96, 128);
+  expect_same(c, GetParam(), plan, "two slices");
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainBoxes);  // on a machine without a GPU
+INSTANTIATE_TEST_SUITE_P(Gpus, LoraTrainBoxes,
+                         ::testing::ValuesIn(has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}}
+                                                       : std::vector<Device>{}),
+                         [](const auto& one) { return device_label(one.param); });
+
+}  // namespace
+}  // namespace mortar::testing
+#endif
