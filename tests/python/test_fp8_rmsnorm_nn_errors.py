@@ -32,6 +32,8 @@ def test_errors(device):
         fp8_linear(alone, weight)
     with pytest.raises(ValueError, match=r"^fp8_linear: weight must have shape \[O, 48\], got"):
         fp8_linear(flat, weight[:, 1:])
+    with pytest.raises(TypeError, match="^fp8_linear: weight must have dtype .* got float64$"):
+        fp8_linear(flat, weight.double())
     for arguments, name in (((None, weight), "activation"), ((flat, None), "weight")):
         with pytest.raises(TypeError, match=f"^fp8_linear: {name} must be of type .* got NoneType"):
             fp8_linear(*arguments)
@@ -43,6 +45,31 @@ def test_errors(device):
         dx = torch.autograd.grad(layer(leaf), leaf, torch.ones(4, 32, device=device,
                                  requires_grad=True), create_graph=True)[0]  # fmt: skip
         dx.sum().backward()
+
+
+def test_records_of_other_rows_are_refused(device):
+    """Else PyTorch's products would fail in the backward, about two matrices."""
+    norm, weight = Fp8RMSNorm(48).to(device), torch.randn(8, 48, device=device)
+    full = norm(torch.randn(2, 4, 48, device=device))
+    cut = full._replace(q=full.q[:, 3:])
+    with pytest.raises(
+        ValueError, match=r"^fp8_linear: activation .* normed of shape \(2, 1, 48\)"
+    ):
+        fp8_linear(cut, weight)
+    cut = cut._replace(normed=full.normed[:, 3:])
+    assert fp8_linear(cut, weight).shape == (2, 1, 8)
+    with pytest.raises(ValueError, match=r"^fp8_linear: activation .* q_t of .*, got \(48, 8\)$"):
+        fp8_linear(cut, weight.requires_grad_())
+
+
+def test_a_transposed_weight(device):
+    norm, weight = Fp8RMSNorm(48).to(device), torch.randn(48, 8, device=device, requires_grad=True)
+    dense = weight.detach().t().contiguous().requires_grad_()
+    activation = norm(torch.randn(6, 48, device=device, requires_grad=True))
+    out, want = fp8_linear(activation, weight.t()), fp8_linear(activation, dense)
+    out.sum().backward(retain_graph=True)
+    want.sum().backward()
+    assert torch.equal(out, want) and torch.equal(weight.grad, dense.grad.t())
 
 
 @pytest.mark.parametrize("name", ["x", "x_scale", "residual"])

@@ -70,6 +70,8 @@ def norm(device) -> Iterator[tuple[str, list[Tensor], Callable]]:
     yield "residual", [residual], lambda: mortar.fp8_rmsnorm(x, weight, residual=residual)
     yield "record", written, lambda: mortar.fp8_rmsnorm(x, weight, out=out)
     yield "quantize", [out.q, out.scale, out.amax], lambda: mortar.fp8_quantize(x, out=out)
+    yield "compat", [out.q, out.scale, out.amax], lambda: mortar.fp8_quantize(
+        x, numerics="compat", out=out)  # fmt: skip
     rstd = out.rstd.clone()
     yield "backward", [dx, dw], lambda: mortar.fp8_rmsnorm_backward(
         x, x, weight, rstd, dx=dx, dw=dw)  # fmt: skip

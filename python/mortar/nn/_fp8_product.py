@@ -11,6 +11,7 @@ from torch import Tensor
 from .._fp8_outputs import Fp8Output
 
 _E5M2 = torch.float8_e5m2
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @torch.compiler.assume_constant_result
@@ -53,6 +54,12 @@ def _multiply(a, a_scale, b_t, b_scale, out_dtype) -> Tensor:
     return (a.float() @ b_t.float().t() * (a_scale * b_scale)).to(out_dtype)
 
 
+def rows_dense(weight: Tensor) -> Tensor:
+    """A weight as the library reads it: copied where its rows are not dense, as in a transposed
+    one."""
+    return weight if weight.stride(-1) == 1 or weight.shape[-1] == 1 else weight.contiguous()
+
+
 def check_product(activation, weight) -> None:
     for name, value, kind in (("activation", activation, Fp8Output), ("weight", weight, Tensor)):
         if not isinstance(value, kind):
@@ -62,3 +69,19 @@ def check_product(activation, weight) -> None:
     if weight.ndim != 2 or (q is not None and weight.shape[1] != q.shape[-1]):
         wanted = "[O, N]" if q is None else f"[O, {q.shape[-1]}]"
         raise ValueError(f"fp8_linear: weight must have shape {wanted}, got {tuple(weight.shape)}")
+    if weight.dtype not in _FLOATS:
+        raise TypeError(
+            "fp8_linear: weight must have dtype float32, float16 or bfloat16, got "
+            f"{str(weight.dtype).removeprefix('torch.')}"
+        )
+
+
+def check_parts(q: Tensor, q_t: Tensor | None, carrier: Tensor | None) -> None:
+    """Of a record whose q somebody has cut to size, say, but not what lies beside it."""
+    rows, shape = q.shape[:-1].numel(), tuple(q.shape)
+    for name, part, wanted in (("q_t", q_t, (shape[-1], rows)), ("normed", carrier, shape)):
+        if part is not None and part.shape != wanted:
+            raise ValueError(
+                f"fp8_linear: activation must have a {name} of shape {wanted} beside q of shape "
+                f"{shape}, got {tuple(part.shape)}"
+            )

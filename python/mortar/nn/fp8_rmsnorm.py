@@ -17,7 +17,7 @@ from .._fp8_outputs import Settings, record, require_fp8, settings
 from .._library import differentiable_once, is_eager, refuse_transforms
 from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm_backward, normalise
 from ._fp8_carrier import carrier_of, check_carrier
-from ._fp8_product import check_product, multiply
+from ._fp8_product import check_parts, check_product, multiply, rows_dense
 
 _OPERANDS = (("x", False), ("x_scale", True), ("residual", True))
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -88,7 +88,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx, carrier, weight, q, scale, q_t, gradient_dtype, stochastic):
         ctx.save_for_backward(weight, scale, q_t)
         ctx.options = q.dtype, gradient_dtype, stochastic
-        w = fp8_quantize(weight, q.dtype)
+        w = fp8_quantize(rows_dense(weight), q.dtype)
         flat = q.flatten(0, -2)
         out = multiply(flat, scale, w.q, w.scale, carrier.dtype)
         return out.view(*q.shape[:-1], weight.shape[0])
@@ -106,7 +106,7 @@ class _Product(torch.autograd.Function):
                          stochastic=stochastic)  # fmt: skip
         dy = dweight = None
         if wants_y:
-            w = fp8_quantize(weight, fp8_dtype, transpose="only")
+            w = fp8_quantize(rows_dense(weight), fp8_dtype, transpose="only")
             dy = multiply(g.q, g.scale, w.q_t, w.scale, dtype)
             dy = dy.view(*dy_out.shape[:-1], weight.shape[1])
         if wants_weight:
@@ -266,7 +266,7 @@ def fp8_linear(
 
     Args:
         activation: q [..., N] with one scale for all ("tensor"), q_t, and its carrier in `normed`.
-        weight: [O, N], bfloat16, float16 or float32.
+        weight: [O, N], bfloat16, float16 or float32; copied where its rows are not dense.
         gradient_dtype: of the quantised gradient.
         stochastic: round that gradient stochastically.
 
@@ -289,6 +289,7 @@ def fp8_linear(
     wants_weight = torch.is_grad_enabled() and weight.requires_grad
     if wants_weight and q_t is None:
         raise ValueError("fp8_linear: activation must have q_t for the weight's gradient, got None")
+    check_parts(q, q_t if wants_weight else None, carrier)
     if carrier is None:
         carrier = carrier_of(q.shape, torch.bfloat16, q.device)
     return _Product.apply(carrier, weight, q, scale, q_t, gradient_dtype, stochastic)
