@@ -14,6 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 
 from ._ffi import lib
 from ._library import define, increment_version, refuse_tangents, shortcut
+from ._limits import MEMORY_ALIGNMENT as ALIGNMENT
 
 # Bound once: an attribute look-up per call would cost as much as an argument.
 _plan, _shrink, _expand, _apply = lib.lora_plan, lib.lora_shrink, lib.lora_expand, lib.lora_apply
@@ -100,6 +101,37 @@ class KnownTable:
         return out
 
 
+class _ReadTable:
+    """A table that is not known here, read back, for which the call waits."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        words = table.cpu().reshape(-1, 4)
+        self._ranks = words.view(torch.int32)[:, 4].tolist()
+        self._addresses = words[:, :2].tolist()
+
+    def moved(self, factors: list[torch.Tensor], columns: tuple) -> list[tuple[int, int, int]]:
+        """As that of a KnownTable. The factors are of the entries that have a rank, in order; where
+        they cannot be, the table is used as it is."""
+        entries = [entry for entry, rank in enumerate(self._ranks) if rank > 0]
+        places = [(entry, column) for entry in entries for column in columns]
+        if len(factors) != len(places):
+            return []
+        out = []
+        for (entry, column), factor in zip(places, factors, strict=True):
+            if factor.ndim != 2 or factor.shape[column] != self._ranks[entry]:
+                return []
+            if factor.numel() and factor.data_ptr() != self._addresses[entry][column]:
+                out.append((entry, column, factor.data_ptr()))
+        return out
+
+
+def _can_be_read(table: torch.Tensor) -> bool:
+    """Of any other form the library says what is wrong."""
+    if table.dtype is not torch.int64 or table.ndim != 3 or table.shape[2] != 4:
+        return False
+    return not (table.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 # By the address of the table.
 _known_tables: weakref.WeakValueDictionary[int, KnownTable] = weakref.WeakValueDictionary()
 
@@ -108,16 +140,26 @@ def _pointing_to(factors, table, *columns):
     """The table, or a copy of it that points to these tensors.
 
     Compiled code turns writes in place into new tensors and writes them back at its end, so what an
-    op is given may lie elsewhere than what the table points to. A table that is not ours, or whose
-    tensors the caller does not name, is used as it is.
+    op is given may lie elsewhere than what the table points to; and a program that torch.export has
+    saved comes with a table of another process. A table whose tensors the caller does not name is
+    used as it is.
     """
     known = _known_tables.get(table.data_ptr())
-    moved = known.moved(factors, columns) if known and factors else ()
+    moved = ()
+    if factors:
+        if known is None and _can_be_read(table):
+            known = _ReadTable(table)
+        moved = known.moved(factors, columns) if known else ()
     if not moved:
         return table
     copy = table.clone()
     entries = copy.view(-1, 4)
     for entry, column, address in moved:  # by value, which a CUDA graph may capture
+        if address % ALIGNMENT:  # else the slice would be left alone
+            raise ValueError(
+                f"lora: tensors of a table must be aligned to {ALIGNMENT} bytes, got address "
+                f"{address:#x}"
+            )
         entries[entry, column].fill_(address)
     if copy.is_cuda:  # the ops ask for another kernel between them and what writes their table
         copy.new_empty(1).fill_(0)

@@ -52,6 +52,9 @@ class Weights:
     Copies (``copy.deepcopy``) and pickles hold tensors of their own and a table made from them.
     Under ``torch.compile`` every A and B is an input of the compiled code, so writes to them before
     a call are seen; an ``update`` that changes ranks or fills a slot makes it compile again.
+    A program that ``torch.export`` has saved uses the tensors that it brings; as its table is read
+    back for that, calls wait for the device, and a CUDA graph cannot hold them (stacked weights do
+    neither).
     """
 
     num_adapters: int

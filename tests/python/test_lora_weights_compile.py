@@ -115,3 +115,32 @@ def test_weights_are_static_inputs_of_compiled_code(device):
     (total, static), *_ = inputs
     assert static == 1 + len(weights.tensors())
     assert total >= static + 2
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, weights, halves):
+        super().__init__()
+        self.weights, self.halves = weights, halves
+
+    def forward(self, x, y, ids):
+        plan, y = lora.plan(ids, self.weights.num_adapters), y.clone()
+        if not self.halves:
+            return lora.apply(y, x, self.weights, plan)
+        return lora.expand(y, lora.shrink(x, self.weights, plan, zero_rows=ids), self.weights, plan)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_saved_program_uses_the_tensors_that_it_brings(device, tmp_path, form, halves):
+    """Another process has nothing where the saved table points to. Here are other values."""
+    t = make(PROBLEM, device)
+    t.adapters[1][0] = None  # a slice left alone
+    weights, inputs = t.weights(form), (t.x, t.y, t.token_adapter)
+    layer = Layer(weights, halves)
+    with torch.no_grad():
+        want = layer(*inputs)
+        torch.export.save(torch.export.export(layer, inputs), tmp_path / "layer.pt2")
+        loaded = torch.export.load(tmp_path / "layer.pt2").module()
+        for tensor in weights.tensors():
+            tensor.fill_(float("nan"))
+        assert torch.equal(loaded(*inputs), want)
