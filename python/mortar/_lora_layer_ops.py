@@ -33,9 +33,9 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_autocast = torch._C._is_any_autocast_enabled
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
+def takes(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> bool:
     """Whether ``adapted_linear`` may be called: eagerly, and where autocast would cast nothing."""
-    if not is_eager(x) or x.is_meta:
+    if not is_eager(x) or x.is_meta or a.is_neg() or b.is_neg():
         return False
     if not _is_autocast():
         return True

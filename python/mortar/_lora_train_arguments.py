@@ -134,14 +134,16 @@ def result_dtype(op: str, x: Tensor, base: list[Tensor], dtype: torch.dtype | No
     return x.dtype
 
 
-def check_written(op: str, out: Tensor) -> None:
+def check_written(op: str, out: Tensor, name: str = "out") -> None:
     if out.is_neg():
-        raise ValueError(f"{op}: out must hold its own values (resolve_neg() it), got a negation")
+        raise ValueError(
+            f"{op}: {name} must hold its own values (resolve_neg() it), got a negation"
+        )
     try:
         as_written(out)
     except RuntimeError:
         raise ValueError(
-            f"{op}: out must have leading dimensions that one stride steps through, got shape "
+            f"{op}: {name} must have leading dimensions that one stride steps through, got shape "
             f"{tuple(out.shape)} with strides {out.stride()}"
         ) from None
 

@@ -78,6 +78,11 @@ def _train_autograd(
     x, base, a, b, rng, offsets, plan, widths, places, scales, p, drops_delta, dtype, save_h
 ):
     if wants_gradient(x, base, a, b):
+        if any_negation((x, *base, *a, *b)):  # which the dispatcher would resolve below autograd
+            x, (base, a, b) = (
+                x.resolve_neg(),
+                ([t.resolve_neg() for t in ts] for ts in (base, a, b)),
+            )
         layer = _layer(widths, places, scales, p, drops_delta)
         call = Call(layer, Rows(rng, offsets, plan), len(base), dtype, save_h, False)
         y = _Linear.apply(call, x, *base, *a, *b)

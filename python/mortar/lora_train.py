@@ -208,6 +208,10 @@ def backward(
         for t in tensors:
             if not isinstance(t, Tensor) and not (t is None and name not in ("a", "b", "dy")):
                 raise TypeError(f"backward: {name} must be a tensor, got {type(t).__name__}")
+    for name, tensors in (("dx", [dx]), ("da", da), ("db", db)):
+        for t in tensors:
+            if t is not None and t.ndim == 2 and not is_compiling():
+                check_written("backward", t, name)
     for name, tensors in (("a", a), ("b", b)):
         for t in tensors:
             if t.ndim != 2:

@@ -150,7 +150,7 @@ class TrainedForward:
         weight, bias = base._parameters.get("weight"), base._parameters.get("bias")
         if not _is_frozen(weight) or (bias is not None and not _is_frozen(bias)):
             return None
-        if not takes(x, weight):
+        if not takes(x, weight, adapter.a, adapter.b):
             return None
         return adapted_linear(
             x, weight, bias, adapter.a, adapter.b, self._layer.scaling[adapter.name],

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .. import _lora_train_ops as ops
 from .._library import differentiable_once, increment_version, is_eager
-from .._lora_train_arguments import as_number
+from .._lora_train_arguments import as_number, check_shape, check_written
 from .._lora_train_calls import NO_ROWS, known_layer
 from ._arguments import check_dimensions
 from ._install import Replacements, found
@@ -47,7 +47,8 @@ def _layer(width: int, scale: float) -> ops.Layer:
 
 
 def _one_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both weights in one dtype, the wider: they are small."""
+    """Both weights in one dtype, the wider, with their own values: they are small."""
+    a, b = a.resolve_neg(), b.resolve_neg()
     if a.dtype is b.dtype:
         return a, b
     for name, t in (("lora_A", a), ("lora_B", b)):
@@ -57,9 +58,11 @@ def _one_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.to(dtype), b.to(dtype)
 
 
-def _check(function: str, scale: float, **matrices: Tensor) -> None:
+def _read(function: str, scale: float, **matrices: Tensor) -> list[Tensor]:
+    """The matrices, checked, with their own values."""
     as_number(function, "scale", scale)
     check_dimensions(function, **{name: (value, 2) for name, value in matrices.items()})
+    return [t.resolve_neg() for t in matrices.values()]
 
 
 def lora_forward_wrapper(
@@ -75,17 +78,15 @@ def lora_forward_wrapper(
     x: [M, K]; lora_A: [K, N]; lora_B: [N, L], any strides; res: [M, L], overwritten and returned,
     None for a new tensor of `dtype`.
     """
-    given = res is not None
-    optional = {"res": res} if given else {}
-    _check("lora_forward_wrapper", scale, x=x, lora_A=lora_A, lora_B=lora_B, **optional)
+    given, op = res is not None, "lora_forward_wrapper"
+    x, lora_A, lora_B = _read(op, scale, x=x, lora_A=lora_A, lora_B=lora_B)
     a, b = _one_dtype(lora_A.t(), lora_B.t())
     if not given:
         res = x.new_empty(x.shape[0], b.shape[0], dtype=dtype)
-    elif res.shape != (x.shape[0], b.shape[0]):
-        raise ValueError(
-            f"lora_forward_wrapper: res must have shape {(x.shape[0], b.shape[0])}, got "
-            f"{tuple(res.shape)}"
-        )
+    else:
+        check_dimensions(op, res=(res, 2))
+        check_shape(op, "res", res, (x.shape[0], b.shape[0]))
+        check_written(op, res, "res")
     layer = _layer(b.shape[0], scale)
     ops.run_forward(layer, NO_ROWS, x, None, [res], [], [a], [b], is_eager(x))
     if given:
@@ -106,7 +107,9 @@ def lora_da_dx_update_wrapper(
     xt: [S, M]; dy: [M, K]; lora_B: [K, N]; lora_A: [N, L] with L = S, any strides. Both results
     have `dtype`.
     """
-    _check("lora_da_dx_update_wrapper", scale, xt=xt, dy=dy, lora_B=lora_B, lora_A=lora_A)
+    xt, dy, lora_B, lora_A = _read(
+        "lora_da_dx_update_wrapper", scale, xt=xt, dy=dy, lora_B=lora_B, lora_A=lora_A
+    )
     a, b = _one_dtype(lora_A, lora_B)
     da = dy.new_empty(xt.shape[0], a.shape[0], dtype=dtype)
     dx = dy.new_empty(dy.shape[0], a.shape[1], dtype=dtype)
@@ -123,7 +126,7 @@ def lora_db_update_wrapper(
 
     lora_A: [M, K]; xt: [K, N]; dy: [N, S], any strides. The result has `dtype`.
     """
-    _check("lora_db_update_wrapper", scale, lora_A=lora_A, xt=xt, dy=dy)
+    lora_A, xt, dy = _read("lora_db_update_wrapper", scale, lora_A=lora_A, xt=xt, dy=dy)
     db = dy.new_empty(dy.shape[1], lora_A.shape[0], dtype=dtype)
     # dB does not read B: one zero stands for every element.
     b = lora_A.new_zeros(1, 1).expand(db.shape)
@@ -138,12 +141,12 @@ def lora_db_update_wrapper(
 
 def _forward(x, lora_A, lora_B, scale, dtype, use_triton_kernel=True, res=None):
     """[M, out], with the residual added where there is one."""
-    x = ops.as_rows(x)
+    x = ops.as_rows(x).resolve_neg()
     kind = x.device.type
     if not use_triton_kernel and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)  # as the products that stood here
     a, b = _one_dtype(lora_A.detach(), lora_B.detach())
-    base = [] if res is None else [ops.as_rows(res).to(dtype)]
+    base = [] if res is None else [ops.as_rows(res).resolve_neg().to(dtype)]
     call = ops.Call(_layer(b.shape[0], scale), NO_ROWS, len(base), dtype, False, False)
     (y,), _ = ops.forward_outputs(call, x, base, [a], [b], False)
     return y
@@ -164,7 +167,7 @@ def _backward(ctx, d_y):
     wants = list(ctx.needs_input_grad[:3])
     layer = _layer(b.shape[0], ctx.scale)
     dx, da, db = ops.found_gradients(
-        layer, NO_ROWS, [d_y], ops.as_rows(x), None, [a], [b], wants, x.dtype
+        layer, NO_ROWS, [d_y], ops.as_rows(x).resolve_neg(), None, [a], [b], wants, x.dtype
     )
     dx = None if dx is None else dx.view(x.shape)
     da = None if da is None else da.to(lora_A.dtype)
