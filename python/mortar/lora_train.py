@@ -99,7 +99,8 @@ def linear(
     Raises:
         ValueError: a shape, number or overlap is wrong; nothing has been written then.
         TypeError: a dtype or device is wrong.
-        RuntimeError: out is not the base, and a gradient is wanted.
+        RuntimeError: a gradient is wanted, and out is not the base, or is one that autograd lets
+            nobody change: a leaf that requires a gradient, a tensor of inference mode.
     """
     single = isinstance(a, Tensor)
     a, b = as_list("linear", "a", a, None), as_list("linear", "b", b, None)
