@@ -105,7 +105,7 @@ class _ReadTable:
     """A table that is not known here, read back, for which the call waits."""
 
     def __init__(self, table: torch.Tensor) -> None:
-        words = table.cpu().view(-1, 4)
+        words = table.cpu().reshape(-1, 4)
         self._ranks = words.view(torch.int32)[:, 4].tolist()
         self._addresses = words[:, :2].tolist()
 
@@ -125,6 +125,13 @@ class _ReadTable:
         return out
 
 
+def _can_be_read(table: torch.Tensor) -> bool:
+    """Of any other form the library says what is wrong."""
+    if table.dtype is not torch.int64 or table.ndim != 3 or table.shape[2] != 4:
+        return False
+    return not (table.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 # By the address of the table.
 _known_tables: weakref.WeakValueDictionary[int, KnownTable] = weakref.WeakValueDictionary()
 
@@ -140,7 +147,7 @@ def _pointing_to(factors, table, *columns):
     known = _known_tables.get(table.data_ptr())
     moved = ()
     if factors:
-        if known is None and not (table.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if known is None and _can_be_read(table):
             known = _ReadTable(table)
         moved = known.moved(factors, columns) if known else ()
     if not moved:

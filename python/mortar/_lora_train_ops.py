@@ -77,6 +77,7 @@ def _train_fake(
 def _train_autograd(
     x, base, a, b, rng, offsets, plan, widths, places, scales, p, drops_delta, dtype, save_h
 ):
+    base = base or []  # AOTInductor gives None for an empty list
     if wants_gradient(x, base, a, b):
         if any_negation((x, *base, *a, *b)):  # which the dispatcher would resolve below autograd
             x, (base, a, b) = (

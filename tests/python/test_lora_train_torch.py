@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 from lora_train_cases import BF16, FP32, Case, Problem, assert_bitwise, drawn
-from mortar import lora
+from mortar import _lora_train_ops, lora
 
 ops = torch.ops.mortar
 SEGMENTS = {"rows": (3, 0, 4), "ranks": ((2, 3), (1, 0), (0, 4)), "widths": (5, 4), "hidden": 6,
@@ -312,6 +312,17 @@ def test_traced_onto_the_base_in_place(device, mode):
     others = [t + 1 for t in given]
     torch.testing.assert_close(traced(*others), onto(*others))
     assert onto(*(t.to("meta") for t in given)).shape == (6, 5)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_no_base_may_come_as_none(device, gradient):
+    """As the programs of AOTInductor hand an empty list to an op's implementation."""
+    x, a, b = (torch.randn(*s, device=device) for s in ((4, 8), (2, 8), (6, 2)))
+    a.requires_grad_(gradient)
+    layer = (None, None, None, [6], [0], [1.0], [0.0], False, torch.float32, True)
+    y = _lora_train_ops._train_autograd(x, None, [a], [b], *layer)[0]
+    assert torch.equal(y, lora.linear(x, a, b))
+    assert y.requires_grad == gradient
 
 
 def test_gradients_have_no_gradient(device):
