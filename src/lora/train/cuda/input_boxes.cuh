@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shapes of input_boxes.cu, its barriers, and how operands come to shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "device/barrier.cuh"
+#include "device/pdl.cuh"
+#include "device/ring.cuh"
+#include "device/swizzle.cuh"
+#include "device/tensor_copy.cuh"
+#include "lora/train/cuda/panel.cuh"
+
+namespace mortar::lora::train::cuda::input_pass {
+
+inline constexpr int kWarpgroup = 128;
+inline constexpr int kStorers = 2;  ///< warpgroups for dx
+inline constexpr int kBlockRows = 64;
+inline constexpr int kBlockBytes = kBlockRows * device::kSwizzleBytes;  ///< of 64 columns
+
+/// A panel of 256 columns, of whose dx two warpgroups have a half each; or of 64, of whose rows they
+/// take boxes in turns, and two thread blocks share an SM. kChains: of dA, of every other 32 rows,
+/// or one.
+template <int kRanks_, bool kDrops_>
+struct Shape {
+  static constexpr int kRanks = kRanks_;
+  static constexpr bool kDrops = kDrops_, kTurns = kRanks > 16;
+  static constexpr PanelShape kSums = kPanelShapes[kTurns ? kChainPanels : kInputPanels];
+  static constexpr int kChains = kSums.groups, kBlocks = kTurns ? 1 : 4;
+  static constexpr int kColumns = kBlocks * kBlockColumns;
+  static constexpr int kOwn = kTurns ? 1 : kBlocks / kStorers;  ///< blocks of a warpgroup's dx
+  static constexpr int kAtOnce = kDrops ? 1 : kOwn;             ///< that fit its registers
+  static constexpr int kThreads = (1 + kStorers + (kDrops ? 1 : 0)) * kWarpgroup + 32;
+  static constexpr int kRegisters = kTurns ? 64 : 96;
+  static constexpr int kStageBytes = kBlocks * kBlockBytes;
+  static constexpr int kStages = kTurns ? 6 : kDrops ? 4 : 5;
+  static constexpr int kNarrowStages = kTurns ? 4 : 3;
+  static constexpr int kReaders = (kTurns ? 2 : 1 + kStorers) * kWarpgroup / 32;  ///< of ds
+  static constexpr int kWeightBytes = kRanks * device::kSwizzleBytes;             ///< of 64 columns
+  static constexpr int kMaskBytes = kBlockRows * kColumns / 8;
+  static constexpr int kNarrowAt = kStages * kStageBytes;
+  static constexpr int kStoreAt = kNarrowAt + kNarrowStages * kBlockBytes;
+  static constexpr int kWeightsAt = kStoreAt + kStorers * kOwn * kBlockBytes;
+  static constexpr int kMasksAt = kWeightsAt + kBlocks * kWeightBytes;
+  static constexpr int kSmem = kMasksAt + (kDrops ? kStages * kMaskBytes : 0);
+  static_assert(kChains == 1 || (kChains == 2 && kSums.rows == kBlockRows / 2));
+  static_assert(kRanks <= kSums.ranks && !(kTurns && kDrops));
+};
+
+struct InputBoxParams {
+  PanelParams panel;
+  CUtensorMap wide, narrow, out;
+};
+
+template <class S>
+struct Barriers {
+  device::Mbarrier full[S::kStages], empty[S::kStages], dropped[S::kStages];
+  device::Mbarrier narrow_full[S::kNarrowStages], narrow_empty[S::kNarrowStages];
+
+  /// By one thread; a barrier must follow.
+  __device__ __forceinline__ void init() {
+    for (device::Mbarrier& b : full) b.init(1);
+    for (device::Mbarrier& b : dropped) b.init(kWarpgroup);
+    for (device::Mbarrier& b : narrow_full) b.init(1);
+    for (device::Mbarrier& b : empty)
+      b.init(kWarpgroup / 32 + (S::kDrops ? kStorers * kWarpgroup : 0));
+    for (device::Mbarrier& b : narrow_empty) b.init(S::kReaders);
+    device::Mbarrier::fence_init();
+  }
+};
+
+/// A's columns of the panel as the second operand of dx: rows of 64 columns for each rank, zeros
+/// past the rank and the columns.
+template <class S>
+__device__ __forceinline__ void load_weights(const PanelPart<>& part, char* to) {
+  constexpr int kPieces = S::kColumns / kPiece, kItems = S::kRanks * kPieces;
+#pragma unroll 2
+  for (int item = static_cast<int>(threadIdx.x); item < kItems; item += S::kThreads) {
+    const int at_rank = item / kPieces, piece = item % kPieces;
+    const std::int64_t c = part.column + piece * kPiece;
+    const HiddenColumns& hidden = part.p.hidden;
+    const int slice = slice_of(hidden, 0, hidden.num_slices, min(at_rank, hidden.width - 1));
+    const PairEntry pair = part.p.pairs.get(part.rows.adapter, slice);
+    const int rank = at_rank - hidden.first[slice];
+    const int left = rank < pair.rank ? static_cast<int>(part.own->columns - c) : 0;
+    const auto* from = static_cast<const unsigned short*>(pair.a.data);
+    const bool vectors = pair.a.col_stride == 1 && pair.a.row_stride % kPiece == 0 &&
+                         reinterpret_cast<std::uintptr_t>(from) % 16 == 0;
+    union Eight {
+      uint4 words;
+      unsigned short values[kPiece];
+    } v{};
+    const auto* at = from + rank * pair.a.row_stride + c * pair.a.col_stride;
+    if (vectors && left >= kPiece) {
+      v.words = __ldcg(reinterpret_cast<const uint4*>(at));
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPiece; ++k) {
+        if (k < left) v.values[k] = __ldcg(at + k * pair.a.col_stride);
+      }
+    }
+    *reinterpret_cast<uint4*>(to + piece / kRowPieces * S::kWeightBytes +
+                              device::swizzled(at_rank, piece % kRowPieces)) = v.words;
+  }
+}
+
+/// Copies all stages; by one thread. x is of no kernel of this call.
+template <class S>
+__device__ __forceinline__ void copy_stages(const InputBoxParams& p, const PanelPart<>& part,
+                                            std::uint32_t smem, Barriers<S>& barriers) {
+  const int blocks = (part.rows.count + kBlockRows - 1) / kBlockRows;
+  const int first_row = static_cast<int>(part.rows.start);
+  device::RingCursor<S::kStages> at;
+  device::RingCursor<S::kNarrowStages> narrow;
+  const auto copy_rows = [&](int i) {
+    if (i >= blocks) return;
+    device::Mbarrier* full = barriers.full + at.stage;
+    barriers.empty[at.stage].wait((at.round & 1) ^ 1);
+    full->arrive_and_expect(S::kStageBytes);
+#pragma unroll
+    for (int block = 0; block < S::kBlocks; ++block) {
+      device::copy_box_once(smem + at.stage * S::kStageBytes + block * kBlockBytes, p.wide,
+                            static_cast<int>(part.column) + block * kBlockColumns,
+                            first_row + i * kBlockRows, full);
+    }
+    at.next();
+  };
+#pragma unroll 1
+  for (int i = 0; i < S::kStages; ++i) copy_rows(i);
+  device::pdl_begin(false);
+#pragma unroll 1
+  for (int i = 0; i < blocks; ++i, narrow.next()) {
+    device::Mbarrier* full = barriers.narrow_full + narrow.stage;
+    barriers.narrow_empty[narrow.stage].wait((narrow.round & 1) ^ 1);
+    full->arrive_and_expect(kBlockBytes);
+    device::copy_box(smem + S::kNarrowAt + narrow.stage * kBlockBytes, p.narrow,
+                     part.own->first_hidden, first_row + i * kBlockRows, full);
+    copy_rows(i + S::kStages);
+  }
+}
+
+}  // namespace mortar::lora::train::cuda::input_pass
