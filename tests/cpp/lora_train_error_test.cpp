@@ -2,6 +2,7 @@
 // Bad input to LoRA training: one sentence each (op, argument, expected, got), nothing written.
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <string>
@@ -123,7 +124,11 @@ const std::vector<BadCall>& bad_calls_of_both() {
        "rows must be given by offsets or by a plan, got both"},
       {"workspace too small", [](Arguments& a) { a.workspace.shape[0] = 16; },
        "workspace must have at least "},
-      {"workspace over a weight", [](Arguments& a) { a.workspace.data = a.pairs[2].a.data; },
+      {"workspace over a weight",
+       [](Arguments& a) {
+         const auto weight = reinterpret_cast<std::uintptr_t>(a.pairs[2].a.data);
+         a.workspace.data = reinterpret_cast<void*>((weight + 15) / 16 * 16);  // aligned, and in it
+       },
        "workspace and "},
   };
   return calls;

@@ -230,8 +230,10 @@ void check_grads_apart(const ArgCheck& arg, const LoraTrainProblem& given,
     std::erase_if(open, [&](const Use* o) { return o->span.last <= use.span.first; });
     for (const Use* o : open) {
       if (!o->written && !use.written) continue;
-      const bool both = o->written && use.written;
-      arg.disjoint(*o->tensor, o->name, *use.tensor, both ? "another gradient" : use.name);
+      const Use& grad = o->written ? *o : use;
+      const Use& other = o->written ? use : *o;
+      arg.disjoint(*grad.tensor, grad.name, *other.tensor,
+                   other.written ? "another gradient" : other.name);
     }
     open.push_back(&use);
   }
