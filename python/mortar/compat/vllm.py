@@ -34,6 +34,7 @@ The functions are the ops ``torch.ops.mortar.vllm_lora_shrink`` and ``vllm_lora_
 """
 
 import importlib
+import operator
 import os
 import re
 import sys
@@ -56,6 +57,7 @@ _shrink_now, _expand_now = torch_function("torch_lora_shrink"), torch_function("
 _is_grad_enabled = torch.is_grad_enabled
 _Tensor = torch.Tensor
 _is_neg = _Tensor.is_neg
+_requires_grad = operator.attrgetter("requires_grad")
 _BF16 = torch.bfloat16
 
 
@@ -193,7 +195,7 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
     # bfloat16 is such a view, for lack of complex numbers of it, and weights are of one dtype.
     if len(weights) and weights[0].dtype is not _BF16 and any(map(_is_neg, weights)):
         return False
-    if _is_grad_enabled() and any(t.requires_grad for t in (inputs, output, *weights)):
+    if _is_grad_enabled() and any(map(_requires_grad, (inputs, output, *weights))):
         return False
     mapping, sorted_tokens, counts, starts, ids, _, active = metadata
     if type(active) is int:
