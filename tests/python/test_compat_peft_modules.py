@@ -156,3 +156,15 @@ def test_transforms_of_torch_func_run_through_peft(device):
     with pytest.warns(UserWarning, match="left to PEFT: transforms of torch.func"):
         got = results()
     torch.testing.assert_close(got, want)
+
+
+def test_calls_of_a_layer_without_rows_and_with_absent_offsets(device):
+    """PEFT hands alora_offsets=None to its layers, of which their base layers know nothing."""
+    model = trainable(adapted(llama(device=device), {"small": ADAPTERS["small"]}), "small")
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(2, 3, layer.in_features, device=device)
+    want = layer(x)
+    accelerate(model, train_mixed=True)
+    torch.testing.assert_close(layer(x, alora_offsets=None), want, rtol=1e-3, atol=1e-4)
+    with model.base_model._enable_peft_forward_hooks(adapter_names=["small", "__base__"]):
+        assert layer(x[:, :0]).shape == (2, 0, layer.out_features)

@@ -199,6 +199,19 @@ def test_what_is_saved(device):
         y.sum().backward()
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_nothing_is_saved_that_no_gradient_needs(device, frozen):
+    """x is for dA alone, h for dB alone."""
+    ours, _ = made(device)
+    parameters(ours)[frozen].requires_grad_(False)
+    x, packed = torch.randn(6, HIDDEN, device=device, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        ours(x)
+    shapes = {tuple(t.shape) for t in packed}
+    assert ((6, HIDDEN) in shapes) == (frozen == 1)
+    assert ((6, 8) in shapes) == (frozen == 0)
+
+
 def test_a_graph_that_is_kept_and_a_layer_used_twice(device):
     ours, theirs = made(device)
     x = torch.randn(6, HIDDEN, device=device, requires_grad=True)
