@@ -114,6 +114,15 @@ TEST_P(Fp8RmsNormCuda, SmallOneCtaChangesNoBit) {
   }
 }
 
+// Rows that no CTA holds whole: those of any kind are read in two spans, or four, of which each has
+// a branch of the tree over pieces; in strips the same tree is cut otherwise.
+TEST_P(Fp8RmsNormCuda, RowsInSpansChangeNoBit) {
+  for (const auto& [x, columns] :
+       {std::pair{kF32, 16392}, {kF32, 49156}, {kF32, 65536}, {kBF16, 32776}}) {
+    expect_same_bits({.rows = 3, .columns = columns, .x = x, .weight = kBF16});
+  }
+}
+
 TEST_P(Fp8RmsNormCuda, LaunchChoicesOfOnePassChangeNoBit) {
   for (Fp8Scaling scaling : kScalings) {
     for (bool given : {false, true}) {

@@ -79,17 +79,24 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
   }
 
+  // A row that cannot be held is read in a power of two of spans, once for each sweep. Span j has
+  // every spans-th of a thread's pieces, so that its sum is a branch of the tree over pieces.
+  const int most_pieces = row_threads * plan.slots;  // that are held at a time
+  const bool in_spans = most_pieces < pieces;
+  const int spans = in_spans ? 1 << (32 - __clz(ceil_div(pieces, most_pieces) - 1)) : 1;
+  const auto piece_of = [&](int span, int v) { return (v * spans + span) * row_threads + lane; };
+
   // Load: row r and slot v of a thread's share are its held piece r * slots + v. Pieces go to
   // shared memory; their scales wait in registers until the step is worked on.
   const std::int64_t step = plan.rows_per_step();
   const ScaleReader scale_reader(p.input);
   std::uint32_t next_scale[kHeldPieces];
-  const auto load = [&](std::int64_t base, int from, int stage) {
+  const auto load = [&](std::int64_t base, int span, int stage) {
     int r = 0, v = 0;
 #pragma unroll
     for (int held = 0; held < kHeldPieces; ++held) {
       const std::int64_t row = base + group * plan.held_rows + r;
-      const int piece = from + v * row_threads + lane, column = piece * kElements;
+      const int piece = piece_of(span, v), column = piece * kElements;
       next_scale[held] = scale_reader.unit();
       if (r < plan.held_rows && row < rows && piece < pieces) {
         uint4* to = &shared.pieces[(stage * kHeldPieces + held) * threads + thread];
@@ -107,7 +114,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll 1
     for (int held = 0; held < plan.held_rows * plan.slots; ++held) {
       const std::int64_t row = base + group * plan.held_rows + held / plan.slots;
-      const int piece = from + held % plan.slots * row_threads + lane, column = piece * kElements;
+      const int piece = piece_of(span, held % plan.slots), column = piece * kElements;
       if (row >= rows || piece >= pieces) continue;
       const T* x = static_cast<const T*>(p.input.x.data) + row * p.input.x.row_stride + column;
       shared.pieces[(stage * kHeldPieces + held) * threads + thread] =
@@ -157,10 +164,10 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   int stage_at = 0;  // of the step that is worked on, in shared.pieces
 
   // Reduce: the sum of squares of a piece, and its largest |z w| where that is what is wanted.
-  const auto first_sweep = [&](std::int64_t row, int from, int held, std::uint32_t& largest) {
+  const auto first_sweep = [&](std::int64_t row, int span, int held, std::uint32_t& largest) {
 #pragma unroll 1
     for (int v = 0; v < plan.slots; ++v, held += threads) {
-      const int piece = from + v * row_threads + lane, column = piece * kElements;
+      const int piece = piece_of(span, v), column = piece * kElements;
       float squares[4] = {}, most[2] = {}, scale = 1.0f;
       if (row < rows && piece < pieces) {
         const uint4 raw = shared.pieces[held];
@@ -211,12 +218,12 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 
   // Compute and store.
   std::uint32_t largest_seen = 0;
-  const auto second_sweep = [&](std::int64_t row, int from, int held, float rstd,
+  const auto second_sweep = [&](std::int64_t row, int span, int held, float rstd,
                                 float row_divisor) {
     const float row_inverse = inverse_of(row_divisor);
 #pragma unroll 1
     for (int v = 0; v < plan.slots; ++v, held += threads) {
-      const int piece = from + v * row_threads + lane, column = piece * kElements;
+      const int piece = piece_of(span, v), column = piece * kElements;
       const bool there = row < rows && piece < pieces;
       float all[kElements] = {}, most[2] = {}, scale = 1.0f;  // z
       if (there) {
@@ -289,11 +296,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
   };
 
-  // The steps: while one is worked on, the next is on its way. A row that cannot be held is read in
-  // spans, once for each sweep.
+  // The steps: while one is worked on, the next is on its way.
   RowReduction<kMostThreads> reduction(row_threads, sums, maxima);
-  const int span = row_threads * plan.slots;  // pieces of a row that are held at a time
-  const bool in_spans = span < pieces;
   const std::int64_t stride = gridDim.x * step;
   int stage = 0;
   if (!in_spans) load(blockIdx.x * step, 0, stage);
@@ -303,8 +307,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   }
   for (std::int64_t base = blockIdx.x * step; base < rows; base += stride) {
     stage_at = stage * kHeldPieces * threads;
-    const auto load_span = [&](int from) {
-      load(base, from, stage);
+    const auto load_span = [&](int span) {
+      load(base, span, stage);
       keep_scales();
       device::cp_async_wait<0>();
     };
@@ -318,11 +322,22 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       const std::int64_t row = base + group * plan.held_rows + r;
       const int held = stage_at + r * plan.slots * threads + thread;
       std::uint32_t largest = 0;
-      float sum = 0.0f;
+      float sum = 0.0f, of_1 = 0.0f, of_2 = 0.0f, of_4 = 0.0f;  // spans
 #pragma unroll 1
-      for (int from = 0; from < pieces; from += span) {
-        if (in_spans) load_span(from);
-        sum += first_sweep(row, from, held, largest);
+      for (int i = 0; i < spans; ++i) {
+        // The farthest two of the tree come one after the other.
+        const int span = static_cast<int>(__brev(i) >> 1 >> __clz(spans));
+        if (in_spans) load_span(span);
+        sum = first_sweep(row, span, held, largest);
+        if (i % 2 == 0) {
+          of_1 = sum;
+        } else if (sum += of_1; i % 4 == 1) {
+          of_2 = sum;
+        } else if (sum += of_2; i == 3) {
+          of_4 = sum;
+        } else {
+          sum += of_4;
+        }
       }
       reduction.reduce(sum, largest);
       const float rstd = rstd_of(p, sum, hidden);
@@ -344,9 +359,9 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       }
       if (!second) continue;
 #pragma unroll 1
-      for (int from = 0; from < pieces; from += span) {
-        if (in_spans) load_span(from);
-        second_sweep(row, from, held, rstd, divisor);
+      for (int span = 0; span < spans; ++span) {
+        if (in_spans) load_span(span);
+        second_sweep(row, span, held, rstd, divisor);
       }
     }
     if (!in_spans) stage ^= 1;
