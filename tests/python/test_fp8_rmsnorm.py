@@ -188,6 +188,18 @@ def test_views(device):
     torch.testing.assert_close(out.residual, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("hidden, dtype", [
+    (16400, torch.float32), (32772, torch.float32), (65536, torch.float32),
+    (32776, torch.bfloat16), (65528, torch.float16),
+])  # fmt: skip
+def test_wide_rows_have_the_same_bits_wherever_they_lie(device, hidden, dtype):
+    """On a GPU rows that are not aligned are summed by another kernel, wide ones in spans."""
+    case = random_case(device, (3, hidden), dtype, transpose=True)
+    room = torch.empty(3, hidden + 3, dtype=dtype, device=device)
+    room[:, 1:-2] = case.x
+    assert_same_output(run(case), run(Case(room[:, 1:-2], case.weight, options=case.options)))
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_empties(device, scaling):
     for shape in ((0, 32), (2, 0, 32), (0, 3, 16)):
