@@ -21,12 +21,11 @@ struct RowsPlan {
   static constexpr int kThreads = 256;         ///< of a CTA, unless a row needs more
   static constexpr int kStaticSmem = 6 << 10;  ///< at most, with what the system keeps
   static constexpr int kStages = 2;            ///< what is worked on, and what is on its way
-  static constexpr int kMostSpans = 8;  ///< of a row of 65,536 float32 that 256 threads share
 
   int threads = kThreads;
   int row_threads = 32;  ///< a power of two
   int slots = 1, held_rows = 1;
-  int spans = 1;  ///< parts of a row, a power of two, of which its threads hold one at a time
+  int spans = 1;  ///< parts of a row, a power of two up to 8, that its threads hold one by one
   int grid = 0;
   bool shared_weights = true;  ///< weights as float32 in shared memory, else in the workspace
   std::int64_t smem = 0;       ///< bytes

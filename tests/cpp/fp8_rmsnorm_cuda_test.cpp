@@ -131,8 +131,8 @@ TEST_P(Fp8RmsNormCuda, LaunchChoicesOfOnePassChangeNoBit) {
   }
 }
 
-// Rows of over 64 KB, which the kernel for any kind reads in two spans or four, each a branch of the
-// tree over pieces.
+// Rows of over 64 KB, which the kernel for any kind reads in two spans or four, each a branch of
+// the tree over pieces.
 TEST_P(Fp8RmsNormCuda, LaunchChoicesOfVeryLongRowsChangeNoBit) {
   for (const auto& [x, columns] : {std::pair{kF32, 18432},
                                    {kF32, 40004},

@@ -2,6 +2,7 @@
 // Bad input to LoRA training: one sentence each (op, argument, expected, got), nothing written.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -48,7 +49,6 @@ class LoraTrainError : public ::testing::TestWithParam<Device> {
   /// Runs the forward (or the backward) with one argument spoilt.
   void expect_refused(bool is_forward, const BadCall& bad) {
     TrainStep step(two_slices(), GetParam());
-    GuardedTensor memory = byte_tensor(1 << 22, GetParam());
     Arguments args;
     args.problem = step.problem(false);
     args.forward = step.forward_arguments(false);
@@ -59,6 +59,10 @@ class LoraTrainError : public ::testing::TestWithParam<Device> {
     args.dy.assign(args.backward.dy.begin(), args.backward.dy.end());
     for (const GuardedMatrix& m : step.base) args.base.push_back(m.view());
     args.p.assign(args.problem.dropout.p.begin(), args.problem.dropout.p.end());
+    const std::int64_t bytes = is_forward
+                                   ? lora_train_forward_workspace(args.problem, args.forward)
+                                   : lora_train_backward_workspace(args.problem, args.backward);
+    GuardedTensor memory = byte_tensor(std::max<std::int64_t>(bytes, 256), GetParam());
     args.workspace = memory.view();
     bad.spoil(args);
     args.problem.pairs = args.pairs;

@@ -175,14 +175,11 @@ _EXPAND = _defined(
 )  # fmt: skip
 
 
-def _memory_of(lora_ids: torch.Tensor) -> Memory:
+def _new_memory(lora_ids: torch.Tensor) -> Memory:
     """Workspaces are the metadata's, as they are a plan's: its tensors are the same in every layer
     of a step. They hang on the one that vLLM does not slice anew for each call."""
-    try:
-        return lora_ids._mortar_memory
-    except AttributeError:
-        memory = lora_ids._mortar_memory = Memory()
-        return memory
+    memory = lora_ids._mortar_memory = Memory()
+    return memory
 
 
 def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> bool:
@@ -206,7 +203,7 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
                    None, None, None, *weights)  # fmt: skip
         done = _expand_now(id(tensors), *last, 0)
     else:
-        kept = _memory_of(ids)
+        kept = getattr(ids, "_mortar_memory", None) or _new_memory(ids)
         memory, stream = kept.get()
         while True:
             tensors = (inputs, output, memory, mapping, None, sorted_tokens, ids, counts, starts,

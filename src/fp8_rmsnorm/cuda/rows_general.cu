@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
   }
 
-  // A row that cannot be held is read in spans, once for each sweep. Those of a thread's pieces that
-  // the tree of sums adds first are in one span.
+  // A row that cannot be held is read in spans, once for each sweep. A span has every spans-th of a
+  // thread's pieces, so that its sum is a branch of the tree over pieces.
   const int spans = plan.spans, pitch = spans * row_threads;
   const bool in_spans = spans > 1;
 
@@ -320,15 +320,29 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       const std::int64_t row = base + group * plan.held_rows + r;
       const int held = stage_at + r * plan.slots * threads + thread;
       std::uint32_t largest = 0;
-      float of_spans[RowsPlan::kMostSpans] = {};
+      // Spans whose sums the tree adds first come one after the other; a sum waits for its half.
+      float sum = 0.0f, of_one = 0.0f, of_two = 0.0f, of_four = 0.0f;
 #pragma unroll 1
-      for (int k = 0; k < spans; ++k) {
-        if (in_spans) load_span(k * row_threads);
-        const float sum = first_sweep(row, k * row_threads, held, largest);
-#pragma unroll
-        for (int i = 0; i < RowsPlan::kMostSpans; ++i) of_spans[i] = i == k ? sum : of_spans[i];
+      for (int i = 0; i < spans; ++i) {
+        const int first = static_cast<int>(__brev(i) >> 1 >> __clz(spans)) * row_threads;
+        if (in_spans) load_span(first);
+        sum = first_sweep(row, first, held, largest);
+        if (i % 2 == 0) {
+          of_one = sum;
+          continue;
+        }
+        sum += of_one;
+        if (i % 4 == 1) {
+          of_two = sum;
+          continue;
+        }
+        sum += of_two;
+        if (i % 8 == 3) {
+          of_four = sum;
+          continue;
+        }
+        sum += of_four;
       }
-      float sum = device::add_halves<RowsPlan::kMostSpans>(of_spans);
       reduction.reduce(sum, largest);
       const float rstd = rstd_of(p, sum, hidden);
       const float row_amax = __uint_as_float(largest) * rstd;
