@@ -21,11 +21,13 @@ struct RowsPlan {
   static constexpr int kThreads = 256;         ///< of a CTA, unless a row needs more
   static constexpr int kStaticSmem = 6 << 10;  ///< at most, with what the system keeps
   static constexpr int kStages = 2;            ///< what is worked on, and what is on its way
+  static constexpr int kWaitingSums = 3;       ///< of a thread: of one span of a row, two and four
 
   int threads = kThreads;
   int row_threads = 32;  ///< a power of two
   int slots = 1, held_rows = 1;
-  int spans = 1;  ///< parts of a row, a power of two up to 8, that its threads hold one by one
+  int spans = 1;   ///< parts of a row, a power of two up to 8, that its threads hold one by one
+  int pitch = 32;  ///< between a thread's pieces of a span
   int grid = 0;
   bool shared_weights = true;  ///< weights as float32 in shared memory, else in the workspace
   std::int64_t smem = 0;       ///< bytes
@@ -80,7 +82,8 @@ inline RowsPlan choose_rows(const ForwardShape& s, const GpuShape& gpu) {
       std::max(std::min<std::int64_t>(power_of_two_above(pieces), 32),
                power_of_two_above(ceil_div<std::int64_t>(pieces, kHeldPieces)));
   const std::int64_t held_by_thread =
-      kHeldPieces * (RowsPlan::kStages * 16 + (s.x_bytes == 1 ? 4 : 0) + 4);
+      kHeldPieces * (RowsPlan::kStages * 16 + (s.x_bytes == 1 ? 4 : 0) + 4) +
+      4 * RowsPlan::kWaitingSums;
   const std::int64_t room = gpu.max_smem - RowsPlan::kStaticSmem;
   const int most =
       RowsPlan::kMostThreads * held_by_thread <= room ? RowsPlan::kMostThreads : RowsPlan::kThreads;
@@ -95,6 +98,7 @@ inline RowsPlan choose_rows(const ForwardShape& s, const GpuShape& gpu) {
       std::min<std::int64_t>(ceil_div<std::int64_t>(pieces, plan.row_threads), kHeldPieces));
   plan.spans = static_cast<int>(
       power_of_two_above(ceil_div<std::int64_t>(pieces, plan.row_threads * plan.slots)));
+  plan.pitch = plan.spans * plan.row_threads;
   while (plan.slots * (plan.held_rows + 1) <= kHeldPieces &&
          s.rows >= std::int64_t{2} * gpu.num_sms *
                        (plan.rows_per_step() + plan.threads / plan.row_threads)) {

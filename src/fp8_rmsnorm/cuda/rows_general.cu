@@ -31,7 +31,7 @@ template <class T>
 struct SharedRows {
   uint4* pieces;   ///< [stage][held][threads]
   float* scales;   ///< [held][threads], of 8-bit x
-  float* squares;  ///< [held][threads]
+  float* squares;  ///< [held][threads], and behind them [waiting sums][threads]
   float4* weights;
 
   __device__ SharedRows(void* base, int threads) {
@@ -39,7 +39,7 @@ struct SharedRows {
     pieces = static_cast<uint4*>(base);
     scales = reinterpret_cast<float*>(pieces + kStages * kHeld * threads);
     squares = scales + (kIsFloat8<T> ? kHeld * threads : 0);
-    weights = reinterpret_cast<float4*>(squares + kHeld * threads);
+    weights = reinterpret_cast<float4*>(squares + (kHeld + RowsPlan::kWaitingSums) * threads);
   }
 };
 
@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 
   // A row that cannot be held is read in spans, once for each sweep. A span has every spans-th of a
   // thread's pieces, so that its sum is a branch of the tree over pieces.
-  const int spans = plan.spans, pitch = spans * row_threads;
-  const bool in_spans = spans > 1;
+  const bool in_spans = plan.spans > 1;
 
   // Load: row r and slot v of a thread's share are its held piece r * slots + v. Pieces go to
   // shared memory; their scales wait in registers until the step is worked on.
@@ -94,7 +93,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
     for (int held = 0; held < kHeldPieces; ++held) {
       const std::int64_t row = base + group * plan.held_rows + r;
-      const int piece = from + v * pitch + lane, column = piece * kElements;
+      const int piece = from + v * plan.pitch + lane, column = piece * kElements;
       next_scale[held] = scale_reader.unit();
       if (r < plan.held_rows && row < rows && piece < pieces) {
         uint4* to = &shared.pieces[(stage * kHeldPieces + held) * threads + thread];
@@ -112,7 +111,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll 1
     for (int held = 0; held < plan.held_rows * plan.slots; ++held) {
       const std::int64_t row = base + group * plan.held_rows + held / plan.slots;
-      const int piece = from + held % plan.slots * pitch + lane, column = piece * kElements;
+      const int piece = from + held % plan.slots * plan.pitch + lane, column = piece * kElements;
       if (row >= rows || piece >= pieces) continue;
       const T* x = static_cast<const T*>(p.input.x.data) + row * p.input.x.row_stride + column;
       shared.pieces[(stage * kHeldPieces + held) * threads + thread] =
@@ -165,7 +164,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const auto first_sweep = [&](std::int64_t row, int from, int held, std::uint32_t& largest) {
 #pragma unroll 1
     for (int v = 0; v < plan.slots; ++v, held += threads) {
-      const int piece = from + v * pitch + lane, column = piece * kElements;
+      const int piece = from + v * plan.pitch + lane, column = piece * kElements;
       float squares[4] = {}, most[2] = {}, scale = 1.0f;
       if (row < rows && piece < pieces) {
         const uint4 raw = shared.pieces[held];
@@ -221,7 +220,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const float row_inverse = inverse_of(row_divisor);
 #pragma unroll 1
     for (int v = 0; v < plan.slots; ++v, held += threads) {
-      const int piece = from + v * pitch + lane, column = piece * kElements;
+      const int piece = from + v * plan.pitch + lane, column = piece * kElements;
       const bool there = row < rows && piece < pieces;
       float all[kElements] = {}, most[2] = {}, scale = 1.0f;  // z
       if (there) {
@@ -320,28 +319,19 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       const std::int64_t row = base + group * plan.held_rows + r;
       const int held = stage_at + r * plan.slots * threads + thread;
       std::uint32_t largest = 0;
-      // Spans whose sums the tree adds first come one after the other; a sum waits for its half.
-      float sum = 0.0f, of_one = 0.0f, of_two = 0.0f, of_four = 0.0f;
+      // Spans whose sums the tree adds first come one after the other. Sums of one span, of two and
+      // of four wait for the tree's other half, as many as the count of spans has ones at its end.
+      float sum = 0.0f;
+      float* const waiting = shared.squares + kHeldPieces * threads + thread;
 #pragma unroll 1
-      for (int i = 0; i < spans; ++i) {
-        const int first = static_cast<int>(__brev(i) >> 1 >> __clz(spans)) * row_threads;
+      for (int i = 0; i < plan.spans; ++i) {
+        const int first = static_cast<int>(__brev(i) >> 1 >> __clz(plan.spans)) * row_threads;
         if (in_spans) load_span(first);
         sum = first_sweep(row, first, held, largest);
-        if (i % 2 == 0) {
-          of_one = sum;
-          continue;
-        }
-        sum += of_one;
-        if (i % 4 == 1) {
-          of_two = sum;
-          continue;
-        }
-        sum += of_two;
-        if (i % 8 == 3) {
-          of_four = sum;
-          continue;
-        }
-        sum += of_four;
+        int k = 0;
+#pragma unroll 1
+        for (; (i >> k) % 2 != 0; ++k) sum += waiting[k * threads];
+        if (k < RowsPlan::kWaitingSums) waiting[k * threads] = sum;
       }
       reduction.reduce(sum, largest);
       const float rstd = rstd_of(p, sum, hidden);
@@ -363,7 +353,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       }
       if (!second) continue;
 #pragma unroll 1
-      for (int k = 0; k < spans; ++k) {
+      for (int k = 0; k < plan.spans; ++k) {
         if (in_spans) load_span(k * row_threads);
         second_sweep(row, k * row_threads, held, rstd, divisor);
       }

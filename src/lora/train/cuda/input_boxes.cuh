@@ -18,9 +18,9 @@ inline constexpr int kStorers = 2;  ///< warpgroups for dx
 inline constexpr int kBlockRows = 64;
 inline constexpr int kBlockBytes = kBlockRows * device::kSwizzleBytes;  ///< of 64 columns
 
-/// A panel of 256 columns, of whose dx two warpgroups have a half each; or of 64, of whose rows they
-/// take boxes in turns, and two thread blocks share an SM. kChains: of dA, of every other 32 rows,
-/// or one.
+/// A panel of 256 columns, of whose dx two warpgroups have a half each; or of 64, of whose rows
+/// they take boxes in turns, and two thread blocks share an SM. kChains: of dA, of every other 32
+/// rows, or one.
 template <int kRanks_, bool kDrops_>
 struct Shape {
   static constexpr int kRanks = kRanks_;
