@@ -157,7 +157,8 @@ _QUANTIZE = _Function(*["fp8_quantize"] * 2, _QUANTIZE_OPERANDS, _quantize_op)
 
 
 def rmsnorm_into(eager: bool, tensors: tuple, written: tuple, values: tuple) -> None:
-    given = tensors if written or values[5] else tensors[1:3]  # x_scale and weight
+    scale_is_given = values[5]
+    given = tensors if written or scale_is_given else tensors[1:3]  # x_scale and weight
     _run_into(_NORM, eager and _forward_now, tensors, given, written, values)
 
 
@@ -166,7 +167,8 @@ def backward_into(eager: bool, tensors: tuple, written: tuple, values: tuple) ->
 
 
 def quantize_into(eager: bool, tensors: tuple, written: tuple, values: tuple) -> None:
-    given = tensors if written or values[3] else ()
+    scale_is_given = values[3]
+    given = tensors if written or scale_is_given else ()
     _run_into(_QUANTIZE, eager and _quantize_now, tensors, given, written, values)
 
 

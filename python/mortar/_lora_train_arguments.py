@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._library import negation
 from ._lora_train_calls import Rows, as_written
 
 _DROPS = {"input": False, "delta": True}
@@ -136,9 +137,7 @@ def result_dtype(op: str, x: Tensor, base: list[Tensor], dtype: torch.dtype | No
 
 def check_written(op: str, out: Tensor, name: str = "out") -> None:
     if out.is_neg():
-        raise ValueError(
-            f"{op}: {name} must hold its own values (resolve_neg() it), got a negation"
-        )
+        raise negation(op, name)
     try:
         as_written(out)
     except RuntimeError:

@@ -12,7 +12,7 @@ import tvm_ffi
 
 from . import _lora_ops as ops
 from ._ffi import lib
-from ._library import in_words, named
+from ._library import in_words, named, negation
 from ._limits import LORA_MAX_ADAPTERS as MAX_ADAPTERS
 from ._lora_table import (
     Adapter,
@@ -304,7 +304,4 @@ def _check_tensors(name: str, given: Any) -> None:
                 f"Weights.stacked: {name}[{s}] must be a tensor, got {type(t).__name__}"
             )
         if t.is_neg():
-            raise ValueError(
-                f"Weights.stacked: {name}[{s}] must hold its own values (resolve_neg() it), "
-                "got a negation"
-            )
+            raise negation("Weights.stacked", f"{name}[{s}]")

@@ -45,7 +45,7 @@ import torch
 
 from . import _lora_ops as ops
 from ._ffi import WRITTEN, lib, torch_function
-from ._library import increment_version, is_eager
+from ._library import increment_version, is_eager, negation
 from ._limits import LORA_MAX_ADAPTERS, LORA_MAX_TOKENS
 from ._lora_memory import ANY_STREAM, Memory
 from ._lora_weights import Weights
@@ -216,10 +216,6 @@ def _check_plan(op: str, plan: Plan, rows: torch.Tensor, weights: Weights) -> No
         )
 
 
-def _refuse_negation(op: str, name: str) -> None:
-    raise ValueError(f"{op}: {name} must hold its own values (resolve_neg() it), got a negation")
-
-
 def _check_types(
     op: str, weights: Weights, plan: Plan, written: str, **tensors: torch.Tensor | None
 ) -> None:
@@ -235,7 +231,7 @@ def _check_types(
             got = "None" if value is None else type(value).__name__
             raise TypeError(f"{op}: {name} must be a mortar.lora.{kind.__name__}, got {got}")
     if not _is_compiling() and tensors[written].is_neg():
-        _refuse_negation(op, written)
+        raise negation(op, written)
 
 
 def apply(
@@ -273,7 +269,7 @@ def apply(
     if is_eager(x):
         try:
             if y.is_neg():
-                _refuse_negation("lora_apply", "y")
+                raise negation("lora_apply", "y")
             if _is_grad_enabled():
                 ops.guard_autograd("lora_apply", (x, y, *weights.watched))
             memory, stream = plan.memory.get() if workspace is None else (workspace, ANY_STREAM)
@@ -340,7 +336,7 @@ def shrink(
     if is_eager(x):
         try:
             if h.is_neg():
-                _refuse_negation("lora_shrink", "h")
+                raise negation("lora_shrink", "h")
             if _is_grad_enabled():
                 ops.guard_autograd("lora_shrink", (x, h, *weights.watched))
             memory, stream = plan.memory.get() if workspace is None else (workspace, ANY_STREAM)
@@ -384,7 +380,7 @@ def expand(
     if is_eager(h):
         try:
             if y.is_neg():
-                _refuse_negation("lora_expand", "y")
+                raise negation("lora_expand", "y")
             if _is_grad_enabled():
                 ops.guard_autograd("lora_expand", (h, y, *weights.watched))
             sizes = (plan.num_tokens, plan.num_adapters)

@@ -24,10 +24,9 @@ write these just before the op (vLLM's are written before the replay).
 
 Beyond vLLM's: float32 weights, activations of another dtype than the weights, slices of different
 ranks, strided rows (inputs of shrink whose columns are strided are copied, as vLLM does), CPU
-tensors; one rounding of y where vLLM's expand has two; results that do not
-depend on the rest of the batch. Wrong arguments raise ValueError or TypeError, by these names,
-instead of failing an assertion, and slices of different dtypes are refused instead of being
-misread.
+tensors; one rounding of y where vLLM's expand has two; results that do not depend on the rest of
+the batch. Wrong arguments raise ValueError or TypeError, by these names, instead of failing an
+assertion, and slices of different dtypes are refused instead of being misread.
 
 The functions are the ops ``torch.ops.mortar.vllm_lora_shrink`` and ``vllm_lora_expand`` (overload
 ``.tensor`` where ``num_active_loras`` is a tensor), and need no vLLM.
@@ -44,7 +43,7 @@ from typing import NamedTuple
 import torch
 
 from .._ffi import WRITTEN, lib, torch_function
-from .._library import define, in_words, increment_version, is_eager, named, shortcut
+from .._library import define, in_words, increment_version, is_eager, named, negation, shortcut
 from .._lora_memory import ANY_STREAM, Memory
 from .._lora_ops import guard_autograd
 from ._install import Replacements, found
@@ -185,9 +184,7 @@ def _new_memory(lora_ids: torch.Tensor) -> Memory:
 def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> bool:
     """Whether an eager call is done."""
     if output.is_neg():
-        raise ValueError(
-            f"{op.name}: output_tensor must hold its own values (resolve_neg() it), got a negation"
-        )
+        raise negation(op.name, "output_tensor")
     # A negative-bit view or a tensor with a gradient: the dispatcher resolves it, or refuses it. No
     # bfloat16 is such a view, for lack of complex numbers of it, and weights are of one dtype.
     if len(weights) and weights[0].dtype is not _BF16 and any(map(_is_neg, weights)):
