@@ -6,13 +6,11 @@
 #include "lora_train_case.h"
 
 #if MORTAR_HAS_CUDA
-#include "lora/train/checks.h"
-#include "lora/train/cuda/backend.cuh"
+#include "lora_train_backward.h"
 
 namespace mortar::testing {
 namespace {
 
-using lora::train::cuda::BackwardPlan;
 using lora::train::cuda::kChainPanels;
 using lora::train::cuda::kDsPanels16;
 using lora::train::cuda::kDsPanels32;
@@ -20,32 +18,15 @@ using lora::train::cuda::kInputPanels;
 
 class LoraTrainBoxes : public ::testing::TestWithParam<Device> {};
 
-void run(TrainStep* step, BackwardPlan plan, bool boxes) {
-  step->run_forward();
-  const LoraTrainProblem given = step->problem(false);
-  const LoraTrainBackward arguments = step->backward_arguments(false);
-  lora::train::Problem p =
-      lora::train::check_backward(ArgCheck("lora_train_backward"), given, arguments).problem;
-  plan.boxes = plan.with_dx = boxes;
-  GuardedTensor workspace =
-      byte_tensor(lora::train::cuda::backward_workspace(p, plan), step->device);
-  p.workspace = workspace.view().data;
-  lora::train::cuda::backward(p, plan, Stream{});
-  workspace.download();
-  EXPECT_TRUE(workspace.guards_intact());
-  for (GuardedTensor* t : step->outputs()) {
-    t->download();
-    EXPECT_TRUE(t->guards_intact());
-  }
-}
-
 /// By both kernels, or by neither.
-void expect_same(const TrainCase& c, Device device, const BackwardPlan& plan,
-                 const std::string& what) {
+void expect_same(const TrainCase& c, Device device, BackwardPlan plan, const std::string& what) {
   TrainStep first(c, device), other(c, device);
   copy_inputs(first, &other);
-  run(&first, plan, true);
-  run(&other, plan, false);
+  for (TrainStep* step : {&first, &other}) {
+    plan.boxes = plan.with_dx = step == &first;
+    step->run_forward();
+    run_backward(*step, plan);
+  }
   expect_same_results(first, other, what);
 }
 

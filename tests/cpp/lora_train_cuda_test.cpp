@@ -6,13 +6,11 @@
 #include "lora_train_case.h"
 
 #if MORTAR_HAS_CUDA
-#include "lora/train/checks.h"
-#include "lora/train/cuda/backend.cuh"
+#include "lora_train_backward.h"
 
 namespace mortar::testing {
 namespace {
 
-using lora::train::cuda::BackwardPlan;
 using lora::train::cuda::kPanelShapes;
 using lora::train::cuda::PanelShape;
 
@@ -43,23 +41,6 @@ std::vector<BackwardPlan> plans(int width, std::int64_t rows, DType weight, int 
     all.push_back(plan);
   }
   return all;
-}
-
-void run_backward(TrainStep& step, const BackwardPlan& plan) {
-  const LoraTrainProblem given = step.problem(false);
-  const LoraTrainBackward f = step.backward_arguments(false);
-  lora::train::Problem p =
-      lora::train::check_backward(ArgCheck("lora_train_backward"), given, f).problem;
-  GuardedTensor workspace =
-      byte_tensor(lora::train::cuda::backward_workspace(p, plan), step.device);
-  p.workspace = workspace.view().data;
-  lora::train::cuda::backward(p, plan, Stream{});
-  workspace.download();
-  EXPECT_TRUE(workspace.guards_intact()) << "wrote outside the workspace";
-  for (GuardedTensor* t : step.outputs()) {
-    t->download();
-    EXPECT_TRUE(t->guards_intact()) << "wrote outside an output";
-  }
 }
 
 TrainCase base_case() {

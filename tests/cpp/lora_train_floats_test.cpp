@@ -5,35 +5,21 @@
 #include "lora_train_case.h"
 
 #if MORTAR_HAS_CUDA
-#include "lora/train/checks.h"
-#include "lora/train/cuda/backend.cuh"
+#include "lora_train_backward.h"
 
 namespace mortar::testing {
 namespace {
-
-using lora::train::cuda::BackwardPlan;
 
 class LoraTrainFloats : public ::testing::TestWithParam<Device> {};
 
 /// A step whose backward has ds and dB in one launch, or apart.
 void run(TrainStep* step, bool together) {
   step->run_forward();
-  const LoraTrainProblem given = step->problem(false);
-  const LoraTrainBackward arguments = step->backward_arguments(false);
-  lora::train::Problem p =
-      lora::train::check_backward(ArgCheck("lora_train_backward"), given, arguments).problem;
-  BackwardPlan plan = lora::train::cuda::plan_backward(p);
-  plan.together = together;
-  GuardedTensor workspace =
-      byte_tensor(lora::train::cuda::backward_workspace(p, plan), step->device);
-  p.workspace = workspace.view().data;
-  lora::train::cuda::backward(p, plan, Stream{});
-  workspace.download();
-  EXPECT_TRUE(workspace.guards_intact());
-  for (GuardedTensor* t : step->outputs()) {
-    t->download();
-    EXPECT_TRUE(t->guards_intact());
-  }
+  run_backward(*step, [&](const lora::train::Problem& p) {
+    BackwardPlan plan = lora::train::cuda::plan_backward(p);
+    plan.together = together;
+    return plan;
+  });
 }
 
 // On sm_90a dense rows of one adapter go through boxes, ds beside dB or apart; those of a segment

@@ -140,8 +140,7 @@ bool RowSums::sum_x_with_dx(const HiddenForms& ds) {
   }
   PanelParams all = panel_params(Side::kA, plan, ds);
   add_operand(&all, Side::kA, 0, ds, da_);
-  const bool half = p_.weight == DType::kFloat16;
-  input_boxes(all, p_.dx, half ? Policy::kFloat16 : Policy::kBFloat16, stream_);
+  input_boxes(all, p_.dx, policy_of(p_.weight, p_.weight), stream_);
   return true;
 }
 
