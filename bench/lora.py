@@ -45,6 +45,8 @@ VIEWS = [
          ("two calls", "vllm")),
     View("compat.vllm: lora_shrink + lora_expand against the native shrink + expand", "apply",
          "compat", ("two calls", "vllm")),
+    View("compat.vllm: lora_linear, what vLLM's linear layers call, against lora_apply", "apply",
+         "compat linear", ("mortar", "vllm")),
     View("Planner", "plan", "mortar", ("torch.sort", "vllm")),
     View("Host cost of an eager call", "host", "mortar", ("vllm", "torch.mul"), floors=False),
     View("Multi-LoRA on the CPU: y += delta", "cpu", "mortar", ("peft", "torch")),

@@ -63,6 +63,13 @@ def _vllm_expand(op, batch: Batch, s: LoraBuffers):
     return lambda: op(*args)
 
 
+def _vllm_linear(batch: Batch, s: LoraBuffers):
+    from mortar.compat import vllm
+
+    args = (s.x, s.a, s.b, s.y, *batch.tables.args(), 1.0)
+    return lambda: vllm.lora_linear(*args)
+
+
 def _both(first, second):
     def call() -> None:
         first()
@@ -86,7 +93,7 @@ class ApplyCase(Case):
             "rank": p.ranks if isinstance(p.ranks, int) else f"{min(p.ranks)}-{p.max_rank}",
         }
         self.traffic = p.traffic()
-        self.targets = {"mortar": target, "compat": "lora_compat"}
+        self.targets = {"mortar": target, "compat": "lora_compat", "compat linear": "lora_linear"}
         self.tolerance = TOLERANCE[p.dtype]
 
     def make_buffers(self, device: torch.device, seed: int) -> LoraBuffers:
@@ -118,6 +125,7 @@ class ApplyCase(Case):
                     _vllm_expand(vllm.lora_expand, batch, s),
                 ),
             )
+            yield Provider("compat linear", lambda s: _vllm_linear(batch, s))
         if p.adapters == 1 and sixteen_bit and not p.base_share and options.wants("cublas"):
             yield Provider("cublas", lambda s: peers.one_adapter_gemms(s.y, s.x, s.a, s.b))
         if sixteen_bit and options.wants("vllm"):
@@ -260,7 +268,7 @@ class HostCase(Case):
     table = "host"
     host = True
     OPS = ("apply", "shrink", "expand", "plan", "compat.vllm.lora_shrink",
-           "compat.vllm.lora_expand")  # fmt: skip
+           "compat.vllm.lora_expand", "compat.vllm.lora_linear")  # fmt: skip
 
     def __init__(self, op: str, layer: Layer = QKV):
         self.op = op
@@ -306,6 +314,7 @@ class HostCase(Case):
             "plan": plan,
             "compat.vllm.lora_shrink": lambda s: _vllm_shrink(vllm.lora_shrink, batch, s),
             "compat.vllm.lora_expand": lambda s: _vllm_expand(vllm.lora_expand, batch, s),
+            "compat.vllm.lora_linear": lambda s: _vllm_linear(batch, s),
         }
         yield Provider("mortar", binds[self.op])
         if options.wants("vllm") and options.device.type == "cuda" and "vllm" in self.op:
@@ -313,5 +322,5 @@ class HostCase(Case):
             triton.forget_pointers()
             if self.op.endswith("shrink"):
                 yield Provider("vllm", lambda s: _vllm_shrink(triton.shrink, batch, s))
-            else:
+            elif self.op.endswith("expand"):
                 yield Provider("vllm", lambda s: _vllm_expand(triton.expand, batch, s))

@@ -86,6 +86,7 @@ TARGETS: dict[str, Target] = {
     "lora_plan": _kernel((10.0, 0.0), (5.0, 0.0)),  # up to 8,192 tokens
     "lora_plan_large": _versus(_PEERS),
     "lora_compat": _versus({"native": 1 / 1.25}),  # the drop-in ops against the native ones
+    "lora_linear": _versus({"mortar": 1 / 1.25}),  # that of one call against lora_apply
     "conv_forward": _kernel((2.0, 1.15), (2.0, 1.05)),
     "conv_backward": _kernel((2.0, 1.25), (2.0, 1.1)),
     "conv_step": _kernel((2.5, 1.3), (2.2, 1.1)),

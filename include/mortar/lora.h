@@ -145,9 +145,9 @@ std::int64_t lora_shrink_workspace(const Tensor& x, const LoraWeights& weights);
 void lora_expand(const Tensor& h, const LoraWeights& weights, const LoraGroups& groups,
                  const Tensor& y, std::int64_t offset, bool add_inputs, Stream stream);
 
-/// lora_shrink and lora_expand in one call; h stays in the workspace. The groups must be a plan.
-/// y must not overlap x or the workspace. Scales multiply the finished sums over the rank, in
-/// float32: an h that is rounded to 16 bits on the way has none in it.
+/// lora_shrink and lora_expand in one call; h stays in the workspace. y must not overlap x or the
+/// workspace. Scales multiply the finished sums over the rank, in float32: an h that is rounded to
+/// 16 bits on the way has none in it.
 void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& groups,
                 const Tensor& y, std::int64_t offset, float scale, bool add_inputs,
                 const Tensor& workspace, Stream stream);

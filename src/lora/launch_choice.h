@@ -47,7 +47,7 @@ int least_log_run(const LoraShape& s);
 /// Whether the wide expand can run: it reads aligned rows of h, and of float32 weights it writes
 /// aligned y alone.
 bool runs_wide(const LoraShape& s, const Machine& m);
-/// Whether the persistent one can: of lora_apply's own h and aligned y.
+/// Whether the persistent one can: of lora_apply's own h, aligned y and a plan.
 bool runs_wide_walk(const LoraShape& s, const Machine& m);
 /// Whether expand rounds an h of float32 as it reads it.
 bool rounds_h(const LoraShape& s);

@@ -12,7 +12,7 @@ bool runs_wide(const LoraShape& s, const Machine& m) {
 }
 
 bool runs_wide_walk(const LoraShape& s, const Machine& m) {
-  return runs_wide(s, m) && s.op == Op::kApply && s.one_type && s.aligned_y;
+  return runs_wide(s, m) && s.op == Op::kApply && s.one_type && s.aligned_y && !s.segments;
 }
 
 bool rounds_h(const LoraShape& s) { return s.op == Op::kExpand && s.one_type && s.float_h; }

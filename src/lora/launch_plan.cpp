@@ -196,11 +196,11 @@ std::string describe(const LaunchPlan& plan) {
   for (int i = 0; i < s.num_slices; ++i) {
     add("%s%lld", i == 0 ? "N " : "+", static_cast<long long>(s.widths[i]));
   }
-  add(", rank %d%s%s%s%s%s%s", s.max_rank, s.one_type ? "" : ", split-bf16",
+  add(", rank %d%s%s%s%s%s%s%s", s.max_rank, s.one_type ? "" : ", split-bf16",
       s.float_h ? ", h of float32" : "",
       s.op != Op::kExpand || s.aligned_h ? "" : ", h of any rows",
       s.aligned_x ? "" : ", unaligned x or A", s.aligned_y ? "" : ", unaligned y",
-      s.b_by_8 ? ", rows of B by 8 bytes" : "");
+      s.b_by_8 ? ", rows of B by 8 bytes" : "", s.segments ? ", by segments" : "");
   if (plan.one_kernel()) {
     add("; one kernel: tiles of 16 tokens, clusters of %d CTAs, %d columns a CTA", kOneCluster,
         plan.expand.cols);

@@ -39,6 +39,7 @@ struct LoraShape {
   bool aligned_x = true;  ///< every row of x and A starts at a multiple of 16 bytes, and is whole
   bool aligned_y = true;  ///< the same for the slices of y
   bool b_by_8 = false;    ///< rows of stacked B start at multiples of 8 bytes, not of 16: rank 4
+  bool segments = false;  ///< groups are no plan
   /// Of lora_expand: h is float32; and it is that or of y's type, in rows that start at multiples
   /// of 16 bytes and have whole pieces.
   bool float_h = false, aligned_h = false;

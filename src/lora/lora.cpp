@@ -177,8 +177,6 @@ void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& g
   const ArgCheck arg("lora_apply");
   lora::ApplyProblem p = apply_problem(arg, x, weights, y, offset);
   p.groups = lora::check_groups(arg, groups, p.num_tokens, weights.num_adapters, x.device);
-  check(groups.plan.defined(), arg.op(), ": groups must be a plan, got segments, which serve ",
-        "lora_shrink and lora_expand");
   p.scale = scale;
   p.add_inputs = add_inputs;
   const Backend& be = backend(arg, x.device);

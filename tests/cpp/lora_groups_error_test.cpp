@@ -107,14 +107,15 @@ std::vector<BadCall> group_calls() {
        },
        kType,
        {"lora_shrink: sorted_tokens must be on", "got"}},
-      {"SegmentsForApply",
+      {"StartsOfApply",
        [](Call& c) {
          c.use_segments();
+         c.starts = with_dtype(c.starts, DType::kInt64);
          c.groups = LoraGroups::from_segments(c.sorted_tokens, c.ids, c.counts, c.starts);
          c.apply();
        },
-       kValue,
-       {"lora_apply: groups must be a plan", "got segments"}},
+       kType,
+       {"lora_apply: starts must have dtype int32", "got int64"}},
       {"MapDims",
        [](Call& c) {
          c.token_adapter = reshaped(c.token_adapter, {2, 2});

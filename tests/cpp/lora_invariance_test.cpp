@@ -76,17 +76,25 @@ class LoraInvariance : public ::testing::TestWithParam<std::tuple<LoraTarget, Ty
     return rows;
   }
 
-  /// Rows of y after shrink and expand, with tokens grouped by segments or by a plan.
+  /// Rows of y after shrink and expand, and after lora_apply, with tokens grouped by segments or by
+  /// a plan.
   std::vector<Row> rows_by_groups(LoraCase c, bool segments) const {
     c.segments = segments;
     LoraOperands op(c, device());
+    const GuardedTensor original = op.y;
     GuardedTensor h = make_hidden(op, kF32, 0);
     lora_shrink(op.x.view(), op.weights(), op.groups(), h.view(), c.scale, {},
                 op.shrink_workspace().view(), Stream{});
     lora_expand(h.view(), op.weights(), op.groups(), op.y.view(), 0, true, Stream{});
-    op.y.download();
     std::vector<Row> rows;
-    for (std::int64_t t = 0; t < c.tokens; ++t) rows.push_back(row_of(op.y, t));
+    const auto take_rows = [&] {
+      op.y.download();
+      for (std::int64_t t = 0; t < c.tokens; ++t) rows.push_back(row_of(op.y, t));
+    };
+    take_rows();
+    restore_y(op, original);
+    run_apply(op);
+    take_rows();
     return rows;
   }
 

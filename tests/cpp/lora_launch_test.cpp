@@ -38,6 +38,7 @@ lora::LoraShape shape_of(const LoraOperands& op) {
   s.float_weights = op.c.w == DType::kFloat32 && op.c.x == DType::kBFloat16 && op.c.y == op.c.x;
   s.aligned_x = s.aligned_y = !op.c.strided;
   s.b_by_8 = s.one_type && op.max_rank() % 8 == 4 && !op.c.strided;
+  s.segments = op.c.segments;
   return s;
 }
 
@@ -66,13 +67,21 @@ class LoraLaunch : public ::testing::TestWithParam<Device> {
     EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
   }
 
-  /// y after each candidate, all of which must have the same bits; those of the first agree with
-  /// fp64. Adds what ran to `ran_`.
-  void expect_same_bits(const LoraCase& c) {
+  /// y after each candidate, with both forms of groups, all of which must have the same bits; those
+  /// of the first agree with fp64. Adds what ran to `ran_`.
+  void expect_same_bits(LoraCase c) {
     LoraOperands op(c, GetParam());
     const GuardedTensor original = op.y;
     expect_apply_matches(op);
     const std::vector<std::uint8_t> want = bytes_of(op.y);
+    expect_candidates_give(want, op, original);
+    c.segments = true;
+    LoraOperands by_segments(c, GetParam());
+    expect_candidates_give(want, by_segments, original);
+  }
+
+  void expect_candidates_give(const std::vector<std::uint8_t>& want, LoraOperands& op,
+                              const GuardedTensor& original) {
     const std::vector<LaunchPlan> all = lora::candidates(shape_of(op), this_machine());
     for (const LaunchPlan& plan : all) {
       // Every shrink with one expand, and every expand with one shrink.

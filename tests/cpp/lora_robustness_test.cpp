@@ -48,6 +48,7 @@ TEST_P(LoraRobustness, SmallWildSegmentsStayInBounds) {
     const LoraWeights host = op.host_weights();
     const auto h = lora::reference_shrink(op.x.host(), host, op.map, 1.0);
     const auto expected = lora::reference_expand(h, host, op.map, op.y.host(), 0, true);
+    const GuardedTensor original = op.y;
     GuardedTensor hidden = make_hidden(op, kF32, 0);
     lora_shrink(op.x.view(), op.weights(), groups, hidden.view(), 1.0f, {},
                 op.shrink_workspace().view(), Stream{});
@@ -55,6 +56,13 @@ TEST_P(LoraRobustness, SmallWildSegmentsStayInBounds) {
     EXPECT_TRUE(hidden.guards_intact());
     lora_expand(hidden.view(), op.weights(), groups, op.y.view(), 0, true, Stream{});
     expect_outputs(op, expected, kF32, "wild segments");
+    restore_y(op, original);
+    GuardedTensor workspace = op.apply_workspace();
+    lora_apply(op.x.view(), op.weights(), groups, op.y.view(), 0, 1.0f, true, workspace.view(),
+               Stream{});
+    workspace.download();
+    EXPECT_TRUE(workspace.guards_intact());
+    expect_outputs(op, expected, kF32, "wild segments, lora_apply");
   }
 }
 

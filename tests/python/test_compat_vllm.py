@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.library import opcheck
 
+import mortar
 from lora_cases import BF16, FP16, FP32, ROUNDOFF, SMALLEST, assert_within, magnitudes
 from mortar import reference
-from mortar.compat.vllm import lora_expand, lora_shrink
+from mortar.compat.vllm import lora_expand, lora_linear, lora_shrink
 from vllm_cases import STALE, make_inputs, prepare
 
 RANKS = [1, 4, 8, 16, 32, 64, 128, 256]
@@ -66,6 +67,30 @@ def check_expand(inputs, add_inputs=True, offset=0, active=None):
     assert torch.equal(after, before)
 
 
+def check_linear(inputs, scaling=0.5, add_inputs=True, offset=0, active=None):
+    """Against the two ops' reference, and bit for bit mortar.lora.apply with a plan."""
+    x, y = inputs.x, inputs.y.clone()
+    slots = inputs.a[0].shape[0]
+    metadata = (*inputs.metadata, active or slots + 1)
+    lora_linear(x, inputs.a, inputs.b, y, *metadata, scaling, offset, add_inputs)
+    args = (inputs.mapping, inputs.widths, add_inputs, offset)
+    hidden = reference.lora.shrink(x, inputs.adapters, inputs.mapping, scale=scaling)
+    want = reference.lora.expand(inputs.y, hidden, inputs.adapters, *args)
+    adapters = magnitudes(inputs.adapters)
+    size = reference.lora.shrink(x.abs(), adapters, inputs.mapping, scale=abs(scaling))
+    size = reference.lora.expand(torch.zeros_like(want), size, adapters, *args)
+    dtype = y.dtype
+    terms = x.shape[1] + inputs.h.shape[2] + 8
+    bound = size * (terms * ROUNDOFF[FP32] + 2 * ROUNDOFF[dtype]) + 1000 * SMALLEST[dtype]
+    assert_within(y, want, bound + 1.01 * ROUNDOFF[dtype] * want.abs())
+    assert torch.equal(y[inputs.mapping == -1], inputs.y[inputs.mapping == -1])
+    a, b = ([t.flatten(1, -2) for t in ts] for ts in (inputs.a, inputs.b))
+    weights = mortar.lora.Weights.stacked(a, b)
+    plan = mortar.lora.plan(inputs.mapping, slots)
+    same = mortar.lora.apply(inputs.y.clone(), x, weights, plan, scaling, add_inputs, offset)
+    assert torch.equal(y, same)
+
+
 @pytest.mark.parametrize("kind", ["int", "tensor"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("slices", [1, 2, 3])
@@ -73,8 +98,19 @@ def check_expand(inputs, add_inputs=True, offset=0, active=None):
 def test_ranks(device, rank, slices, dtype, kind):
     inputs = make_inputs(device, 20, 2049, (257,) * slices, rank, 2, dtype)
     active = num_active(kind, 2)
+    check_linear(inputs, active=active)
     check_shrink(inputs, active=active)
     check_expand(inputs, active=active)
+
+
+@pytest.mark.parametrize("rank", [4, 8, 16, 64, 128, 200])
+@pytest.mark.parametrize("tokens", [1, 9, 70, 300, 700])
+def test_linear_of_aligned_layers(device, tokens, rank):
+    """What layers of served models are: the kernels for whole pieces of 16 bytes."""
+    inputs = make_inputs(device, tokens, 1024, (264, 72), rank, 3)
+    check_linear(inputs)
+    inputs = make_inputs(device, tokens, 264, (64,), rank, 8, map="one", four_dims=True)
+    check_linear(inputs, add_inputs=False)
 
 
 @pytest.mark.parametrize("slots", [1, 8, 32, 128])
@@ -100,6 +136,7 @@ def test_hidden_sizes(device, hidden, slices, dtype):
 @pytest.mark.parametrize("map", ["random", "one", "blocks"])
 def test_batches(device, tokens, map):
     inputs = make_inputs(device, tokens, 200, (40, 72), 16, 8, map=map)
+    check_linear(inputs)
     check_shrink(inputs)
     check_expand(inputs)
 
@@ -111,6 +148,7 @@ def test_forms(device, four_dims, h_dtype, add_inputs):
     """Slices of different widths (k and v are narrower than q), both forms of weights, both
     kinds of shrink buffer."""
     inputs = make_inputs(device, widths=(64, 8, 24), rank=16, h_dtype=h_dtype, four_dims=four_dims)
+    check_linear(inputs, 2.0, add_inputs)
     check_shrink(inputs, scaling=2.0)
     check_expand(inputs, add_inputs)
 
@@ -120,6 +158,7 @@ def test_offset_start(device, add_inputs):
     """A shard of y, as the fully sharded layers write it."""
     inputs = make_inputs(device, widths=(16, 9))
     inputs.y = torch.randn(24, 60).to(BF16).to(device)
+    check_linear(inputs, 1.0, add_inputs, offset=13)
     check_expand(inputs, add_inputs, offset=13)
 
 
@@ -130,6 +169,7 @@ def test_the_flag_means_no_write_at_all(device):
     lora_shrink(inputs.x, inputs.a, h, *inputs.metadata, 5, 1.0)
     assert (h == 7).all()
     lora_expand(inputs.h, inputs.b, y, *inputs.metadata, 5, add_inputs=False)
+    lora_linear(inputs.x, inputs.a, inputs.b, y, *inputs.metadata, 5, 1.0, add_inputs=False)
     assert torch.equal(y, inputs.y)
 
 
@@ -143,6 +183,7 @@ def test_all_ids_minus_one_without_the_flag(device):
     check_shrink(inputs)
     lora_expand(inputs.h, inputs.b, inputs.y, *inputs.metadata, 5, add_inputs=False)
     assert torch.equal(inputs.y, before)
+    check_linear(inputs, add_inputs=False)
 
 
 def test_stale_tail_of_the_indices(device):
@@ -152,6 +193,7 @@ def test_stale_tail_of_the_indices(device):
     prepare(inputs.metadata, inputs.mapping[:15].clone())
     inputs.metadata[1][15:] = torch.tensor([0, 1, -5, STALE, 24, 3, 2, 1, 0], dtype=torch.int32)
     inputs.mapping[15:] = -1
+    check_linear(inputs)
     check_shrink(inputs)
     check_expand(inputs)
 
@@ -163,6 +205,7 @@ def test_index_table_longer_than_the_batch(device):
     head = torch.full((far,), STALE, dtype=torch.int32, device=device)
     inputs.metadata[1] = torch.cat([head, inputs.metadata[1]])
     inputs.metadata[3] += far
+    check_linear(inputs)
     check_shrink(inputs)
     check_expand(inputs)
 
@@ -200,6 +243,7 @@ def test_ids_of_slots_that_do_not_exist(device):
 
 def test_float32_everywhere(device):
     inputs = make_inputs(device, dtype=FP32)
+    check_linear(inputs)
     check_shrink(inputs)
     check_expand(inputs)
 
@@ -295,9 +339,44 @@ def test_names_what_is_no_tensor(device, which):
         lora_expand(inputs.h if which else inputs.x, inputs.b, inputs.y, *inputs.metadata, 5)
 
 
+def spoil_pairs(i):
+    i.b.append(i.b[0])
+    return (
+        ValueError,
+        "lora_a_weights and lora_b_weights must have one tensor per slice each, got 2",
+    )
+
+
+def spoil_width(i):
+    i.y = i.y[:, :20]
+    return (
+        ValueError,
+        r"output_tensor must have at least offset \+ sum of widths = 0 \+ 24 columns, got 20",
+    )
+
+
+def spoil_hidden(i):
+    i.x = i.x[:, :90]
+    return ValueError, "inputs must have K = 96 columns as lora_a_weights has, got 90"
+
+
+@pytest.mark.parametrize(
+    "spoil", [spoil_pairs, spoil_width, spoil_hidden, spoil_ids, spoil_counts, spoil_indices]
+)
+def test_linear_refuses(device, spoil):
+    inputs = make_inputs(device, widths=(16, 8))
+    error, message = spoil(inputs)
+    y = inputs.y.clone()
+    with pytest.raises(error, match=f"^lora_linear: {message}"):
+        lora_linear(inputs.x, inputs.a, inputs.b, inputs.y, *inputs.metadata, 5, 1.0)
+    assert torch.equal(inputs.y, y)
+
+
 def test_gradients_are_refused(device):
     inputs = make_inputs(device)
     inputs.x.requires_grad_()
+    with pytest.raises(RuntimeError, match="lora_linear: arguments must not require gradients"):
+        lora_linear(inputs.x, inputs.a, inputs.b, inputs.y, *inputs.metadata, 5, 1.0)
     with pytest.raises(RuntimeError, match="lora_shrink: arguments must not require gradients"):
         lora_shrink(inputs.x, inputs.a, inputs.h, *inputs.metadata, 5, 1.0)
 
@@ -315,6 +394,10 @@ def test_opcheck(device, kind):
         getattr(torch.ops.mortar.vllm_lora_expand, overload),
         (inputs.h, inputs.b, inputs.y, *inputs.metadata, active, 0, True),
     )
+    opcheck(
+        getattr(torch.ops.mortar.vllm_lora_linear, overload),
+        (inputs.x, inputs.a, inputs.b, inputs.y, *inputs.metadata, active, 0, 0.5, True),
+    )
 
 
 @pytest.mark.parametrize("kind", ["int", "tensor"])
@@ -326,6 +409,7 @@ def test_compile_fullgraph(device, kind):
         h = torch.empty(2, x.shape[0], 8, dtype=torch.float32, device=x.device)
         lora_shrink(x, inputs.a, h, *inputs.metadata, active, 1.0)
         lora_expand(h, inputs.b, y, *inputs.metadata, active, add_inputs=True)
+        lora_linear(x, inputs.a, inputs.b, y, *inputs.metadata, active, 0.5)
         return y
 
     torch._dynamo.reset()
@@ -348,6 +432,10 @@ def test_inputs_of_any_strides(device, form):
     }[form]
     assert torch.equal(inputs.x, x) and not inputs.x.is_contiguous()
     check_shrink(inputs)
+    want = inputs.y.clone()
+    lora_linear(x, inputs.a, inputs.b, want, *inputs.metadata, 5, 1.0)
+    lora_linear(inputs.x, inputs.a, inputs.b, inputs.y, *inputs.metadata, 5, 1.0)
+    assert torch.equal(inputs.y, want)
 
 
 @pytest.mark.parametrize("negated", ["inputs", "weights"])
@@ -367,6 +455,9 @@ def test_negations_are_read_right_and_not_written(device, negated):
     assert torch.equal(got.h, want.h)
     lora_expand(want.h, want.b, want.y, *want.metadata, 5)
     lora_expand(first(got.h, "inputs"), b, got.y, *got.metadata, 5)
+    assert torch.equal(got.y, want.y)
+    lora_linear(want.x, want.a, want.b, want.y, *want.metadata, 5, 1.0)
+    lora_linear(first(got.x, "inputs"), a, b, got.y, *got.metadata, 5, 1.0)
     assert torch.equal(got.y, want.y)
     before = got.y.clone()
     with pytest.raises(ValueError, match="^lora_expand: output_tensor must hold its own values"):

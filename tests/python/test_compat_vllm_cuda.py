@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lora_cases import make_map
-from mortar.compat.vllm import lora_expand, lora_shrink
+from mortar.compat.vllm import lora_expand, lora_linear, lora_shrink
 from test_lora_cuda import capture, host_cost_and_limit, in_turn
 from vllm_cases import make_inputs, prepare
 
@@ -26,6 +26,7 @@ def test_graph_replays_with_other_tables(captured, kind):
         y.copy_(inputs.y)
         lora_shrink(inputs.x, inputs.a, inputs.h, *inputs.metadata, active, 1.0)
         lora_expand(inputs.h, inputs.b, y, *inputs.metadata, active, add_inputs=True)
+        lora_linear(inputs.x, inputs.a, inputs.b, y, *inputs.metadata, active, 0.5)
 
     graph = capture(body)
     generator = torch.Generator().manual_seed(3)
@@ -39,6 +40,7 @@ def test_graph_replays_with_other_tables(captured, kind):
         h = torch.zeros_like(inputs.h)
         lora_shrink(inputs.x, inputs.a, h, *inputs.metadata, 9, 1.0)
         lora_expand(h, inputs.b, want, *inputs.metadata, 9, add_inputs=True)
+        lora_linear(inputs.x, inputs.a, inputs.b, want, *inputs.metadata, 9, 0.5)
         assert torch.equal(y, want)
         if groups:
             assert torch.equal(inputs.h, h)
@@ -46,7 +48,7 @@ def test_graph_replays_with_other_tables(captured, kind):
 
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", ["int", "tensor"])
-@pytest.mark.parametrize("op", ["shrink", "expand"])
+@pytest.mark.parametrize("op", ["shrink", "expand", "linear"])
 def test_host_cost(op, kind):
     active = 5 if kind == "int" else torch.tensor([5], dtype=torch.int32)
 
@@ -55,6 +57,7 @@ def test_host_cost(op, kind):
         return {
             "shrink": lambda: lora_shrink(i.x, i.a, i.h, *i.metadata, active, 1.0),
             "expand": lambda: lora_expand(i.h, i.b, i.y, *i.metadata, active, 0, True),
+            "linear": lambda: lora_linear(i.x, i.a, i.b, i.y, *i.metadata, active, 1.0),
         }[op]
 
     with torch.inference_mode():

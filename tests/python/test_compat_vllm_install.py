@@ -89,6 +89,65 @@ def test_a_layer_runs_on_the_ops(stand, device):
     assert not torch.equal(got.y, make_inputs(device, widths=(16, 8), four_dims=True).y)
 
 
+class Meta:
+    """The part of vLLM's LoRAKernelMeta that layers ask."""
+
+    def __init__(self, metadata, active):
+        self.metadata, self.active = metadata, active
+
+    def meta_args(self, token_nums, specialize_active_lora):
+        mapping, indices, *rest = self.metadata
+        return mapping[:token_nums], indices[:token_nums], *rest, self.active
+
+
+class Wrapper:
+    """vLLM's PunicaWrapperGPU."""
+
+    lora_config = types.SimpleNamespace(specialize_active_lora=False)
+
+    def __init__(self, metadata, active=5):
+        self.token_mapping_meta = Meta(metadata, active)
+
+    def add_lora_linear(self, y, x, a, b, scale, output_slices, *, buffer=None, **kwargs):
+        raise NotImplementedError("Triton")
+
+
+@pytest.fixture
+def wrapper(stand, monkeypatch):
+    module = types.ModuleType("vllm.lora.punica_wrapper.punica_gpu")
+    module.PunicaWrapperGPU = type("PunicaWrapperGPU", (Wrapper,), dict(vars(Wrapper)))
+    module.LoRAKernelMeta = Meta
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+@pytest.mark.parametrize("add_inputs", [None, False])
+def test_a_linear_layer_is_one_call(wrapper, device, add_inputs):
+    """With the leading dimensions of x and y that layers have; what they pass beside is ignored."""
+    original = wrapper.PunicaWrapperGPU.add_lora_linear
+    for _ in range(2):
+        vllm.install()
+    want, got = (make_inputs(device, widths=(16, 8), four_dims=True) for _ in range(2))
+    given = {} if add_inputs is None else {"add_inputs": add_inputs}
+    layer = wrapper.PunicaWrapperGPU(got.metadata)
+    layer.add_lora_linear(
+        got.y[None], got.x[None], tuple(got.a), tuple(got.b), 0.5, (16, 8), other=1, **given
+    )
+    vllm.lora_linear(want.x, want.a, want.b, want.y, *want.metadata, 5, 0.5, **given)
+    assert torch.equal(got.y, want.y)
+    with pytest.raises(ValueError, match="^add_lora_linear: buffer must be None, got one$"):
+        layer.add_lora_linear(got.y, got.x, got.a, got.b, 0.5, (16, 8), buffer=got.h)
+    vllm.uninstall()
+    assert wrapper.PunicaWrapperGPU.add_lora_linear is original
+
+
+def test_a_wrapper_with_other_metadata_keeps_its_method(wrapper, monkeypatch):
+    monkeypatch.setattr(Meta, "meta_args", lambda self, token_nums: self.metadata)
+    original = wrapper.PunicaWrapperGPU.add_lora_linear
+    vllm.install()
+    assert wrapper.PunicaWrapperGPU.add_lora_linear is original
+
+
 @pytest.mark.parametrize(
     "plugins, runs",
     [(None, False), ("", False), ("other", False), ("mortar", True), ("a,mortar", True)],

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lora_shrink`` and ``lora_expand`` with the signatures and semantics of vLLM's punica ops.
+"""``lora_shrink`` and ``lora_expand`` with the signatures and semantics of vLLM's punica ops, and
+``lora_linear``, which is both in one call.
 
     VLLM_PLUGINS=mortar vllm serve MODEL --enable-lora ...    # in all processes of the engine
 
 or, in a process that has imported vLLM's ops, ``mortar.compat.vllm.install()``: every LoRA layer
-then runs on Mortar, but for those of experts and FP8 adapters, whose ops stay vLLM's.
+then runs on Mortar, but for those of experts and FP8 adapters, whose ops stay vLLM's. Linear layers
+make one call where vLLM makes two, without its buffer of float32 in between.
 
-Both work straight on vLLM's own metadata (``LoRAKernelMeta``), as its layers pass it:
+They work straight on vLLM's own metadata (``LoRAKernelMeta``), as its layers pass it:
 
     token_lora_mapping                int32 [M]      each token's adapter, -1 for none
     token_indices_sorted_by_lora_ids  int32 [M]      tokens grouped by adapter
@@ -19,7 +21,7 @@ Both work straight on vLLM's own metadata (``LoRAKernelMeta``), as its layers pa
 G is max_loras + 1. Nothing is sorted again and nothing is read back from the device, so that
 captured CUDA graphs replay with other contents of these buffers: entries of the sorted indices
 that no group owns may be stale. Weights are [L, r, K] and [L, N_s, r], or [L, 1, ., .]. Inside a
-CUDA graph both may read weights and metadata while the kernel before them still runs: no graph may
+CUDA graph they may read weights and metadata while the kernel before them still runs: no graph may
 write these just before the op (vLLM's are written before the replay).
 
 Beyond vLLM's: float32 weights, activations of another dtype than the weights, slices of different
@@ -28,16 +30,20 @@ tensors; one rounding of y where vLLM's expand has two; results that do not depe
 the batch. Wrong arguments raise ValueError or TypeError, by these names, instead of failing an
 assertion, and slices of different dtypes are refused instead of being misread.
 
-The functions are the ops ``torch.ops.mortar.vllm_lora_shrink`` and ``vllm_lora_expand`` (overload
-``.tensor`` where ``num_active_loras`` is a tensor), and need no vLLM.
+The functions are the ops ``torch.ops.mortar.vllm_lora_shrink``, ``vllm_lora_expand`` and
+``vllm_lora_linear`` (overload ``.tensor`` where ``num_active_loras`` is a tensor), and need no
+vLLM.
 """
 
+import contextlib
 import importlib
+import inspect
 import operator
 import os
 import re
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -48,11 +54,12 @@ from .._lora_memory import ANY_STREAM, Memory
 from .._lora_ops import guard_autograd
 from ._install import Replacements, found
 
-__all__ = ["install", "lora_expand", "lora_shrink", "uninstall"]
+__all__ = ["install", "lora_expand", "lora_linear", "lora_shrink", "uninstall"]
 
-_shrink, _expand = lib.lora_shrink, lib.lora_expand
-# These return 0 for what the other two take or refuse.
+_shrink, _expand, _apply = lib.lora_shrink, lib.lora_expand, lib.lora_apply
+# These return 0 for what the others take or refuse.
 _shrink_now, _expand_now = torch_function("torch_lora_shrink"), torch_function("torch_lora_expand")
+_apply_now = torch_function("torch_lora_apply")
 _is_grad_enabled = torch.is_grad_enabled
 _Tensor = torch.Tensor
 _is_neg = _Tensor.is_neg
@@ -79,25 +86,29 @@ _METADATA = (
     "no_lora_flag_cpu",
 )
 _SUBJECT = re.compile(r"^(?:lora_\w+): (\w+)")
-_OTHERS = re.compile(r"\b[ab](?=\[\d\])|(?<= as )\w+(?= has\b)")
+_OTHERS = re.compile(r"\b[ab](?=\[\d\])|(?<= as )\w+(?= has\b)|(?<= and )b(?= must\b)")
 
 
 class _Op(NamedTuple):
-    """One of the two functions."""
+    """One of the functions."""
 
     name: str
-    weights: str
+    weights: tuple[str, ...]
     library: dict[str, str]
     """What the library calls the other arguments."""
     by_int: Callable
     by_tensor: Callable
     """The ops, for either kind of ``num_active_loras``."""
 
+    def lists(self, weights) -> tuple:
+        """The lists of weights, in the order of their names."""
+        return weights if len(self.weights) > 1 else (weights,)
+
     def in_callers_words(self, error: Exception, first: tuple, metadata: tuple) -> Exception:
         """The error of a call that failed, by the names that its caller knows."""
-        names = ("inputs", self.weights, "output_tensor", *_METADATA, "num_active_loras")
+        names = ("inputs", *self.weights, "output_tensor", *_METADATA, "num_active_loras")
         for name, value in zip(names, (*first, *metadata), strict=True):
-            many = name == self.weights and isinstance(value, list | tuple)
+            many = name in self.weights and isinstance(value, list | tuple)
             number = name == "num_active_loras" and isinstance(value, int)
             for i, t in enumerate(value if many else [value]):
                 if not isinstance(t, _Tensor) and not number:
@@ -153,9 +164,27 @@ def _expand_impl(inputs, lora_b_weights, output_tensor, *rest):
     increment_version((output_tensor,))
 
 
-def _defined(name: str, weights: str, last: str, impl: Callable, **library: str) -> _Op:
+def _linear_impl(inputs, lora_a_weights, lora_b_weights, output_tensor, *rest):
+    *metadata, offset_start, scaling, add_inputs = rest
+    if metadata[5].item():
+        return
+    if _is_grad_enabled():
+        tensors = (inputs, output_tensor, *lora_a_weights, *lora_b_weights)
+        guard_autograd("lora_linear", tensors)
+    if _is_strided(inputs):
+        inputs = inputs.contiguous()
+    groups, active = _groups(metadata)
+    weights = (None, None, None, len(lora_a_weights), *lora_a_weights, *lora_b_weights)
+    _apply(
+        inputs, output_tensor, None, offset_start, scaling, add_inputs, *groups, *active, *weights
+    )
+    increment_version((output_tensor,))
+
+
+def _defined(name: str, last: str, impl: Callable, *weights: str, **library: str) -> _Op:
     """The op with ``int num_active_loras`` and its overload for a tensor, short-cut."""
-    first = f"Tensor inputs, Tensor[] {weights}, Tensor(a!) output_tensor"
+    lists = "".join(f"Tensor[] {argument}, " for argument in weights)
+    first = f"Tensor inputs, {lists}Tensor(a!) output_tensor"
     metadata = ", ".join(f"Tensor {argument}" for argument in _METADATA)
     calls = []
     for overload, kind in (("", "int"), (".tensor", "Tensor")):
@@ -165,12 +194,18 @@ def _defined(name: str, weights: str, last: str, impl: Callable, **library: str)
 
 
 _SHRINK = _defined(
-    "lora_shrink", "lora_a_weights", "float scaling", _shrink_impl,
+    "lora_shrink", "float scaling", _shrink_impl, "lora_a_weights",
     x="inputs", a="lora_a_weights", h="output_tensor", scale="scaling",
 )  # fmt: skip
 _EXPAND = _defined(
-    "lora_expand", "lora_b_weights", "int offset_start=0, bool add_inputs=False", _expand_impl,
+    "lora_expand", "int offset_start=0, bool add_inputs=False", _expand_impl, "lora_b_weights",
     h="inputs", b="lora_b_weights", y="output_tensor", offset="offset_start",
+)  # fmt: skip
+_LINEAR = _defined(
+    "lora_linear", "int offset_start, float scaling, bool add_inputs", _linear_impl,
+    "lora_a_weights", "lora_b_weights",
+    x="inputs", a="lora_a_weights", b="lora_b_weights", y="output_tensor", scale="scaling",
+    offset="offset_start",
 )  # fmt: skip
 
 
@@ -182,9 +217,12 @@ def _new_memory(lora_ids: torch.Tensor) -> Memory:
 
 
 def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> bool:
-    """Whether an eager call is done."""
+    """Whether an eager call is done. Tuples are written out: one more costs a tenth of all this."""
     if output.is_neg():
         raise negation(op.name, "output_tensor")
+    if op is _LINEAR:
+        last = (*last, len(weights[0]))
+        weights = (*weights[0], *weights[1])
     # A negative-bit view or a tensor with a gradient: the dispatcher resolves it, or refuses it. No
     # bfloat16 is such a view, for lack of complex numbers of it, and weights are of one dtype.
     if len(weights) and weights[0].dtype is not _BF16 and any(map(_is_neg, weights)):
@@ -193,7 +231,7 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
         return False
     mapping, sorted_tokens, counts, starts, ids, _, active = metadata
     if type(active) is int:
-        last = (*last, active)
+        last = (*last[:3], active, *last[3:]) if op is _LINEAR else (*last, active)
         active = None
     if op is _EXPAND:
         tensors = (inputs, output, None, sorted_tokens, ids, counts, starts, active,
@@ -203,9 +241,14 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
         kept = getattr(ids, "_mortar_memory", None) or _new_memory(ids)
         memory, stream = kept.get()
         while True:
-            tensors = (inputs, output, memory, mapping, None, sorted_tokens, ids, counts, starts,
-                       active, None, None, None, *weights)  # fmt: skip
-            done = _shrink_now(id(tensors), stream, *last, len(weights))
+            if op is _SHRINK:
+                tensors = (inputs, output, memory, mapping, None, sorted_tokens, ids, counts,
+                           starts, active, None, None, None, *weights)  # fmt: skip
+                done = _shrink_now(id(tensors), stream, *last, len(weights))
+            else:
+                tensors = (inputs, output, memory, None, sorted_tokens, ids, counts, starts,
+                           active, None, None, None, *weights)  # fmt: skip
+                done = _apply_now(id(tensors), stream, *last)
             if done <= WRITTEN:
                 break
             memory, stream = kept.more(inputs, done), ANY_STREAM
@@ -215,18 +258,21 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
 
 
 def _run(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> None:
+    """weights: the list of the op, or both of lora_linear."""
     try:
         if is_eager(inputs):
             if metadata[5].item():
                 return
             if _run_now(op, inputs, weights, output, metadata, last):
                 return
+        first = (inputs, *op.lists(weights), output)
         call = op.by_tensor if isinstance(metadata[6], _Tensor) else op.by_int
-        call(inputs, weights, output, *metadata, *last)
+        call(*first, *metadata, *last)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        if op is _SHRINK and _is_strided(inputs):
+        if op is not _EXPAND and _is_strided(inputs):
             return _run(op, inputs.contiguous(), weights, output, metadata, last)
-        raise op.in_callers_words(error, (inputs, weights, output), metadata) from None
+        first = (inputs, *op.lists(weights), output)
+        raise op.in_callers_words(error, first, metadata) from None
 
 
 def lora_shrink(
@@ -293,17 +339,82 @@ def lora_expand(
     _run(_EXPAND, inputs, lora_b_weights, output_tensor, metadata, (offset_start, add_inputs))
 
 
+def lora_linear(
+    inputs: torch.Tensor,
+    lora_a_weights: list[torch.Tensor],
+    lora_b_weights: list[torch.Tensor],
+    output_tensor: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    token_indices_sorted_by_lora_ids: torch.Tensor,
+    num_tokens_per_lora: torch.Tensor,
+    lora_token_start_loc: torch.Tensor,
+    lora_ids: torch.Tensor,
+    no_lora_flag_cpu: torch.Tensor,
+    num_active_loras: int | torch.Tensor,
+    scaling: float,
+    offset_start: int = 0,
+    add_inputs: bool = True,
+) -> None:
+    """``output_tensor[t, offset_s : offset_s + N_s] (+)= scaling * inputs[t] @ A_s.T @ B_s.T`` in
+    one call, of one kernel where tokens are few. The sums of the first product are rounded once, to
+    the dtype of the weights; ``scaling`` multiplies those of the second, in float32.
+
+    Args:
+        inputs: [M, K].
+        lora_a_weights: one [L, r, K] or [L, 1, r, K] per slice (1 to 8), all of one dtype.
+        lora_b_weights: as many [L, N_s, r] or [L, 1, N_s, r] of that dtype.
+        output_tensor, add_inputs: as of ``lora_expand``.
+
+    The rest is described at the top of the module; the groups must lie in the first M sorted
+    indices.
+    """
+    metadata = (
+        token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora,
+        lora_token_start_loc, lora_ids, no_lora_flag_cpu, num_active_loras,
+    )  # fmt: skip
+    weights = (lora_a_weights, lora_b_weights)
+    _run(_LINEAR, inputs, weights, output_tensor, metadata, (offset_start, scaling, add_inputs))
+
+
 # ---- install -------------------------------------------------------------------------------------
 
 _OPS = "lora.ops.triton_ops"
+_WRAPPER = "lora.punica_wrapper.punica_gpu"  # holds what the linear layers call
 _PLUGIN = "mortar"  # the name of the entry point in pyproject.toml
 _replacements = Replacements()
 
 
+def _add_lora_linear(
+    self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, *, buffer=None, **kwargs
+) -> None:
+    """`PunicaWrapperGPU.add_lora_linear`: one call in place of a buffer and two ops."""
+    if buffer is not None:
+        raise ValueError("add_lora_linear: buffer must be None, got one")
+    inputs, output = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+    metadata = self.token_mapping_meta.meta_args(
+        inputs.size(0), self.lora_config.specialize_active_lora
+    )
+    lora_linear(
+        inputs, lora_a_stacked, lora_b_stacked, output, *metadata, scale,
+        add_inputs=kwargs.get("add_inputs", True),
+    )  # fmt: skip
+
+
+def _replace_linear(module: ModuleType) -> None:
+    """Where the wrapper asks its metadata as `_add_lora_linear` does; vLLM's own method calls our
+    two ops otherwise."""
+    wrapper, meta = (getattr(module, name, None) for name in ("PunicaWrapperGPU", "LoRAKernelMeta"))
+    if wrapper is None or meta is None or wrapper.add_lora_linear is _add_lora_linear:
+        return
+    asked = list(inspect.signature(meta.meta_args).parameters)
+    if asked == ["self", "token_nums", "specialize_active_lora"]:
+        _replacements.replace(wrapper, "add_lora_linear", _add_lora_linear)
+
+
 def install() -> list[str]:
     """Puts Mortar under the LoRA layers of this process's vLLM: `lora_shrink` and `lora_expand` in
-    whichever module has taken hold of them. Calling it again changes nothing but for modules that
-    were imported since. `uninstall` takes it back.
+    whichever module has taken hold of them, and `lora_linear` in its wrapper for GPUs. Calling it
+    again changes nothing but for modules that were imported since. `uninstall` takes it back.
 
     It must come before vLLM compiles or captures a model, and in every process that runs one:
     with several, set `VLLM_PLUGINS=mortar` instead, for which vLLM calls it in each.
@@ -322,6 +433,9 @@ def install() -> list[str]:
     for package in packages:
         for ours in (lora_shrink, lora_expand):
             _replacements.replace_everywhere(getattr(sys.modules[package], ours.__name__), ours)
+    for name, module in list(sys.modules.items()):
+        if name.endswith(f".{_WRAPPER}"):
+            _replace_linear(module)
     return packages
 
 
@@ -336,4 +450,6 @@ def plugin() -> None:
     other kernels are not to run because a package happens to be there."""
     if _PLUGIN in os.environ.get("VLLM_PLUGINS", "").split(","):
         importlib.import_module(f"vllm.{_OPS}")
+        with contextlib.suppress(ImportError):  # of a build without what its layers need
+            importlib.import_module(f"vllm.{_WRAPPER}")
         install()

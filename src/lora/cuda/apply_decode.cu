@@ -316,9 +316,9 @@ void launch_ranks(const ApplyParams& p, Stream stream) {
 
 void apply_decode(const ApplyParams& p, Stream stream) {
   const ExpandParams& e = p.expand;
-  check(e.groups.plan != nullptr && e.tiles.tile_tokens == kTokens && e.vector_y &&
-            e.h.width <= kOneMaxRank && e.cols % (32 * kCtas) == 0 && e.cols <= kCtas * kOneMaxCols,
-        "lora_apply: the one kernel takes a plan, tiles of 16 tokens, ranks up to ", kOneMaxRank,
+  check(e.tiles.tile_tokens == kTokens && e.vector_y && e.h.width <= kOneMaxRank &&
+            e.cols % (32 * kCtas) == 0 && e.cols <= kCtas * kOneMaxCols,
+        "lora_apply: the one kernel takes tiles of 16 tokens, ranks up to ", kOneMaxRank,
         " and aligned rows");
   device::visit_dtype<Float16DTypes>(e.y.dtype, "lora_apply", [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -54,7 +54,7 @@ bool rows_by_8(const WeightsView& w) {
   return by_8 && !by_16;
 }
 
-LoraShape shape_of(Op op, std::int64_t num_tokens, const WeightsView& w) {
+LoraShape shape_of(Op op, std::int64_t num_tokens, const WeightsView& w, const GroupsView& groups) {
   LoraShape s;
   s.op = op;
   s.num_tokens = num_tokens;
@@ -64,10 +64,11 @@ LoraShape shape_of(Op op, std::int64_t num_tokens, const WeightsView& w) {
   s.num_slices = w.num_slices;
   s.max_rank = s.h_columns = w.max_rank;
   s.one_type = is_half(w.dtype);
+  s.segments = groups.ids != nullptr;
   return s;
 }
 LoraShape shape_of(const ShrinkProblem& p) {
-  LoraShape s = shape_of(Op::kShrink, p.num_tokens, p.weights);
+  LoraShape s = shape_of(Op::kShrink, p.num_tokens, p.weights, p.groups);
   s.h_columns = static_cast<int>(p.h.width);
   s.one_type = s.one_type && p.x.dtype == p.weights.dtype;
   s.float_weights = p.weights.dtype == DType::kFloat32 && p.x.dtype == DType::kBFloat16;
@@ -81,7 +82,7 @@ bool has_aligned_rows(const RowsView& h) {
 }
 
 LoraShape shape_of(const ExpandProblem& p) {
-  LoraShape s = shape_of(Op::kExpand, p.num_tokens, p.weights);
+  LoraShape s = shape_of(Op::kExpand, p.num_tokens, p.weights, p.groups);
   s.one_type = s.one_type && p.y.dtype == p.weights.dtype;
   s.float_weights = p.weights.dtype == DType::kFloat32 && p.y.dtype == DType::kBFloat16;
   s.aligned_y = allows_vectors(p.y, p.weights, p.offset);
@@ -91,7 +92,7 @@ LoraShape shape_of(const ExpandProblem& p) {
   return s;
 }
 LoraShape shape_of(const ApplyProblem& p) {
-  LoraShape s = shape_of(Op::kApply, p.num_tokens, p.weights);
+  LoraShape s = shape_of(Op::kApply, p.num_tokens, p.weights, p.groups);
   s.one_type = s.one_type && p.x.dtype == p.weights.dtype && p.y.dtype == p.weights.dtype;
   s.float_weights = p.weights.dtype == DType::kFloat32 && p.x.dtype == DType::kBFloat16 &&
                     p.y.dtype == DType::kBFloat16;
@@ -123,7 +124,8 @@ HView caller_h(const RowsView& rows) {
   return h;
 }
 
-/// h in the workspace, rows first, then slices, then ranks.
+/// h in the workspace, rows first, then slices, then ranks. A caller's index table may be longer
+/// than the batch: only tokens are sure to lie inside it, so of segments rows are by token.
 HView internal_h(const LoraShape& s, void* data, DType dtype, std::int64_t rows) {
   HView h;
   h.data = data;
@@ -132,7 +134,8 @@ HView internal_h(const LoraShape& s, void* data, DType dtype, std::int64_t rows)
   h.slice_stride = h.width;
   h.row_stride = h.slice_stride * s.num_slices;
   h.slab_stride = h.row_stride * rows;
-  h.by_position = true;
+  h.by_position = !s.segments;
+  h.own = true;
   h.vector = is_half(dtype);
   h.rows_by_16 = true;
   return h;
@@ -242,8 +245,6 @@ void shrink(const ShrinkProblem& problem, Stream stream) {
 
   ShrinkParams partial = p;
   partial.h = partials(plan.shape, problem.workspace);
-  // A caller's index table may be longer than the batch: only tokens are sure to lie inside it.
-  partial.h.by_position = problem.groups.plan != nullptr;
   partial.pad = false;
   partial.zero_rows = {};
   run_shrink(partial, plan, stream);
@@ -289,7 +290,7 @@ void apply(const ApplyProblem& problem, Stream stream) {
   if (plan.one_kernel()) {
     set_plan(expand, plan, plan.expand.cols * kOneCluster);
     expand.h.width = static_cast<int>(h_width(s));
-    expand.h.by_position = true;
+    expand.h.own = true;
     return apply_decode({expand, problem.x}, stream);
   }
 

@@ -246,8 +246,6 @@ void launch_typed(ExpandParams p, Stream stream) {
 }  // namespace
 
 void expand_decode(const ExpandParams& p, Stream stream) {
-  check(p.groups.plan != nullptr || !p.h.by_position,
-        "lora_apply: groups must be a plan, got segments");
   device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
     using T = typename decltype(tag)::type;
     p.vector_y ? launch_typed<T, true>(p, stream) : launch_typed<T, false>(p, stream);

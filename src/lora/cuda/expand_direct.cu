@@ -252,8 +252,6 @@ __global__ void __launch_bounds__(kThreads, kPerSm)
 }  // namespace
 
 void expand_direct(const ExpandParams& p, Stream stream) {
-  check(p.groups.plan != nullptr || !p.h.by_position,
-        "lora_apply: groups must be a plan, got segments");
   check(p.vector_y && p.h.width <= kDirectMaxRank,
         "lora_expand: B goes straight into fragments for an aligned y and ranks up to ",
         kDirectMaxRank);

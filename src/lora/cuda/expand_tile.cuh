@@ -110,7 +110,7 @@ __device__ __forceinline__ SliceWeights weights_of(const ExpandParams& p, const 
   SliceWeights w;
   if (live) w = p.weights.get(tile.adapter, block.slice);
   w.rank = min(w.rank, p.h.width);
-  w.scale = p.h.by_position ? p.scale * w.scale : 1.0f;
+  w.scale = p.h.own ? p.scale * w.scale : 1.0f;
   return w;
 }
 

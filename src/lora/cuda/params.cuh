@@ -13,8 +13,8 @@ namespace mortar::lora::cuda {
 /// Element (slab, s, row, r) lies at slab * slab_stride + s * slice_stride + row * row_stride + r.
 /// `row` is the token, or (by_position) its place in the grouping, counted from the first tile of
 /// the launch. With several slabs (one per leaf of K) the elements are raw float32 partial sums:
-/// who reads them adds them as leaf_size in problem.h says. Rows by_position are lora_apply's own
-/// and have no scales in them: expand applies these to its finished sums.
+/// who reads them adds them as leaf_size in problem.h says. lora_apply's own h has no scales in it:
+/// expand applies these to its finished sums.
 struct HView {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -25,7 +25,8 @@ struct HView {
   bool vector = false;  ///< rows of 16-bit elements that start at multiples of 16 bytes
   /// Rows of any dtype do, and have whole pieces of eight columns up to the largest rank.
   bool rows_by_16 = false;
-  bool by_position = false;
+  bool by_position = false;  ///< of lora_apply with a plan
+  bool own = false;          ///< lora_apply's
 };
 
 /// The tiles of one launch.
@@ -44,7 +45,7 @@ struct ShrinkParams {
   WeightsView weights;
   GroupsView groups;
   TileRange tiles;
-  float scale = 1;       ///< of rows by token
+  float scale = 1;       ///< of a caller's h
   bool pad = false;      ///< write zeros from an adapter's rank to h.width
   bool vector = false;   ///< K, x and A allow 16-byte accesses throughout
   int rows_per_cta = 0;  ///< rank rows, decode kernel

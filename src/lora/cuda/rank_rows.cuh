@@ -46,7 +46,7 @@ struct RankRows {
       if (i < most) {
         weights[i] = slice >= 0 && r < rank ? a + r * stride * size : nullptr;
         place[i] = slice * p.h.slice_stride + r;
-        scale[i] = p.h.by_position ? 1.0f : p.scale * own_scale;
+        scale[i] = p.h.own ? 1.0f : p.scale * own_scale;
       }
       if (i == 0) count = max(0, min(before - first, most));
     }

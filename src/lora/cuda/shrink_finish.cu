@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
       }
     }
   }
-  const float scale = h.by_position ? 1.0f : p.to.scale * w.scale;
+  const float scale = h.own ? 1.0f : p.to.scale * w.scale;
   const int count = (p.to.pad ? h.width : w.rank) - r;
   device::pdl_wait();
   partials.load_all();
