@@ -160,13 +160,20 @@ TEST(LoraTrainPlan, TilesOfSplitWeightsFillTheDevice) {
 
 // h of float32 weights beside bfloat16: clusters that store it, of one tile for a slice.
 TEST(LoraTrainPlan, ColumnsOfPartsOfUpTo64RanksAreStoredByClusters) {
-  const auto shrink = [](int width, int slices) {
-    return choose_shrink(4096, 4096, width, 0, false, true, ShrinkOperands::kPartColumns, kH200,
+  const auto shrink = [](int width, int slices, std::int64_t rows = 4096) {
+    return choose_shrink(rows, 4096, width, 0, false, true, ShrinkOperands::kPartColumns, kH200,
                          false, slices);
   };
   EXPECT_EQ(describe(shrink(192, 1)),
             "product, 64 rows, 192 ranks, 2 blocks in a cluster, leaves of 512");
+  EXPECT_EQ(describe(shrink(96, 1)),
+            "product, 64 rows, 96 ranks, 2 blocks in a cluster, leaves of 512");
+  // Half of the rows where all tiles run at once.
   EXPECT_EQ(describe(shrink(48, 1)),
+            "product, 64 rows, 64 ranks, 2 blocks in a cluster, leaves of 512");
+  EXPECT_EQ(describe(shrink(48, 1, 512)),
+            "product, 64 rows, 64 ranks, 8 blocks in a cluster, leaves of 512");
+  EXPECT_EQ(describe(shrink(48, 1, 8192)),
             "product, 128 rows, 64 ranks, 2 blocks in a cluster, leaves of 512");
   EXPECT_FALSE(shrink(192, 2).fused);
   EXPECT_FALSE(shrink(216, 1).fused);

@@ -253,10 +253,12 @@ TEST_P(LoraTrainShapes, NoFusionOfPartsChangesABit) {
     const ExpandPlan copied =
         choose_expand(c.rows, 264, 6 * most, adapters, 2, Policy::kBFloat16, kH200Strided);
     const auto first = make({&streamed, &copied});
-    for (const int tile : {64, 128, kWidestPartTile}) {
-      for (int parts = kLeaves / most_split_leaves(tile); parts <= kLeaves; parts *= 2) {
-        if (own.by == RowsBy::kPlan || tile < 3 * most) break;
-        const ShrinkPlan fused = product_shrink(c.hidden, {tile, parts, 0, true});
+    constexpr std::pair<int, int> kTiles[] = {
+        {64, 128}, {64, 64}, {kHalfPartTile, 64}, {kWidestPartTile, 64}};  // columns, rows
+    for (const auto& [columns, rows] : kTiles) {
+      for (int parts = kLeaves / most_split_leaves(columns); parts <= kLeaves; parts *= 2) {
+        if (own.by == RowsBy::kPlan || columns < 3 * most) break;
+        const ShrinkPlan fused = product_shrink(c.hidden, {columns, parts, 0, true, rows});
         expect_same_forward(*first, *make({&fused, nullptr}), describe(fused));
       }
     }
@@ -290,8 +292,11 @@ void expect_products_keep_bits(const TrainCase& c, TrainStep* first, int step) {
       expect({&product, nullptr}, describe(product));
     }
     for (int parts = kLeaves / most_split_leaves(columns); parts <= kLeaves; parts *= step) {
-      const ShrinkPlan split = product_shrink(c.hidden, {columns, parts, 0, true});
-      expect({&split, nullptr}, describe(split));
+      for (const int rows : {128, 64}) {
+        if (columns == 128 && rows == 64) break;
+        const ShrinkPlan split = product_shrink(c.hidden, {columns, parts, 0, true, rows});
+        expect({&split, nullptr}, describe(split));
+      }
     }
   }
   for (const int columns : {128, 256}) {

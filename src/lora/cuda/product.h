@@ -37,11 +37,15 @@ enum class ProductEnd {
 
 /// How the work is cut. No bit depends on anything but the depth's leaves.
 struct ProductPlan {
-  int columns = 128;  ///< of a tile: 64, 128, 192 (kForms, sums over rows) or 256; 128 with a base
-  int parts = 1;      ///< of the depth
+  /// Of a tile: 64, 96 (kForms), 128, 192 (kForms, sums over rows) or 256; 128 with a base.
+  int columns = 128;
+  int parts = 1;          ///< of the depth
   std::int64_t leaf = 0;  ///< depth of one MMA chain, whole steps; 0: all of a part
   int leaves = 1;         ///< of a part, a power of two, that are added in pairs
   int clusters = 0;       ///< of the launch: as many as run at once
+  /// Of a tile of clusters that share the depth. Of 64 columns half as many are taken where b is
+  /// dense along the depth, else all.
+  int rows = kProductRows;
 };
 
 /// One product, of one or several pairs of operands.
@@ -90,8 +94,9 @@ struct Product {
 bool takes_product(const ProductOperand& operand);
 
 void launch_product(const char* op, const Product& product, const ProductPlan& plan, Stream stream);
-/// The same of what is stored without a base, in tiles of 64, 128 or 192 columns: clusters of as
-/// many thread blocks as parts have one tile each, and add their parts. No pairs are summed.
+/// The same of what is stored without a base, in tiles of 64 or 128 columns, or of half of the rows
+/// and 64 columns or (kForms) 96 and 192: clusters of as many thread blocks as parts have one tile
+/// each, and add their parts. No pairs are summed.
 void launch_split_product(const char* op, const Product& product, const ProductPlan& plan,
                           Stream stream);
 

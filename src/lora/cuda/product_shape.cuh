@@ -33,9 +33,11 @@ struct Segments {
 /// kLevels: of the tree of leaves that a thread holds; of those kParked in shared memory, as two
 /// sets of 64 sums and 64 more are too many for its registers. kSplit: the thread blocks of a
 /// cluster have the same rows and share the depth; else they have neighbouring rows and share b.
-/// kDrops: dropout on a.
+/// kDrops: dropout on a. kByColumns: a tile has half of the rows, and the two warpgroups have
+/// columns of their own. The sums of a wide tile then fit the registers, and the thread blocks of a
+/// cluster send each other half as much.
 template <class T_, int kColumns_, Major kA_, Major kB_, ProductEnd kEnd_, int kLevels_,
-          bool kSplit_ = false, bool kDrops_ = false>
+          bool kSplit_ = false, bool kDrops_ = false, bool kByColumns_ = false>
 struct Shape {
   using T = T_;
   static constexpr int kColumns = kColumns_, kLevels = kLevels_;
@@ -45,9 +47,8 @@ struct Shape {
   static constexpr int kParked = kColumns == 128 && kLevels == 2 ? 1 : 0;
   static constexpr Major kA = kA_, kB = kB_;
   static constexpr ProductEnd kEnd = kEnd_;
-  /// Of 192 columns a tile has half of the rows, and the two warpgroups have columns of their own:
-  /// more thread blocks then share the depth's sums, in clusters of two, which all run at once.
-  static constexpr bool kByColumns = kSplit && kColumns == 192;
+  static constexpr bool kByColumns = kByColumns_;
+  static_assert(!kByColumns || kSplit, "clusters that share b have all rows");
   static constexpr int kRows = kByColumns ? kProductRows / 2 : kProductRows;
   static constexpr int kMmaColumns = kByColumns ? kColumns / 2 : kColumns;
   static constexpr int kSums = kMmaColumns / 2;                     ///< of a thread

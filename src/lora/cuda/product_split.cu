@@ -210,6 +210,12 @@ void launch_columns(const char* op, const Product& product, const ProductPlan& p
                     Stream stream) {
   constexpr auto kDepth = Major::kDepth;
   constexpr auto kStore = ProductEnd::kStore;
+  if constexpr (kB == Major::kDepth) {
+    if (plan.columns == 64 && plan.rows < kProductRows) {
+      return launch_shape<Shape<T, 64, kDepth, kB, kStore, 2, true, false, true>>(op, product, plan,
+                                                                                  stream);
+    }
+  }
   plan.columns == 64
       ? launch_shape<Shape<T, 64, kDepth, kB, kStore, 2, true>>(op, product, plan, stream)
       : launch_shape<Shape<T, 128, kDepth, kB, kStore, 1, true>>(op, product, plan, stream);
@@ -223,13 +229,18 @@ void launch_type(const char* op, const Product& product, const ProductPlan& plan
 
 template <Major kB, bool kDrops>
 void launch_forms(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {
-  const auto run = [&]<int kColumns, int kLevels>() {
+  const auto run = [&]<int kColumns, int kLevels, bool kByColumns>() {
     launch_shape<Shape<__nv_bfloat16, kColumns, Major::kDepth, kB, ProductEnd::kForms, kLevels,
-                       true, kDrops>>(op, product, plan, stream);
+                       true, kDrops, kByColumns>>(op, product, plan, stream);
   };
-  if (plan.columns == 64) return run.template operator()<64, 2>();
-  if (plan.columns == 128) return run.template operator()<128, 1>();
-  run.template operator()<192, 2>();
+  if (plan.columns == 192) return run.template operator()<192, 2, true>();
+  if constexpr (kB == Major::kDepth) {
+    if (plan.columns == 96) return run.template operator()<96, 2, true>();
+    if (plan.rows < kProductRows) return run.template operator()<64, 2, true>();
+  } else {
+    if (plan.columns == 128) return run.template operator()<128, 1, false>();
+  }
+  run.template operator()<64, 2, false>();
 }
 template <Major kB>
 void launch_forms(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {

@@ -206,7 +206,7 @@ inline ShrinkPlan product_shrink(std::int64_t columns, const ProductCut& cut,
   plan.product = true;
   plan.fused = leaves == 1 || cut.split;
   plan.leaves = leaves;
-  plan.rows = split_rows(cut.columns);
+  plan.rows = cut.rows > 0 ? cut.rows : split_rows(cut.columns);
   plan.ranks = cut.columns;
   plan.parts = cut.parts;
   plan.leaf = leaf_columns(columns, leaves);
@@ -242,8 +242,10 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
     if (one_tile) {
       return cut_part_shrink(own, columns, width, plan.leaves, machine.sms, beside);
     }
-    return with_sums ? cut_leaves(own, columns, width, plan.leaves, true, machine.sms, *with_sums)
-                     : cut_leaves(own, columns, width, plan.leaves, !part_columns, machine.sms);
+    const ProductCut cut =
+        with_sums ? cut_leaves(own, columns, width, plan.leaves, true, machine.sms, *with_sums)
+                  : cut_leaves(own, columns, width, plan.leaves, !part_columns, machine.sms);
+    return beside || adapters > 0 ? cut : half_tiles(cut, own, width, plan.leaves, machine.sms);
   };
   if (products && plan.leaves < kLeaves) return product_shrink(columns, product(), plan.leaves);
   // Of several adapters few have the largest rank: blocks of 64 ranks that one lacks cost little.

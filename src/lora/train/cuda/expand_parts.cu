@@ -12,11 +12,11 @@
 //          few rows, for which splitting weights takes longer than their products
 //
 // A thread block splits the weights of 256 columns, six pieces of 16 bytes for an octet of ranks of
-// a column, and walks over the rows, 64 at a time for each of its two warpgroups. These share
-// nothing but the weights: one splits and stores while the other multiplies. h comes from L2 in
-// float32, and a thread splits what it has of the MMA's first operand, two octets at a time. All
-// tiles of a launch are shared out evenly, panel by panel, so that a thread block may have the ends
-// of two panels.
+// a column, and walks over the rows, 64 at a time for each of its two warpgroups. These share the
+// weights, and take turns with the tensor cores: one splits and stores while the other multiplies.
+// h comes from L2 in float32, and a thread splits what it has of the MMA's first operand, two
+// octets at a time. All tiles of a launch are shared out evenly, panel by panel, so that a thread
+// block may have the ends of two panels.
 #include "core/check.h"
 #include "device/bulk_copy.cuh"
 #include "device/convert.cuh"
@@ -54,6 +54,45 @@ struct Shape {
   static_assert(kOwnStore || kWarpBytes >= kStoreBytes, "a warp's rows lie where its h did");
 };
 
+/// Writes the six pieces of an octet of ranks of a column.
+__device__ __forceinline__ void store_pieces(unsigned char* to, int column, int octet,
+                                             const float (&v)[8]) {
+  const PartWords two[4] = {{v[0], v[1]}, {v[2], v[3]}, {v[4], v[5]}, {v[6], v[7]}};
+#pragma unroll
+  for (int q = 0; q < kPairCopies; ++q) {
+    const int piece = octet * kPairCopies + q;
+    *reinterpret_cast<uint4*>(to + piece / 8 * kBlockBytes + device::swizzled(column, piece % 8)) =
+        make_uint4(two[0].weight[q], two[1].weight[q], two[2].weight[q], two[3].weight[q]);
+  }
+}
+
+/// Splits the weights of a panel's columns where a column's ranks are neighbours, whole octets of
+/// one pair: four lanes read a line of a column, and eight write to all banks.
+template <class S>
+__device__ __forceinline__ void split_columns(const ExpandParams& p, int panel, unsigned char* to) {
+  constexpr int kLanes = S::kGroup, kStep = kThreads / kLanes;
+  const int own = static_cast<int>(threadIdx.x) / kLanes;
+  const Matrix m = p.pairs.own[p.first_slice].weight(false);
+#pragma unroll 1
+  for (int octet = static_cast<int>(threadIdx.x) % kLanes; octet < S::kOctets; octet += kLanes) {
+    float v[kLanes][8];
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) {
+      const std::int64_t column = std::int64_t{panel} * kPartsColumns + own + i * kStep;
+      const bool there = 8 * octet < p.width && column < p.columns;
+      const float* from = static_cast<const float*>(m.data) + column * m.row_stride + 8 * octet;
+#pragma unroll
+      for (int k = 0; k < 8; k += 4) {
+        const float4 four =
+            there ? __ldcg(reinterpret_cast<const float4*>(from + k)) : make_float4(0, 0, 0, 0);
+        v[i][k] = four.x, v[i][k + 1] = four.y, v[i][k + 2] = four.z, v[i][k + 3] = four.w;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) store_pieces(to, own + i * kStep, octet, v[i]);
+  }
+}
+
 /// Splits the weights of a panel's columns into shared memory; a thread has a column.
 template <class S>
 __device__ __forceinline__ void split_panel(const ExpandParams& p, int panel, unsigned char* to) {
@@ -85,16 +124,7 @@ __device__ __forceinline__ void split_panel(const ExpandParams& p, int panel, un
       for (int k = 0; k < 8; ++k) v[i][k] = k < ranks ? __ldcg(from + k * step) : 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < S::kGroup; ++i) {
-      const PartWords two[4] = {
-          {v[i][0], v[i][1]}, {v[i][2], v[i][3]}, {v[i][4], v[i][5]}, {v[i][6], v[i][7]}};
-#pragma unroll
-      for (int q = 0; q < kPairCopies; ++q) {
-        const int piece = (first + i) * kPairCopies + q;
-        *reinterpret_cast<uint4*>(to + piece / 8 * kBlockBytes + device::swizzled(n, piece % 8)) =
-            make_uint4(two[0].weight[q], two[1].weight[q], two[2].weight[q], two[3].weight[q]);
-      }
-    }
+    for (int i = 0; i < S::kGroup; ++i) store_pieces(to, n, first + i, v[i]);
   }
 }
 
@@ -121,11 +151,23 @@ __device__ __forceinline__ void copy_hidden(const ExpandParams& p, int row, std:
   device::cp_async_commit();
 }
 
+/// The two warpgroups take turns with the tensor cores, tile by tile, at two named barriers: in
+/// step with each other, both would split and store while no tensor core works.
+__device__ __forceinline__ void await_turn() {
+  const int own = 1 + static_cast<int>(threadIdx.x) / (kThreads / 2);
+  asm volatile("bar.sync %0, %1;" ::"r"(own), "n"(kThreads) : "memory");
+}
+__device__ __forceinline__ void pass_turn() {
+  const int other = 2 - static_cast<int>(threadIdx.x) / (kThreads / 2);
+  asm volatile("bar.arrive %0, %1;" ::"r"(other), "n"(kThreads) : "memory");
+}
+
 /// Sums of 64 rows and all columns of the panel. `hidden`: the warp's rows of h, which have been
-/// read when this returns.
+/// read when this returns. `follows`, `leads`: a tile of the other warpgroup comes before, after.
 template <class S>
 __device__ __forceinline__ void multiply(const ExpandParams& p, const unsigned char* hidden,
-                                         std::uint32_t weights, float (&sum)[kHalves][kHalf / 2]) {
+                                         std::uint32_t weights, bool follows, bool leads,
+                                         float (&sum)[kHalves][kHalf / 2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / 4;
   std::uint32_t fragments[2][2][kSteps][4];
 #pragma unroll 1
@@ -149,6 +191,7 @@ __device__ __forceinline__ void multiply(const ExpandParams& p, const unsigned c
           a[i][step][3] = high.hidden[2 * step + 1];
         }
       }
+      if (pair == 0 && first == 0 && follows) await_turn();
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (8 * (first + pair + i) >= p.width) break;
@@ -170,6 +213,7 @@ __device__ __forceinline__ void multiply(const ExpandParams& p, const unsigned c
     }
     weights += S::kGroup * kPairCopies / 8 * kBlockBytes;
   }
+  if (leads) pass_turn();
   device::wgmma_wait<0>();
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) device::wgmma_keep(sum[half]);
@@ -247,6 +291,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::int64_t tiles = std::int64_t{row_tiles} * p.plan.panels;
   const int end = static_cast<int>(tiles * (blockIdx.x + 1) / gridDim.x);
 
+  const bool by_columns = p.side == Side::kB && p.weights.vectors && !p.weights.rows_are_ranks &&
+                          p.pairs.own[p.first_slice].rank == p.width;
   bool first = true;
   __shared__ Draws draws;
   [[maybe_unused]] std::uint32_t threshold = 0;
@@ -259,7 +305,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int panel = tile / row_tiles, panel_tile = panel * row_tiles;
     const int stop = min(end, panel_tile + row_tiles);
     if (!first) __syncthreads();
-    split_panel<S>(p, panel, smem);
+    by_columns ? split_columns<S>(p, panel, smem) : split_panel<S>(p, panel, smem);
     device::fence_async_proxy();
     __syncthreads();
     if (first) {
@@ -271,6 +317,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     first = false;
 
+    const int begin = tile;
     tile += warpgroup;
     const auto row_of = [&](int t) { return (t - panel_tile) * kPartsRows + warp_row; };
     const auto copy = [&](int t) {
@@ -281,7 +328,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       device::cp_async_wait<0>();
       __syncwarp();
       float sum[kHalves][kHalf / 2] = {};  // else they would be live while weights are split
-      multiply<S>(p, hidden, weights, sum);
+      multiply<S>(p, hidden, weights, tile > begin, tile + 1 < stop, sum);
       if (S::kOwnStore) copy(tile + kWarpgroups);  // on its way while rows are stored
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {

@@ -61,10 +61,12 @@ constexpr std::int64_t product_blocks(std::int64_t rows, int width, int tile_col
          ceil_div(width, tile_columns) * parts;
 }
 
-/// The widest tile of the product whose clusters share the depth, of half of the rows.
-inline constexpr int kWidestPartTile = 192;
+/// Tiles of columns of parts that have half of the rows, those of 32 and of 64 ranks.
+inline constexpr int kHalfPartTile = 96, kWidestPartTile = 192;
 constexpr int split_rows(int tile_columns) {
-  return tile_columns == kWidestPartTile ? lora::cuda::kProductRows / 2 : lora::cuda::kProductRows;
+  return tile_columns == kHalfPartTile || tile_columns == kWidestPartTile
+             ? lora::cuda::kProductRows / 2
+             : lora::cuda::kProductRows;
 }
 /// Its tiles: a cluster has one.
 constexpr std::int64_t split_tiles(std::int64_t rows, int width, int tile_columns) {
@@ -76,6 +78,7 @@ struct ProductCut {
   int columns = 64, parts = 1;
   double us = 0;
   bool split = false;
+  int rows = 0;  ///< of a tile; 0: split_rows()
 };
 
 /// For h and ds, whose depth is long: an SM's shared memory fills at 66 KB/us, so that a step of
@@ -213,8 +216,8 @@ ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, 
   constexpr double kSplitL2BytesPerUs = 9.2e6;      // neighbours read the same rows
   ProductCut best;
   const double bytes = 2.0 * static_cast<double>(rows) * static_cast<double>(columns + width);
-  for (const int tile : {64, 128, kWidestPartTile}) {
-    if (tile != only && (only != 0 || tile == kWidestPartTile)) continue;
+  for (const int tile : {64, kHalfPartTile, 128, kWidestPartTile}) {
+    if (only != 0 ? tile != only : split_rows(tile) < lora::cuda::kProductRows) continue;
     const std::int64_t tiles = std::max<std::int64_t>(split_tiles(rows, width, tile), 1);
     for (int parts = std::max(leaves / most_split_leaves(tile), 2); parts <= leaves; parts *= 2) {
       const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
@@ -238,18 +241,35 @@ ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, 
 /// Columns of parts of h or ds that one tile has, so that its thread blocks store what these make:
 /// those of 64 ranks.
 inline constexpr int kMostPartTile = kWidestPartTile;
-/// h or ds of so few columns of parts by clusters that share the depth, in one tile a row.
-/// `beside`: ds has the narrowest tile, as dB begins where clusters of four leave SMs free.
-/// (Backward, 4096 x 4096 x 4096, rank 32, on an H100: 88 us for 95; but forward 62 for 52.)
+
+/// h of one tile a row by `cut`, in tiles of half of the rows where these are one wave: twice as
+/// many thread blocks, which send each other half as much at the end, some 16 bytes a clock. In two
+/// waves b's columns, which come from L2 twice as often, cost more. (Forward on an H100, tiles of
+/// 128 / 64 rows, us: rank 64, 4096 x 4096 x 4096 34.2 / 32.4, 1024 x 7168 x 2048 15.7 / 14.8, but
+/// 8192 x 4096 x 14336 114.3 / 116.7.)
+inline ProductCut half_tiles(ProductCut cut, std::int64_t rows, int width, int leaves, int sms) {
+  constexpr int kRows = lora::cuda::kProductRows / 2;
+  if (!cut.split || cut.columns > kHalfPartTile || cut.columns < width) return cut;
+  const int fewest = std::max(leaves / most_split_leaves(cut.columns), 2);
+  for (int parts = leaves; parts >= fewest; parts /= 2) {
+    if (ceil_div<std::int64_t>(rows, kRows) > clusters_at_once(parts, 1, sms)) continue;
+    cut.parts = parts;
+    cut.rows = kRows;
+    break;
+  }
+  return cut;
+}
+
+/// h or ds of so few columns of parts by clusters that share the depth, in one tile a row, the
+/// narrowest. `beside`: of ds, whose tiles have all rows where they may, as dB begins where
+/// clusters of four leave SMs free. (Backward, 4096 x 4096 x 4096, rank 32, on an H100: 88 us for
+/// 95.)
 inline ProductCut cut_part_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
                                   int sms, bool beside) {
-  ProductCut best;
-  for (const int tile : {64, 128, kWidestPartTile}) {
-    if (tile < width || (beside && best.us > 0)) continue;
-    const ProductCut cut = cut_split_shrink(rows, columns, width, leaves, sms, Alone(), tile);
-    if (best.us == 0 || cut.us < best.us) best = cut;
-  }
-  return best;
+  const int middle = beside ? 128 : kHalfPartTile;
+  const int tile = width <= 64 ? 64 : width <= middle ? middle : kWidestPartTile;
+  const ProductCut cut = cut_split_shrink(rows, columns, width, leaves, sms, Alone(), tile);
+  return beside ? cut : half_tiles(cut, rows, width, leaves, sms);
 }
 
 /// h or ds of so many leaves by either kernel. `splits`: clusters may share the depth.

@@ -184,7 +184,8 @@ bool takes_products(const PanelParams& s, Policy policy) {
 }
 
 void shrink_products(const ShrinkParams& s, Policy policy, Stream stream) {
-  const ProductPlan plan{s.plan.ranks, s.plan.parts, s.plan.leaf, s.plan.leaves / s.plan.parts};
+  ProductPlan plan{s.plan.ranks, s.plan.parts, s.plan.leaf, s.plan.leaves / s.plan.parts};
+  plan.rows = s.plan.rows;
   const Product product = product_of(s, policy);
   s.plan.fused&& s.plan.parts > 1 ? launch_split_product("lora_train", product, plan, stream)
                                   : launch_product("lora_train", product, plan, stream);
