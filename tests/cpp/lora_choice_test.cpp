@@ -110,6 +110,20 @@ TEST(LoraChoice, TilesFollowWhatTheyRead) {
   EXPECT_EQ(choose(s, kMachines[1]).shrink.kernel, ShrinkKernel::kParts);
 }
 
+/// B of float32 adapters of low ranks is split once for several tiles, where these are full.
+TEST(LoraChoice, FloatWeightsAreKeptForSeveralTiles) {
+  const auto expand = [](LoraShape s) {
+    s.one_type = false;
+    s.float_weights = true;
+    return choose(s, {}).expand;
+  };
+  EXPECT_EQ(expand(shape(5236, 3, 64, 4096, {14336, 14336})), kept_expand(3));
+  EXPECT_EQ(expand(shape(1743, 2, 64, 2048, {2048})), kept_expand(1));
+  EXPECT_EQ(expand(shape(366, 3, 8, 5120, {13824, 13824})).shape, kWideKeptShape);
+  EXPECT_EQ(expand(shape(1955, 42, 4, 3584, {4736, 4736})).kernel, ExpandKernel::kParts);
+  EXPECT_EQ(expand(shape(7071, 1, 128, 5120, {1280, 1280, 1280})).shape, kWidePartsShape);
+}
+
 /// Chunks of K on wgmma for few tokens of several slices, read by expand in tiles of 16.
 TEST(LoraChoice, FewTokensOfSeveralSlicesTakeChunksOnWgmma) {
   const auto chunks = [](const LoraShape& s, const Machine& m = {}) {
