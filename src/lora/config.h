@@ -46,17 +46,17 @@ struct WgmmaShape {
 inline constexpr WgmmaShape kWgmmaShapes[] = {
     {48, 1, 14, 1, Share::kHalf},         {48, 2, 9, 1, Share::kHalf},
     {48, 3, 6, 1, Share::kHalf},          {96, 1, 10, 1, Share::kHalf},
-    {96, 2, 6, 1, Share::kHalf},          {96, 3, 5, 1, Share::kHalf},
-    {144, 2, 5, 1, Share::kHalf},         {192, 2, 4, 1, Share::kHalf},
-    {16, 1, 4, 4, Share::kLeaf},          {48, 2, 4, 2, Share::kLeaf},
-    {96, 2, 7, 1, Share::kLeaf},          {48, 2, 3, 2, Share::kAll},
-    {96, 2, 6, 1, Share::kAll},           {144, 2, 4, 1, Share::kAll},
-    {192, 2, 3, 1, Share::kAll},          {48, 1, 3, 2, Share::kHalf, true},
-    {48, 2, 5, 1, Share::kHalf, true},    {96, 2, 2, 1, Share::kHalf, true},
-    {48, 1, 3, 2, Share::kLeaf, true},    {64, 2, 2, 1, Share::kLeaf, true, 3},
-    {48, 1, 7, 2, Share::kHalf},          {96, 1, 4, 2, Share::kHalf},
-    {64, 2, 2, 1, Share::kHalf, true, 2}, {32, 1, 2, 2, Share::kHalf, true, 3},
-    {32, 1, 3, 1, Share::kHalf, true, 7},
+    {96, 2, 6, 1, Share::kHalf},          {144, 2, 5, 1, Share::kHalf},
+    {192, 2, 4, 1, Share::kHalf},         {16, 1, 4, 4, Share::kLeaf},
+    {48, 2, 4, 2, Share::kLeaf},          {96, 2, 7, 1, Share::kLeaf},
+    {48, 2, 3, 2, Share::kAll},           {96, 2, 6, 1, Share::kAll},
+    {144, 2, 4, 1, Share::kAll},          {192, 2, 3, 1, Share::kAll},
+    {48, 1, 3, 2, Share::kHalf, true},    {48, 2, 5, 1, Share::kHalf, true},
+    {96, 2, 2, 1, Share::kHalf, true},    {48, 1, 3, 2, Share::kLeaf, true},
+    {64, 2, 2, 1, Share::kLeaf, true, 3}, {48, 1, 7, 2, Share::kHalf},
+    {96, 1, 4, 2, Share::kHalf},          {64, 2, 2, 1, Share::kHalf, true, 2},
+    {32, 1, 2, 2, Share::kHalf, true, 3}, {32, 1, 3, 1, Share::kHalf, true, 7},
+    {64, 1, 6, 2, Share::kLeaf},          {64, 1, 6, 2, Share::kHalf},
 };
 
 /// Shapes of shrink_mma.cu: warps along tokens (16 each) and along rank rows, fragments of 8 rank

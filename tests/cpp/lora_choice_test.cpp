@@ -110,6 +110,21 @@ TEST(LoraChoice, TilesFollowWhatTheyRead) {
   EXPECT_EQ(choose(s, kMachines[1]).shrink.kernel, ShrinkKernel::kParts);
 }
 
+/// Ranks of 64 and 128 on wgmma in CTAs of as many rank rows, two an SM.
+TEST(LoraChoice, RanksOfPowersOfTwoTakeNarrowCtas) {
+  const auto takes = [](const LoraShape& s, Share share) {
+    const ShrinkPlan c = choose(s, {}).shrink;
+    const WgmmaShape& shape = kWgmmaShapes[c.shape];
+    return c.kernel == ShrinkKernel::kWgmma && shape.rows == 64 && shape.share == share;
+  };
+  EXPECT_TRUE(takes(shape(4723, 56, 64, 2048, {2048}), Share::kHalf));
+  EXPECT_TRUE(takes(shape(10921, 239, 64, 8192, {2048}), Share::kHalf));
+  EXPECT_TRUE(takes(shape(514, 1, 128, 3072, {1024}), Share::kLeaf));
+  EXPECT_TRUE(takes(shape(471, 1, 64, 28672, {8192}), Share::kLeaf));
+  EXPECT_FALSE(takes(shape(1454, 80, 64, 2048, {512, 128, 128}), Share::kHalf));
+  EXPECT_FALSE(takes(shape(913, 4, 256, 3584, {3584}), Share::kHalf));
+}
+
 /// B of float32 adapters of low ranks is split once for several tiles, where these are full.
 TEST(LoraChoice, FloatWeightsAreKeptForSeveralTiles) {
   const auto expand = [](LoraShape s) {
