@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// y (+)= h B^T for many tokens of an adapter, float32 adapters of ranks up to 64 under a bfloat16 y,
-// on the warpgroup tensor cores of sm_90a.
+// y (+)= h B^T for many tokens of an adapter, float32 adapters of ranks up to 64 under a bfloat16
+// y, on the warpgroup tensor cores of sm_90a.
 //
 // y[t, n] (+)= sum_r h[s, t, r] B_{a(t), s}[n, r]        N hidden out, r rank
 // bytes  = 4 M sum_s N_s (y read and written) + 4 sum_a sum_s r N_s (B of adapters in use) + h; h
