@@ -46,17 +46,17 @@ struct WgmmaShape {
 inline constexpr WgmmaShape kWgmmaShapes[] = {
     {48, 1, 14, 1, Share::kHalf},         {48, 2, 9, 1, Share::kHalf},
     {48, 3, 6, 1, Share::kHalf},          {96, 1, 10, 1, Share::kHalf},
-    {96, 2, 6, 1, Share::kHalf},          {96, 3, 5, 1, Share::kHalf},
-    {144, 2, 5, 1, Share::kHalf},         {192, 2, 4, 1, Share::kHalf},
-    {16, 1, 4, 4, Share::kLeaf},          {48, 2, 4, 2, Share::kLeaf},
-    {96, 2, 7, 1, Share::kLeaf},          {48, 2, 3, 2, Share::kAll},
-    {96, 2, 6, 1, Share::kAll},           {144, 2, 4, 1, Share::kAll},
-    {192, 2, 3, 1, Share::kAll},          {48, 1, 3, 2, Share::kHalf, true},
-    {48, 2, 5, 1, Share::kHalf, true},    {96, 2, 2, 1, Share::kHalf, true},
-    {48, 1, 3, 2, Share::kLeaf, true},    {64, 2, 2, 1, Share::kLeaf, true, 3},
-    {48, 1, 7, 2, Share::kHalf},          {96, 1, 4, 2, Share::kHalf},
-    {64, 2, 2, 1, Share::kHalf, true, 2}, {32, 1, 2, 2, Share::kHalf, true, 3},
-    {32, 1, 3, 1, Share::kHalf, true, 7},
+    {96, 2, 6, 1, Share::kHalf},          {144, 2, 5, 1, Share::kHalf},
+    {192, 2, 4, 1, Share::kHalf},         {16, 1, 4, 4, Share::kLeaf},
+    {48, 2, 4, 2, Share::kLeaf},          {96, 2, 7, 1, Share::kLeaf},
+    {48, 2, 3, 2, Share::kAll},           {96, 2, 6, 1, Share::kAll},
+    {144, 2, 4, 1, Share::kAll},          {192, 2, 3, 1, Share::kAll},
+    {48, 1, 3, 2, Share::kHalf, true},    {48, 2, 5, 1, Share::kHalf, true},
+    {96, 2, 2, 1, Share::kHalf, true},    {48, 1, 3, 2, Share::kLeaf, true},
+    {64, 2, 2, 1, Share::kLeaf, true, 3}, {48, 1, 7, 2, Share::kHalf},
+    {96, 1, 4, 2, Share::kHalf},          {64, 2, 2, 1, Share::kHalf, true, 2},
+    {32, 1, 2, 2, Share::kHalf, true, 3}, {32, 1, 3, 1, Share::kHalf, true, 7},
+    {64, 1, 6, 2, Share::kLeaf},          {64, 1, 6, 2, Share::kHalf},
 };
 
 /// Shapes of shrink_mma.cu: warps along tokens (16 each) and along rank rows, fragments of 8 rank
@@ -88,8 +88,9 @@ struct ShrinkPlan {
 };
 
 /// Shapes of expand_wide.cu: tiles of 64 tokens and columns of a CTA, stages of its ring, and CTAs
-/// per SM; of float32 weights, or of those of y's type; and whether CTAs are as many as fit at once
-/// and walk over tiles and columns (expand_wide_walk.cu).
+/// per SM; of float32 weights, or of those of y's type; and whether CTAs walk: as many as fit at
+/// once over tiles and columns (expand_wide_walk.cu), of float32 weights over tiles, with B kept
+/// (expand_wide_kept.cu).
 struct WideShape {
   int tiles, cols, stages, per_sm;
   bool float_weights = false, walks = false;
@@ -98,7 +99,8 @@ inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2},
                                             {2, 128, 3, 2},
                                             {1, 128, 1, 2, true},
                                             {2, 128, 2, 1, true},
-                                            {2, 128, 5, 1, false, true}};
+                                            {2, 128, 5, 1, false, true},
+                                            {1, 128, 2, 2, true, true}};
 /// Those of float32 weights: of one tile and of two.
 inline constexpr int kWidePartsShape = 2, kWidePairPartsShape = 3;
 static_assert(kWideShapes[kWidePartsShape].float_weights &&
@@ -107,6 +109,10 @@ static_assert(kWideShapes[kWidePairPartsShape].float_weights);
 inline constexpr int kWideRoundedShape = 0;  ///< the one that rounds the caller's h of float32
 inline constexpr int kWideWalkShape = 4;
 static_assert(kWideShapes[kWideWalkShape].walks);
+inline constexpr int kWideKeptShape = 5, kWideKeptMaxRank = 64;
+static_assert(kWideShapes[kWideKeptShape].walks && kWideShapes[kWideKeptShape].float_weights);
+/// Its CTAs take runs of up to 2^kMostKeptRun tiles.
+inline constexpr int kMostKeptRun = 3;
 
 /// Blocks of B in the ring of the decode expand, and above rank 32 where four CTAs share an SM.
 inline constexpr int kDecodeExpandStages = 5, kDenseExpandStages = 3;
@@ -120,7 +126,8 @@ struct ExpandPlan {
   int stages = kDecodeExpandStages;  ///< of that ring
   int per_sm = 0;   ///< CTAs per SM; decode kernel: 0, as many as fit, or kDenseExpandPerSm
   int cluster = 1;  ///< CTAs that make h together from split-K partials, decode kernel
-  int log_run = 0;  ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel
+  int log_run = 0;  ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel and the
+                    ///< one that keeps B
 
   friend bool operator==(const ExpandPlan&, const ExpandPlan&) = default;
 };

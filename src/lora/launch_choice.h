@@ -86,6 +86,9 @@ ExpandPlan direct_expand(int cols);
 ExpandPlan choose_direct(const LoraShape& s, const Machine& m);
 bool suits_direct(const LoraShape& s);
 ExpandPlan parts_expand(const LoraShape& s, const Machine& m);
+/// The one that keeps B, with runs of 2^log_run tiles, and where it can.
+ExpandPlan kept_expand(int log_run);
+bool runs_kept(const LoraShape& s, const Machine& m);
 ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m);
 
 /// Of mixtures of dtypes, and of float32 throughout.

@@ -18,7 +18,7 @@ constexpr std::int64_t kFinishBytes = 56 << 10;
 constexpr std::int64_t kPieces = 64, kLeaves = 32;
 
 /// Row of kWgmmaShapes: K chunks in the smallest CTAs.
-constexpr int kSmallLeaf = 8;
+constexpr int kSmallLeaf = 7;
 static_assert(kWgmmaShapes[kSmallLeaf].rows == 16 &&
               kWgmmaShapes[kSmallLeaf].share == Share::kLeaf);
 

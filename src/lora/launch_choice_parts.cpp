@@ -77,6 +77,42 @@ bool suits_wide_parts(const LoraShape& s, const Machine& m) {
          tokens_per_adapter(s) >= least_tokens && (2 * ctas >= m.sms || many);
 }
 
+/// Tiles and columns that the kernel that keeps B takes at a time.
+double kept_steps(const LoraShape& s) {
+  return likely_runs(s, 1) *
+         static_cast<double>(column_blocks(s, kWideShapes[kWideKeptShape].cols));
+}
+
+/// Wherever wgmma is chosen for such ranks; of ranks up to 48 where tiles are mostly full, and from
+/// four steps an SM on. (us on an H100, this and mma.sync: 6,777 tokens of one adapter, rank 4,
+/// 1,024 to 2 x 3,072, 82 and 112; 366 of 3, rank 8, 5,120 to 2 x 13,824, 25.7 and 28.3; but 1,955
+/// of 42, rank 4, 88 and 69; 339 of 5, rank 16, 8,192 to 8,192, 14.7 and 14.6.)
+bool suits_kept(const LoraShape& s, const Machine& m) {
+  constexpr std::int64_t kLeastTokens = 96;  // of an adapter
+  if (!runs_kept(s, m)) return false;
+  return suits_wide_parts(s, m) || (best_tile_tokens(s) == 64 && kept_steps(s) >= 4 * m.sms &&
+                                    tokens_per_adapter(s) >= kLeastTokens);
+}
+
+/// The run that takes the least time: rounds of the CTAs that are resident at once, of which one
+/// takes half a tile's time for B of every adapter; alone on an SM it is faster.
+int kept_run(const LoraShape& s, const Machine& m) {
+  constexpr double kB = 0.5, kAlone = 0.87, kUneven = 0.3;
+  const double own = std::max(1.0, static_cast<double>(tokens_per_adapter(s)) / 64);
+  int best = 0;
+  double least = 0;
+  for (int log_run = 0; log_run <= kMostKeptRun; ++log_run) {
+    const double run = 1 << log_run, ctas = kept_steps(s) / run;
+    const double rounds = ctas / (kWideShapes[kWideKeptShape].per_sm * m.sms);
+    const double time = (rounds <= 1 ? 1 : rounds + kUneven) *
+                        (run + kB * std::max(1.0, run / own)) * (ctas <= m.sms ? kAlone : 1);
+    if (least != 0 && time >= least) continue;
+    least = time;
+    best = log_run;
+  }
+  return best;
+}
+
 }  // namespace
 
 ExpandPlan parts_expand(const LoraShape& s, const Machine& m) {
@@ -122,7 +158,18 @@ ShrinkPlan choose_parts_shrink(const LoraShape& s, const Machine& m) {
   return wgmma ? wgmma_parts_shrink(s, m) : parts_shrink(s, m);
 }
 
+bool runs_kept(const LoraShape& s, const Machine& m) {
+  return runs_wide(s, m) && s.float_weights && h_width(s) <= kWideKeptMaxRank;
+}
+
+ExpandPlan kept_expand(int log_run) {
+  ExpandPlan c = wide_expand(kWideKeptShape);
+  c.log_run = log_run;
+  return c;
+}
+
 ExpandPlan choose_parts_expand(const LoraShape& s, const Machine& m) {
+  if (suits_kept(s, m)) return kept_expand(kept_run(s, m));
   if (!suits_wide_parts(s, m)) return parts_expand(s, m);
   // Two tiles share B: faster above rank 128 where they are full. (us on an H100, two and one: 142
   // and 161, 1,334 tokens of one adapter, rank 512, 1,024 to 2 x 3,072; but 177 and 153, 1,538 of

@@ -70,7 +70,13 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
   std::vector<ExpandPlan> plans;
   for (int i = 0; i < static_cast<int>(std::size(kWideShapes)) && runs_wide(s, m); ++i) {
     if (kWideShapes[i].float_weights != s.float_weights) continue;
-    if (kWideShapes[i].walks && !runs_wide_walk(s, m)) continue;
+    if (kWideShapes[i].walks && !s.float_weights && !runs_wide_walk(s, m)) continue;
+    if (i == kWideKeptShape) {
+      for (int run = 0; run <= kMostKeptRun && runs_kept(s, m); ++run) {
+        plans.push_back(kept_expand(run));
+      }
+      continue;
+    }
     if (!rounds_h(s) || i == kWideRoundedShape) plans.push_back(wide_expand(i));
   }
   if (!s.one_type) {
@@ -242,9 +248,12 @@ std::string describe(const LaunchPlan& plan) {
     }
     if (c.kernel == ExpandKernel::kWide) {
       add(", %d tiles, %d stages%s", kWideShapes[c.shape].tiles, kWideShapes[c.shape].stages,
-          kWideShapes[c.shape].walks ? ", persistent CTAs" : "");
+          !kWideShapes[c.shape].walks          ? ""
+          : kWideShapes[c.shape].float_weights ? ", B kept"
+                                               : ", persistent CTAs");
     }
-    if (c.kernel == ExpandKernel::kPrefill) add(", runs of %d tiles", 1 << c.log_run);
+    const bool kept = c.kernel == ExpandKernel::kWide && c.shape == kWideKeptShape;
+    if (c.kernel == ExpandKernel::kPrefill || kept) add(", runs of %d tiles", 1 << c.log_run);
     if (c.per_sm > 0) add(", %d CTA an SM", c.per_sm);
   }
   add("; workspace %lld bytes", static_cast<long long>(plan.workspace_bytes));

@@ -110,6 +110,35 @@ TEST(LoraChoice, TilesFollowWhatTheyRead) {
   EXPECT_EQ(choose(s, kMachines[1]).shrink.kernel, ShrinkKernel::kParts);
 }
 
+/// Ranks of 64 and 128 on wgmma in CTAs of as many rank rows, two an SM.
+TEST(LoraChoice, RanksOfPowersOfTwoTakeNarrowCtas) {
+  const auto takes = [](const LoraShape& s, Share share) {
+    const ShrinkPlan c = choose(s, {}).shrink;
+    const WgmmaShape& shape = kWgmmaShapes[c.shape];
+    return c.kernel == ShrinkKernel::kWgmma && shape.rows == 64 && shape.share == share;
+  };
+  EXPECT_TRUE(takes(shape(4723, 56, 64, 2048, {2048}), Share::kHalf));
+  EXPECT_TRUE(takes(shape(10921, 239, 64, 8192, {2048}), Share::kHalf));
+  EXPECT_TRUE(takes(shape(514, 1, 128, 3072, {1024}), Share::kLeaf));
+  EXPECT_TRUE(takes(shape(471, 1, 64, 28672, {8192}), Share::kLeaf));
+  EXPECT_FALSE(takes(shape(1454, 80, 64, 2048, {512, 128, 128}), Share::kHalf));
+  EXPECT_FALSE(takes(shape(913, 4, 256, 3584, {3584}), Share::kHalf));
+}
+
+/// B of float32 adapters of low ranks is split once for several tiles, where these are full.
+TEST(LoraChoice, FloatWeightsAreKeptForSeveralTiles) {
+  const auto expand = [](LoraShape s) {
+    s.one_type = false;
+    s.float_weights = true;
+    return choose(s, {}).expand;
+  };
+  EXPECT_EQ(expand(shape(5236, 3, 64, 4096, {14336, 14336})), kept_expand(3));
+  EXPECT_EQ(expand(shape(1743, 2, 64, 2048, {2048})), kept_expand(1));
+  EXPECT_EQ(expand(shape(366, 3, 8, 5120, {13824, 13824})).shape, kWideKeptShape);
+  EXPECT_EQ(expand(shape(1955, 42, 4, 3584, {4736, 4736})).kernel, ExpandKernel::kParts);
+  EXPECT_EQ(expand(shape(7071, 1, 128, 5120, {1280, 1280, 1280})).shape, kWidePartsShape);
+}
+
 /// Chunks of K on wgmma for few tokens of several slices, read by expand in tiles of 16.
 TEST(LoraChoice, FewTokensOfSeveralSlicesTakeChunksOnWgmma) {
   const auto chunks = [](const LoraShape& s, const Machine& m = {}) {

@@ -59,3 +59,19 @@ def test_where_parts_end():
     small = (1 + torch.rand(256)) * 2.0**-115
     lost = small.double()[:, None] - products(small, one).double()
     assert (lost >= 0).all() and (0 < lost.max() <= 2.0**-133)
+
+
+def test_equal_tokens_have_equal_results():
+    """Of as many CTAs as share the tensor cores of an SM, and steps that follow each other: one x
+    for all tokens. (One of some thousand rows was another where fragments of x were overwritten
+    while products still read them.)"""
+    tokens, hidden, width, rank = 12000, 18944, 512, 32
+    x = torch.randn(1, hidden, device="cuda").to(BF16).expand(tokens, hidden).contiguous()
+    a = torch.randn(2, rank, hidden, device="cuda") * hidden**-0.5
+    b = torch.randn(2, width, rank, device="cuda")
+    ids = torch.zeros(tokens, dtype=torch.int32, device="cuda")
+    y = torch.zeros(tokens, width, dtype=BF16, device="cuda")
+    plan, weights = lora.plan(ids, 2), lora.Weights.stacked([a], [b])
+    for _ in range(5):
+        lora.apply(y, x, weights, plan, add_inputs=False)
+        assert torch.equal(y, y[:1].expand_as(y))

@@ -53,6 +53,7 @@ void expand_prefill(const ExpandParams& p, Stream stream);
 void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream);
 void expand_wide_rounded(const ExpandParams& p, const ExpandPlan& c, Stream stream);
 void expand_wide_walk(const ExpandParams& p, Stream stream);
+void expand_wide_kept(const ExpandParams& p, Stream stream);
 void expand_wide_parts(const ExpandParams& p, const ExpandPlan& c, Stream stream);
 /// The same for every pair of dtypes, on tensor cores that multiply parts of values.
 void expand_parts(const ExpandParams& p, Stream stream);

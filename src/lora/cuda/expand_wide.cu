@@ -28,7 +28,7 @@ namespace {
 using namespace wide_expand;
 using Launch = void (*)(const ExpandParams&, Stream);
 
-/// Others are those of expand_wide_parts.cu and expand_wide_walk.cu.
+/// Others are those of expand_wide_parts.cu, expand_wide_walk.cu and expand_wide_kept.cu.
 template <class T, int kShape, bool kVectorY>
 constexpr Launch launch_of() {
   if constexpr (kWideShapes[kShape].float_weights || kWideShapes[kShape].walks) {
@@ -52,6 +52,7 @@ void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
   constexpr std::size_t kCount = std::size(kWideShapes);
   check(!p.h.raw && p.tiles.tile_tokens == 64 && static_cast<std::size_t>(c.shape) < kCount,
         "lora_expand: the wide kernel needs tiles of 64 tokens and a finished h");
+  if (c.shape == kWideKeptShape) return expand_wide_kept(p, stream);
   if (kWideShapes[c.shape].float_weights) return expand_wide_parts(p, c, stream);
   if (kWideShapes[c.shape].walks) return expand_wide_walk(p, stream);
   if (p.h.dtype == DType::kFloat32) return expand_wide_rounded(p, c, stream);

@@ -10,7 +10,7 @@
 // limit  : L2 and the tensor cores: 64 ranks of a tile take 48 KB of L2 (1,780 clocks at 27 bytes
 //          each), 1,540 clocks of tensor cores, and 620 of a scheduler to split h and B; of two
 //          tiles that share B 64 KB (2,370), 3,070 and 520
-// wrong  : ranks up to 32, where y is most of the work: expand_parts.cu has more of it in flight
+// wrong  : ranks up to 64, where B is split anew for every tile: expand_wide_kept.cu keeps parts
 //
 // The kernel is that of expand_wide.cu, its ring and sums those of expand_wide_parts.cuh. Producers
 // read B into registers, split it and write planes of parts, and have the next rows on their way

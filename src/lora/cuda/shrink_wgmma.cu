@@ -54,7 +54,7 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
   const int ahead = min(r.num_steps, Tr::kStages);
   int k = r.k_begin + piece * 8;
   for (int step = 0; step < ahead; ++step) {
-    device::copy_swizzled<T, Tr::kRows, kProducers>(
+    device::copy_swizzled<T, Tr::kRows, Tr::kProducers>(
         weights, to + step * Tr::kStageBytes + Tr::kTokenBytes, k + step * kTileK, r.k_end);
   }
   device::pdl_wait();
@@ -63,9 +63,10 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
     const std::uint32_t stage = to + at.stage * Tr::kStageBytes;
     if (step >= ahead) {
       shared.empty[at.stage].wait((at.round - 1) & 1);
-      device::copy_swizzled<T, Tr::kRows, kProducers>(weights, stage + Tr::kTokenBytes, k, r.k_end);
+      device::copy_swizzled<T, Tr::kRows, Tr::kProducers>(weights, stage + Tr::kTokenBytes, k,
+                                                          r.k_end);
     }
-    device::copy_swizzled<T, Tr::kTokens, kProducers>(tokens, stage, k, r.k_end);
+    device::copy_swizzled<T, Tr::kTokens, Tr::kProducers>(tokens, stage, k, r.k_end);
     shared.full[at.stage].arrive_after_copies();
   }
 }
@@ -153,7 +154,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   if (threadIdx.x == 0) {
     shared.octets.begin();
     for (int i = 0; i < Tr::kStages; ++i) {
-      shared.full[i].init(Tr::kFloatWeights && Tr::kAhead == 0 ? 2 * kProducers : kProducers);
+      shared.full[i].init(Tr::kFloatWeights && Tr::kAhead == 0 ? 2 * Tr::kProducers
+                                                               : Tr::kProducers);
       shared.empty[i].init(Tr::kConsumers / 32);
     }
   }

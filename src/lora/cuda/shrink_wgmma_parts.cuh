@@ -40,7 +40,7 @@ __device__ __forceinline__ void produce_parts(const ShrinkParams& p, Shared<Tr>&
   const void* const* weights = shared.rows.weights;
   // Rows of one stage or two are on their way: 24 KB.
   constexpr int kAhead = Tr::kRows > 48 ? 1 : 2;
-  using Rows = SplitRows<Tr::kRows, kProducers>;
+  using Rows = SplitRows<Tr::kRows, Tr::kProducers>;
   Rows rows[2] = {Rows(thread, true), Rows(thread, true)};
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) rows[i].load(weights, r.k_begin + i * kTileK, r.k_end);
@@ -50,8 +50,8 @@ __device__ __forceinline__ void produce_parts(const ShrinkParams& p, Shared<Tr>&
   const auto fill = [&](Rows& own, int step) {
     const int stage = at.stage * Tr::kStageBytes;
     if (step >= Tr::kStages) shared.empty[at.stage].wait((at.round - 1) & 1);
-    device::copy_swizzled<typename Tr::T, Tr::kTokens, kProducers>(tokens, to + stage,
-                                                                   k + piece * 8, r.k_end);
+    device::copy_swizzled<typename Tr::T, Tr::kTokens, Tr::kProducers>(tokens, to + stage,
+                                                                       k + piece * 8, r.k_end);
     shared.full[at.stage].arrive_after_copies();
     own.store_and_load(ring + stage + Tr::kTokenBytes, Tr::kPlaneBytes, weights,
                        k + kAhead * kTileK, r.k_end);
@@ -72,9 +72,9 @@ __device__ __forceinline__ void produce_parts(const ShrinkParams& p, Shared<Tr>&
 template <class Tr>
 __device__ __forceinline__ void produce_ahead(const ShrinkParams& p, Shared<Tr>& shared,
                                               unsigned char* ring) {
-  constexpr int kStep = kProducers / 16, kCount = Tr::kRows / kStep, kBatch = 4;
-  static_assert(kCount % kBatch == 0 || kCount % 3 == 0);
-  constexpr int kTogether = kCount % kBatch == 0 ? kBatch : 3;  // pointers that are read together
+  constexpr int kStep = Tr::kProducers / 16, kCount = Tr::kRows / kStep, kBatch = 4;
+  // Pointers that are read together
+  constexpr int kTogether = kCount % kBatch == 0 ? kBatch : kCount % 3 == 0 ? 3 : kCount;
   const int thread = static_cast<int>(threadIdx.x) - Tr::kConsumers;
   const int piece = thread % 8, row0 = thread / 8;    // 16 bytes of a row of x
   const int quad = thread % 16, first = thread / 16;  // 16 bytes of a rank row
@@ -98,12 +98,13 @@ __device__ __forceinline__ void produce_ahead(const ShrinkParams& p, Shared<Tr>&
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         if (row[i] == nullptr) continue;
-        device::cp_async_16(to + (base + i) * kProducers * 16, row[i] + (bytes > 0 ? k : 0), bytes);
+        device::cp_async_16(to + (base + i) * Tr::kProducers * 16, row[i] + (bytes > 0 ? k : 0),
+                            bytes);
       }
     }
   };
   const auto copy_x = [&](int slot, int step) {
-    device::copy_swizzled<typename Tr::T, Tr::kTokens, kProducers>(
+    device::copy_swizzled<typename Tr::T, Tr::kTokens, Tr::kProducers>(
         tokens, x_to + slot * Tr::kTokenBytes, r.k_begin + step * kTileK + piece * 8, r.k_end);
   };
 #pragma unroll 1
@@ -124,7 +125,7 @@ __device__ __forceinline__ void produce_ahead(const ShrinkParams& p, Shared<Tr>&
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const uint4 v =
-          *reinterpret_cast<const uint4*>(waiting + slot * Tr::kRowBytes + i * kProducers * 16);
+          *reinterpret_cast<const uint4*>(waiting + slot * Tr::kRowBytes + i * Tr::kProducers * 16);
       const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
       std::uint32_t part[kSplitParts][2];
       device::split4<float>(words, part);
@@ -166,6 +167,7 @@ __device__ __forceinline__ void consume_parts(const ShrinkParams& p, Shared<Tr>&
   };
   clear();
   constexpr int kSteps = Tr::kRows <= 32 ? 4 : Tr::kRows <= 64 ? 2 : 1;
+  constexpr int kAdds = kTileK / 16 / kSteps;  // of a step
   device::WgmmaPartSums<Tr::kRows, kSteps> sums;
   device::WgmmaRegisters<1> fragments[2][kSteps];  // of x, one half for the products in flight
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -186,8 +188,9 @@ __device__ __forceinline__ void consume_parts(const ShrinkParams& p, Shared<Tr>&
     while (step < leaf_end) {
       const int quarter_end = min(leaf_end, step + quarter_steps);
       sums.begin();
-#pragma unroll 1
-      for (; step < quarter_end; ++step, at.next(), x_at.next()) {
+      // `turn`: of the fragments, where a step is one addition: those of the last step may still be
+      // read by its products.
+      const auto multiply = [&](int turn) {
         shared.full[at.stage].wait(at.round & 1);
         device::fence_async_proxy();  // copies and parts came through the generic proxy
         const std::uint32_t stage = ring + at.stage * Tr::kStageBytes;
@@ -199,7 +202,7 @@ __device__ __forceinline__ void consume_parts(const ShrinkParams& p, Shared<Tr>&
 #pragma unroll
         for (int i = 0; i < kTileK / 16; i += kSteps) {
           if constexpr (Tr::kAhead > 0) {
-            auto& own = fragments[i / kSteps % 2];
+            auto& own = fragments[(turn * kAdds + i / kSteps) % 2];
 #pragma unroll
             for (int j = 0; j < kSteps; ++j) {
               device::ldmatrix_x4(own[j].part[0],
@@ -215,6 +218,14 @@ __device__ __forceinline__ void consume_parts(const ShrinkParams& p, Shared<Tr>&
           if (i == 0) leave_last();
         }
         last = at.stage;
+        ++step;
+        at.next();
+        x_at.next();
+      };
+#pragma unroll 1
+      while (step < quarter_end) {
+        multiply(0);
+        if (kAdds == 1 && step < quarter_end) multiply(1);
       }
       sums.end();
       leave_last();

@@ -19,7 +19,6 @@
 namespace mortar::lora::cuda::wgmma_shrink {
 
 constexpr int kTileK = device::kSwizzleBytes / 2;  ///< elements of a stage
-constexpr int kProducers = 128;
 
 template <class T_, int kShape>
 struct Traits {
@@ -32,6 +31,8 @@ struct Traits {
   static constexpr int kMinCtas = kOf.per_sm;
   static constexpr Share kShare = kOf.share;
   static constexpr int kConsumers = 128 * kTiles;
+  /// Twice as many where up to 64 float32 rows are split and an SM has one CTA.
+  static constexpr int kProducers = kOf.float_weights && kMinCtas == 1 && kRows <= 64 ? 256 : 128;
   static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kSums = kRows / 2;  ///< sums of a thread
   static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes;
@@ -55,9 +56,12 @@ struct Traits {
                                                           : 0;
   // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
   static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
-  static constexpr int kProducerRegisters = kAhead > 0 ? 64 : kFloatWeights ? 88 : 40;
-  static constexpr int kConsumerRegisters =
-      std::min(240, kRegisters + (kRegisters - kProducerRegisters) / kTiles / 8 * 8);
+  static constexpr int kProducerRegisters = kProducers > 128 ? (kAhead > 0 ? 48 : 56)
+                                            : kAhead > 0     ? 64
+                                            : kFloatWeights  ? 88
+                                                             : 40;
+  static constexpr int kConsumerRegisters = std::min(
+      240, kRegisters + (kRegisters - kProducerRegisters) * kProducers / kConsumers / 8 * 8);
   static_assert(kRows == 16 || kRows == 32 || kRows == 64 || kRows % 48 == 0,
                 "there is an MMA of so many columns");
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");

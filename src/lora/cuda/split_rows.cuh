@@ -48,7 +48,9 @@ struct SplitRows {
   template <bool kStores>
   __device__ __forceinline__ void move(unsigned char* planes, int plane_bytes,
                                        const void* const* next, int first, int end) {
-    constexpr int kBatch = kCount % 4 == 0 ? 4 : 3;  // pointers that are read together
+    constexpr int kBatch = kCount % 4 == 0   ? 4
+                           : kCount % 3 == 0 ? 3
+                                             : kCount;  // pointers that are read together
     static_assert(kCount % kBatch == 0);
     if (kStores && left < 4) {  // what lies past the end may be anything
 #pragma unroll
