@@ -15,6 +15,8 @@ using lora::train::cuda::kChainPanels;
 using lora::train::cuda::kDsPanels16;
 using lora::train::cuda::kDsPanels32;
 using lora::train::cuda::kInputPanels;
+using lora::train::cuda::kInputPanels32;
+using lora::train::cuda::RowCut;
 
 class LoraTrainBoxes : public ::testing::TestWithParam<Device> {};
 
@@ -81,6 +83,30 @@ TEST_P(LoraTrainBoxes, SlicesShareThePass) {
   c.widths = {520, 40};
   plan = plan_of(16, 96, 128);
   expect_same(c, GetParam(), plan, "two slices");
+}
+
+TEST_P(LoraTrainBoxes, RowsOfOtherAdaptersShareABox) {
+  for (const bool wide : {false, true}) {
+    for (const float p : {0.0f, 0.3f}) {
+      TrainCase c = base_case(0);
+      c.by = RowsBy::kSegments;
+      c.adapters = 3;
+      c.rows = 410;  // ends at 45, 182 and 410
+      c.hidden = p > 0 ? 336 : 328;
+      c.ranks = wide ? std::vector{5, 32, 17} : std::vector{16, 3, 8};
+      if (p > 0) c.p = {p, p, p};
+      c.empty_segment = p > 0;
+      BackwardPlan plan = plan_of(16, 96, 128);
+      if (wide) plan.dy.shape = kDsPanels32, plan.x.shape = kInputPanels32;
+      expect_same(c, GetParam(), plan, concat("chunks, wide ", wide, ", p ", p));
+      plan.dy.chunk = RowCut{64, 32, 2, 16, 30};  // the kernels choose the size
+      plan.x.chunk = RowCut{64, 64, 2, 8, 30};
+      expect_same(c, GetParam(), plan, concat("cuts, wide ", wide, ", p ", p));
+      c.widths = {520, 264};
+      c.ranks = wide ? std::vector{5, 8, 16, 16, 7, 3} : std::vector{8, 8, 3, 5, 1, 7};
+      expect_same(c, GetParam(), plan, concat("slices, wide ", wide, ", p ", p));
+    }
+  }
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainBoxes);  // on a machine without a GPU

@@ -254,8 +254,10 @@ TEST(LoraTrainPlan, ProductsSumOverRowsFrom24RanksOn) {
 }
 
 TEST(LoraTrainPlan, DxComesWithTheSumsOfXWhereThatPays) {
-  const auto pays = [](std::int64_t rows, std::int64_t hidden, int rank) {
+  const auto pays = [](std::int64_t rows, std::int64_t hidden, int rank,
+                       std::int64_t adapters = 0) {
     PanelProblem x;
+    x.adapters = adapters;
     x.rows = rows;
     x.matrices = 1;
     x.columns[0] = hidden;
@@ -269,6 +271,9 @@ TEST(LoraTrainPlan, DxComesWithTheSumsOfXWhereThatPays) {
   EXPECT_TRUE(pays(1024, 7168, 64));
   EXPECT_FALSE(pays(4096, 4096, 64));  // x and dx do not fit L2
   EXPECT_FALSE(pays(1024, 4096, 128));
+  EXPECT_TRUE(pays(4096, 4096, 16, 8));
+  EXPECT_TRUE(pays(4096, 4096, 32, 8));
+  EXPECT_FALSE(pays(4096, 4096, 64, 8));  // no kernel has such panels
 }
 
 TEST(LoraTrainPlan, FewElementsAreSummedByThreadBlocksThatHaveAllRows) {

@@ -2,6 +2,7 @@
 // Shapes of input_boxes.cu, its barriers, and how operands come to shared memory.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "device/barrier.cuh"
@@ -10,33 +11,36 @@
 #include "device/swizzle.cuh"
 #include "device/tensor_copy.cuh"
 #include "lora/train/cuda/panel.cuh"
+#include "lora/train/cuda/panel_boxes.cuh"
 
 namespace mortar::lora::train::cuda::input_pass {
 
 inline constexpr int kWarpgroup = 128;
-inline constexpr int kStorers = 2;  ///< warpgroups for dx
-inline constexpr int kBlockRows = 64;
-inline constexpr int kBlockBytes = kBlockRows * device::kSwizzleBytes;  ///< of 64 columns
 
-/// A panel of 256 columns, of whose dx two warpgroups have a half each; or of 64, of whose rows
-/// they take boxes in turns, and two thread blocks share an SM. kChains: of dA, of every other 32
-/// rows, or one.
-template <int kRanks_, bool kDrops_>
+/// A panel of 256 columns, of whose dx two warpgroups have a half each, or with dropout one all,
+/// and of whose dA one all or two a half; or of 64, of whose dx two take boxes of rows in turns,
+/// and two thread blocks share an SM. kChains: of dA, of every other 32 rows, or one. kDroppers:
+/// warpgroups that draw; more than five in all would leave each too few registers.
+template <int kRanks_, int kPlan, int kDroppers_ = 0>
 struct Shape {
   static constexpr int kRanks = kRanks_;
-  static constexpr bool kDrops = kDrops_, kTurns = kRanks > 16;
-  static constexpr PanelShape kSums = kPanelShapes[kTurns ? kChainPanels : kInputPanels];
+  static constexpr bool kDrops = kDroppers_ > 0, kTurns = kPlan == kChainPanels;
+  static constexpr PanelShape kSums = kPanelShapes[kPlan];
   static constexpr int kChains = kSums.groups, kBlocks = kTurns ? 1 : 4;
+  static constexpr int kSummers = !kTurns && kRanks > 16 ? 2 : 1;  ///< warpgroups for dA
+  static constexpr int kSumBlocks = kBlocks / kSummers;
+  static constexpr int kStorers = kDrops ? 1 : 2;  ///< warpgroups for dx
   static constexpr int kColumns = kBlocks * kBlockColumns;
   static constexpr int kOwn = kTurns ? 1 : kBlocks / kStorers;  ///< blocks of a warpgroup's dx
   static constexpr int kAtOnce = kDrops ? 1 : kOwn;             ///< that fit its registers
-  static constexpr int kThreads = (1 + kStorers + (kDrops ? 1 : 0)) * kWarpgroup + 32;
+  static constexpr int kDroppers = kDroppers_;
+  static constexpr int kThreads = (kSummers + kStorers + kDroppers) * kWarpgroup + 32;
   static constexpr int kRegisters = kTurns ? 64 : 96;
   static constexpr int kStageBytes = kBlocks * kBlockBytes;
-  static constexpr int kStages = kTurns ? 6 : kDrops ? 4 : 5;
+  static constexpr int kStages = kTurns ? 6 : kDrops || kSummers > 1 ? 4 : 5;
   static constexpr int kNarrowStages = kTurns ? 4 : 3;
-  static constexpr int kReaders = (kTurns ? 2 : 1 + kStorers) * kWarpgroup / 32;  ///< of ds
-  static constexpr int kWeightBytes = kRanks * device::kSwizzleBytes;             ///< of 64 columns
+  static constexpr int kReaders = (kTurns ? 2 : kSummers + kStorers) * kWarpgroup / 32;  ///< of ds
+  static constexpr int kWeightBytes = kRanks * device::kSwizzleBytes;  ///< of 64 columns
   static constexpr int kMaskBytes = kBlockRows * kColumns / 8;
   static constexpr int kNarrowAt = kStages * kStageBytes;
   static constexpr int kStoreAt = kNarrowAt + kNarrowStages * kBlockBytes;
@@ -50,6 +54,8 @@ struct Shape {
 struct InputBoxParams {
   PanelParams panel;
   CUtensorMap wide, narrow, out;
+  Matrix dx;
+  Places places;  ///< of several adapters
 };
 
 template <class S>
@@ -57,13 +63,16 @@ struct Barriers {
   device::Mbarrier full[S::kStages], empty[S::kStages], dropped[S::kStages];
   device::Mbarrier narrow_full[S::kNarrowStages], narrow_empty[S::kNarrowStages];
 
-  /// By one thread; a barrier must follow.
-  __device__ __forceinline__ void init() {
+  /// By one thread; a barrier must follow. `again`: they have been used.
+  __device__ __forceinline__ void init(bool again) {
+    if (again) {
+      for (device::Mbarrier* b = full; b < narrow_empty + S::kNarrowStages; ++b) forget(*b);
+    }
     for (device::Mbarrier& b : full) b.init(1);
-    for (device::Mbarrier& b : dropped) b.init(kWarpgroup);
+    for (device::Mbarrier& b : dropped) b.init(std::max(S::kDroppers, 1) * kWarpgroup);
     for (device::Mbarrier& b : narrow_full) b.init(1);
     for (device::Mbarrier& b : empty)
-      b.init(kWarpgroup / 32 + (S::kDrops ? kStorers * kWarpgroup : 0));
+      b.init(S::kSummers * kWarpgroup / 32 + (S::kDrops ? S::kStorers * kWarpgroup : 0));
     for (device::Mbarrier& b : narrow_empty) b.init(S::kReaders);
     device::Mbarrier::fence_init();
   }
@@ -71,11 +80,11 @@ struct Barriers {
 
 /// A's columns of the panel as the second operand of dx: rows of 64 columns for each rank, zeros
 /// past the rank and the columns.
-template <class S>
+template <class S, int kLoaders>
 __device__ __forceinline__ void load_weights(const PanelPart<>& part, char* to) {
   constexpr int kPieces = S::kColumns / kPiece, kItems = S::kRanks * kPieces;
 #pragma unroll 2
-  for (int item = static_cast<int>(threadIdx.x); item < kItems; item += S::kThreads) {
+  for (int item = thread_anew(); item < kItems; item += kLoaders) {
     const int at_rank = item / kPieces, piece = item % kPieces;
     const std::int64_t c = part.column + piece * kPiece;
     const HiddenColumns& hidden = part.p.hidden;

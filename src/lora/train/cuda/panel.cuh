@@ -34,6 +34,7 @@ __device__ __forceinline__ void gather_piece(char* to, const Matrix& m, bool the
 template <bool kWhole = false>
 struct PanelPart {
   const PanelParams& p;
+  int tile;  ///< the chunk, of all adapters' chunks
   int first_rank, panel;
   const PanelOperand* own;
   RowTile rows;
@@ -45,11 +46,14 @@ struct PanelPart {
 
   __device__ __forceinline__ PanelPart(const PanelParams& params, int columns, int ranks,
                                        bool makes_ds, int* live_of_groups)
-      : p(params), live(live_of_groups + threadIdx.x / kThreads) {
-    find_panel(columns, ranks);
-    if (first_rank < own->width) {
-      rows = row_tile(p.rows, static_cast<int>(blockIdx.y), p.chunk, false);
-    }
+      : PanelPart(params, columns, ranks, makes_ds, live_of_groups, static_cast<int>(blockIdx.x),
+                  static_cast<int>(blockIdx.y)) {}
+  /// The same at a place in panel_grid().
+  __device__ __forceinline__ PanelPart(const PanelParams& params, int columns, int ranks,
+                                       bool makes_ds, int* live_of_groups, int x, int y)
+      : p(params), tile(y), live(live_of_groups + threadIdx.x / kThreads) {
+    find_panel(columns, ranks, x);
+    if (first_rank < own->width) rows = row_tile(p.rows, tile, p.chunk, false);
     int end = 0;
     for (int s = 0; rows.count > 0 && s < p.pairs.num_slices; ++s) {
       const PairEntry pair = p.pairs.get(rows.adapter, s);
@@ -68,16 +72,16 @@ struct PanelPart {
   /// follows from the pairs comes with the operand.
   __device__ __forceinline__ PanelPart(const PanelParams& params, int columns,
                                        int ranks) requires(kWhole)
-      : p(params), live(nullptr) {
-    find_panel(columns, ranks);
+      : p(params), tile(0), live(nullptr) {
+    find_panel(columns, ranks, static_cast<int>(blockIdx.x));
     threshold = own->threshold;
     if (first_rank < own->live) rows = RowTile{0, 0, static_cast<int>(p.rows.num_rows)};
   }
 
   /// The operand and the columns of this thread block, and its rank columns.
-  __device__ __forceinline__ void find_panel(int columns, int ranks) {
-    first_rank = static_cast<int>(blockIdx.x) % p.groups * ranks;
-    panel = static_cast<int>(blockIdx.x) / p.groups;
+  __device__ __forceinline__ void find_panel(int columns, int ranks, int x) {
+    first_rank = x % p.groups * ranks;
+    panel = x / p.groups;
     int o = 0;
     while (o + 1 < p.num_operands && panel >= p.operands[o + 1].first_panel) ++o;
     own = &p.operands[o];
@@ -268,11 +272,11 @@ struct PanelPart {
     j += first_rank;
     if (p.side == Side::kA) {
       const std::int64_t stride = grad_stride(own->columns);
-      float* to = own->sums + (std::int64_t{blockIdx.y} * own->width + j) * stride + c;
+      float* to = own->sums + (std::int64_t{tile} * own->width + j) * stride + c;
       to[0] = v0;
       to[stride] = v1;
     } else {
-      float* to = own->sums + (blockIdx.y * own->columns + c) * own->width + j;
+      float* to = own->sums + (tile * own->columns + c) * own->width + j;
       *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
     }
   }
@@ -283,11 +287,11 @@ struct PanelPart {
     j += first_rank / kSumCopies;
     if (p.side == Side::kA) {
       const std::int64_t stride = grad_stride(own->columns);
-      float* to = own->sums + (std::int64_t{blockIdx.y} * width + j) * stride + c;
+      float* to = own->sums + (std::int64_t{tile} * width + j) * stride + c;
       to[0] = v0;
       to[stride] = v1;
     } else {
-      float* to = own->sums + (blockIdx.y * own->columns + c) * width + j;
+      float* to = own->sums + (tile * own->columns + c) * width + j;
       *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
     }
   }

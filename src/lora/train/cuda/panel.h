@@ -78,7 +78,8 @@ inline constexpr std::array kPanelShapes = {
     PanelShape{64, false, 256, 32, 2, 2, 0.5, 3},
 };
 /// Those that input_boxes.cu and panel_boxes.cu have too, with ds.
-inline constexpr int kInputPanels = 0, kDsPanels16 = 3, kDsPanels32 = 4, kChainPanels = 5;
+inline constexpr int kInputPanels = 0, kInputPanels32 = 1, kDsPanels16 = 3, kDsPanels32 = 4,
+                     kChainPanels = 5;
 
 /// What a pass over the matrices of all slices, or over x, depends on.
 struct PanelProblem {
@@ -262,18 +263,22 @@ inline bool sums_whole(const PanelProblem& dy, const PanelProblem& x) {
   return x.rows * (dy_columns + x.columns[0]) <= (width <= 32 ? kMostElements : kMostOfWide);
 }
 
-/// Whether dx comes in the pass over x for dA (input_boxes.cu), beside which it costs little. Up to
-/// 16 ranks thread blocks have an SM each: where a seventh of these would have none, dx apart has
-/// all. Of more ranks panels are 128 bytes wide, for which DRAM is slow, but not L2. (us of a
-/// backward on an H100, apart / in one pass: 4096 x 4096 x 4096, rank 16, 53.7 / 46.8; 8192 x 14336
-/// x 4096, 112 thread blocks, 216 / 220; 1024 x 7168 x 2048, rank 64, 29.7 / 25.0; 4096 x 4096 x
-/// 4096, rank 64, 56.9 / 63.9.)
+/// Whether dx comes in the pass over x for dA (input_boxes.cu), beside which it costs little: of
+/// several adapters in panels of 256 columns, which are up to 32 ranks. So are those of one adapter
+/// up to 16, with dropout 32; its thread blocks have an SM each: where a seventh of these would
+/// have none, dx apart has all. Of more ranks panels are 128 bytes wide, for which DRAM is slow,
+/// but not L2. (us of a backward on an H100, apart / in one pass: 4096 x 4096 x 4096, rank 16, 53.7
+/// / 46.8; 8192 x 14336 x 4096, 112 thread blocks, 216 / 220; 1024 x 7168 x 2048, rank 64, 29.7 /
+/// 25.0; 4096 x 4096 x 4096, rank 64, 56.9 / 63.9; eight ragged adapters, with ds and dB by
+/// panel_boxes.cu, 77.8 / 64.5.)
 inline bool pays_with_dx(const PanelProblem& x, const PanelPlan& plan, int sms, std::int64_t l2) {
   if (x.width > kPanelShapes[plan.shape].ranks) return false;
+  const bool wide_panels = plan.shape == kInputPanels || plan.shape == kInputPanels32;
+  if (x.adapters > 0) return wide_panels;
   if (plan.shape == kChainPanels) return 4 * x.rows * x.columns[0] <= l2;
   const std::int64_t blocks =
       num_panels(x, kPanelShapes[kInputPanels]) * ceil_div<std::int64_t>(x.rows, plan.chunk.rows);
-  return plan.shape == kInputPanels && 8 * blocks >= std::int64_t{7} * sms;
+  return wide_panels && 8 * blocks >= std::int64_t{7} * sms;
 }
 
 /// The plan with which they do.

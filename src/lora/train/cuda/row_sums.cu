@@ -118,22 +118,24 @@ void RowSums::sum_dy(const HiddenForms& h, void* ds, bool early, int free_sms) {
 bool RowSums::sum_x_with_dx(const HiddenForms& ds) {
   const PanelPlan& plan = plan_.x;
   const bool chain = plan.shape == kChainPanels;
-  const bool takes_plan = plan_.with_dx && !plan_.whole && (chain || plan.shape == kInputPanels) &&
-                          plan.chunk.at_once == 0 && plan.chunk.rows % kBlockColumns == 0 &&
-                          p_.hidden_width <= kPanelShapes[plan.shape].ranks;
-  const bool one_group = looks_ahead(grads_.pairs, grads_.rows) && p_.num_adapters == 1;
+  const bool takes_plan =
+      plan_.with_dx && !plan_.whole &&
+      (plan.shape == kInputPanels || plan.shape == kInputPanels32 ||
+       (chain && p_.num_adapters == 1)) &&
+      (plan.chunk.at_once > 0 ? plan.chunk.unit : plan.chunk.rows) % kBlockRows == 0 &&
+      p_.hidden_width <= kPanelShapes[plan.shape].ranks;
   const auto takes = [&](const Matrix& m, std::int64_t columns) {
     return m.dtype == p_.weight && m.col_stride == 1 &&
            device::takes_tensor_map(m.data, columns, p_.num_rows, m.row_stride);
   };
-  if (!takes_plan || !one_group || device::current_device().arch != 90 ||
+  if (!takes_plan || !fills_boxes(grads_.rows) || device::current_device().arch != 90 ||
       p_.weight == DType::kFloat32 || p_.add_dx || !takes(p_.x, p_.hidden) ||
       !takes(p_.dx, p_.hidden) ||
       !takes({ds.values, p_.hidden_width, 1, p_.weight}, p_.hidden_width)) {
     return false;
   }
-  for (int s = 0; s < p_.num_slices; ++s) {
-    const Pair pair = p_.pair(0, s);
+  for (std::int64_t i = 0; i < p_.num_adapters * p_.num_slices; ++i) {
+    const Pair pair = p_.pair(i / p_.num_slices, static_cast<int>(i % p_.num_slices));
     const bool draws = !p_.drops_input() || (!chain && p_.hidden % kMaskGroup == 0 &&
                                              pair.threshold > 0 && pair.threshold < kDropAll);
     if (pair.rank == 0 || pair.da.data == nullptr || !draws) return false;
