@@ -275,7 +275,8 @@ class HostCase(Case):
         self.problem = LoraProblem(layer, 1, 1, 16)
         self.key = {"op": op, "layer": layer.name}
         self.traffic = self.problem.traffic()
-        self.targets = {"mortar": "host_apply" if op == "apply" else "host"}
+        whole = op in ("apply", "compat.vllm.lora_linear")
+        self.targets = {"mortar": "host_apply" if whole else "host"}
         self.tolerance = TOLERANCE[torch.bfloat16]
 
         self._batches: dict[str, Batch] = {}  # by the type of device

@@ -61,7 +61,8 @@ def test_host_cost(op, kind):
         }[op]
 
     with torch.inference_mode():
-        cost, limit = host_cost_and_limit(in_turn([call() for _ in range(4)]))
+        times = 2.0 if op == "linear" else 1.6  # it may launch two kernels
+        cost, limit = host_cost_and_limit(in_turn([call() for _ in range(4)]), times)
     print(f"host cost of {op} ({kind}): {cost:.1f} us, at most {limit:.1f}")
     assert cost <= limit
 

@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     for (int i = 0; i < Tr::kStages; ++i) {
       shared.full[i].init(Tr::kFloatWeights && Tr::kAhead == 0 ? 2 * Tr::kProducers
                                                                : Tr::kProducers);
-      shared.empty[i].init(Tr::kConsumers / 32);
+      shared.empty[i].init(Tr::kAhead > 0 ? Tr::kConsumers : Tr::kConsumers / 32);
     }
   }
   if constexpr (Tr::kShare == Share::kHalf) {

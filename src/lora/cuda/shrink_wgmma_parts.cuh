@@ -159,7 +159,8 @@ __device__ __forceinline__ void consume_parts(const ShrinkParams& p, Shared<Tr>&
   const Range r = range_of<Tr>(p);
   const int warpgroup = static_cast<int>(threadIdx.x) / 128;
   const int quarter_steps = r.leaf / (4 * kTileK);
-  const bool signals = threadIdx.x % 32 == 0;
+  // Where a thread has read x itself, it says so itself.
+  const bool signals = Tr::kAhead > 0 || threadIdx.x % 32 == 0;
   float4* const leaves = parked + Tr::kSumBytes / 16;
   const auto clear = [&] {
 #pragma unroll

@@ -92,9 +92,8 @@ __device__ __forceinline__ void walk_places(const PanelParams& p, const Places& 
       break;
     }
     const int next = place + static_cast<int>(gridDim.x);
-    if (next >= places.all) break;
-    __syncthreads();
-    if (next >= *shared) break;
+    __syncthreads();  // after the last place as well: no thread ends while others still meet
+    if (next >= places.all || next >= *shared) break;
   }
   device::pdl_leave();
 }
