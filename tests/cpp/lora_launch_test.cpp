@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lora_expect.h"
+#include "lora_shape.h"
 #if MORTAR_HAS_CUDA
 #include "device/launch.cuh"
 #include "lora/cuda/backend.cuh"
@@ -24,22 +25,6 @@ using lora::LaunchPlan;
 lora::Machine this_machine() {
   const device::DeviceInfo& d = device::current_device();
   return {d.num_sms, d.arch, d.max_smem, d.sm_smem};
-}
-
-lora::LoraShape shape_of(const LoraOperands& op) {
-  lora::LoraShape s;
-  s.num_tokens = op.c.tokens;
-  s.hidden = op.c.hidden;
-  s.num_adapters = op.c.adapters;
-  std::copy(op.c.widths.begin(), op.c.widths.end(), s.widths.begin());
-  s.num_slices = static_cast<int>(op.c.widths.size());
-  s.max_rank = s.h_columns = op.max_rank();
-  s.one_type = op.c.w != DType::kFloat32 && op.c.x == op.c.w && op.c.y == op.c.w;
-  s.float_weights = op.c.w == DType::kFloat32 && op.c.x == DType::kBFloat16 && op.c.y == op.c.x;
-  s.aligned_x = s.aligned_y = !op.c.strided;
-  s.b_by_8 = s.one_type && op.max_rank() % 8 == 4 && !op.c.strided;
-  s.segments = op.c.segments;
-  return s;
 }
 
 class LoraLaunch : public ::testing::TestWithParam<Device> {
