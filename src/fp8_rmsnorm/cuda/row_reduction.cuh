@@ -14,7 +14,7 @@ namespace mortar::fp8_rmsnorm::cuda {
 template <int kMost>
 class RowReduction {
  public:
-  /// Shared memory: 2 * kMost sums, and a maximum for each 32 of them. row_threads: a power of two.
+  /// Shared memory: 2 * kMost sums, and a maximum for each 32 of them.
   __device__ RowReduction(int row_threads, float* sums, std::uint32_t* maxima)
       : threads_(row_threads), sums_(sums), maxima_(maxima) {}
 
@@ -50,8 +50,7 @@ class RowReduction {
   /// Waits for all threads of the row.
   __device__ __forceinline__ void sync() const {
     if (threads_ > 32) {
-      const int row = first() >> (__ffs(threads_) - 1);
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + row), "r"(threads_) : "memory");
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + first() / threads_), "r"(threads_) : "memory");
     } else {
       __syncwarp();
     }
@@ -59,7 +58,9 @@ class RowReduction {
 
  private:
   /// The row's first thread.
-  __device__ __forceinline__ int first() const { return static_cast<int>(threadIdx.x) & -threads_; }
+  __device__ __forceinline__ int first() const {
+    return static_cast<int>(threadIdx.x) / threads_ * threads_;
+  }
   /// The sum of a lane's sums over the row's warps.
   __device__ __forceinline__ float of_warps(const float* sums) const {
     sums += first() + static_cast<int>(threadIdx.x % 32);
