@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lora_cases import Problem, make
 from mortar import lora
 from mortar._ffi import lib, torch_function
-from mortar.compat import vllm
+from mortar.compat import _vllm_ops, vllm
 from vllm_cases import make_inputs
 
 PROBLEM = Problem(tokens=21, hidden=600, widths=(24, 9), ranks=(8, 3))
@@ -35,7 +35,9 @@ def results(device, form):
         v = make_inputs(device, widths=(24, 9))
         vllm.lora_shrink(v.x, v.a, v.h, *v.metadata, active, 0.5)
         vllm.lora_expand(v.h, v.b, v.y, *v.metadata, active, add_inputs=True)
-        outputs += [v.h, v.y]
+        y = v.y.clone()
+        vllm.lora_linear(v.x, v.a, v.b, y, *v.metadata, active, 0.5)
+        outputs += [v.h, v.y, y]
     return outputs
 
 
@@ -43,13 +45,13 @@ def results(device, form):
 def test_the_ops_give_the_same(device, form, monkeypatch):
     want = results(device, form)
     calls = []
-    for module in (lora, vllm):
+    for module in (lora, _vllm_ops):
         for name in ("_plan_now", "_shrink_now", "_expand_now", "_apply_now"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *args: calls.append(args) or 0)
     for got, expected in zip(results(device, form), want, strict=True):
         assert torch.equal(got, expected)
-    assert len(calls) == 8
+    assert len(calls) == 10
 
 
 @pytest.mark.parametrize(
