@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <iterator>
 #include <numeric>
+#include <utility>
 
 #include "lora/launch_choice.h"
 
@@ -187,77 +188,100 @@ std::int64_t workspace_of(const LaunchPlan& plan) {
   return partials + (whole ? finished_bytes(s) : 0);
 }
 
-std::string describe(const LaunchPlan& plan) {
-  const LoraShape& s = plan.shape;
-  std::string text;
-  const auto add = [&text](const char* format, auto... values) {
+namespace {
+
+/// Text that grows by formatted parts.
+class Line {
+ public:
+  template <class... Values>
+  void add(const char* format, Values... values) {
     char part[160];
     std::snprintf(part, sizeof(part), format, values...);
-    text += part;
-  };
+    text_ += part;
+  }
+  std::string take() { return std::move(text_); }
+
+ private:
+  std::string text_;
+};
+
+void add_shape(Line& line, const LoraShape& s) {
   constexpr const char* kOps[] = {"lora_apply", "lora_shrink", "lora_expand"};
-  add("%s of %lld tokens, %lld adapters, K %lld, ", kOps[static_cast<int>(s.op)],
-      static_cast<long long>(s.num_tokens), static_cast<long long>(s.num_adapters),
-      static_cast<long long>(s.hidden));
+  line.add("%s of %lld tokens, %lld adapters, K %lld, ", kOps[static_cast<int>(s.op)],
+           static_cast<long long>(s.num_tokens), static_cast<long long>(s.num_adapters),
+           static_cast<long long>(s.hidden));
   for (int i = 0; i < s.num_slices; ++i) {
-    add("%s%lld", i == 0 ? "N " : "+", static_cast<long long>(s.widths[i]));
+    line.add("%s%lld", i == 0 ? "N " : "+", static_cast<long long>(s.widths[i]));
   }
-  add(", rank %d%s%s%s%s%s%s%s", s.max_rank, s.one_type ? "" : ", split-bf16",
-      s.float_h ? ", h of float32" : "",
-      s.op != Op::kExpand || s.aligned_h ? "" : ", h of any rows",
-      s.aligned_x ? "" : ", unaligned x or A", s.aligned_y ? "" : ", unaligned y",
-      s.b_by_8 ? ", rows of B by 8 bytes" : "", s.segments ? ", by segments" : "");
+  line.add(", rank %d%s%s%s%s%s%s%s", s.max_rank, s.one_type ? "" : ", split-bf16",
+           s.float_h ? ", h of float32" : "",
+           s.op != Op::kExpand || s.aligned_h ? "" : ", h of any rows",
+           s.aligned_x ? "" : ", unaligned x or A", s.aligned_y ? "" : ", unaligned y",
+           s.b_by_8 ? ", rows of B by 8 bytes" : "", s.segments ? ", by segments" : "");
+}
+
+void add_per_sm(Line& line, int per_sm) {
+  if (per_sm > 0) line.add(", %d CTA an SM", per_sm);
+}
+
+void add_shrink(Line& line, const ShrinkPlan& c, std::int64_t hidden) {
+  constexpr const char* kNames[] = {"decode", "wgmma", "mma", "split-bf16"};
+  constexpr const char* kShares[] = {"all of K a CTA", "half of K a CTA", "a K chunk a CTA"};
+  constexpr const char* kPartials[] = {"", ", a kernel adds the split-K partials",
+                                       ", expand adds the split-K partials"};
+  line.add("; shrink: %s, tiles of %d tokens, %d rank rows", kNames[static_cast<int>(c.kernel)],
+           c.tile_tokens, c.rows);
+  if (c.kernel == ShrinkKernel::kWgmma) {
+    const WgmmaShape& shape = kWgmmaShapes[c.shape];
+    line.add(", %d tiles and %s, %d stages", shape.tiles, kShares[static_cast<int>(shape.share)],
+             shape.stages);
+    if (shape.ahead > 0) line.add(" and %d of float32 rows", shape.ahead);
+  }
+  if (c.kernel == ShrinkKernel::kDecode && !c.split()) {
+    line.add(", clusters of %d CTAs hold all of K", decode_cluster(hidden));
+  }
+  if (c.kernel == ShrinkKernel::kDecode && c.stages != kDecodeStages) {
+    line.add(", %d stages", c.stages);
+  }
+  add_per_sm(line, c.per_sm);
+  line.add("%s", kPartials[static_cast<int>(c.partials)]);
+}
+
+void add_expand(Line& line, const ExpandPlan& c) {
+  constexpr const char* kNames[] = {"decode", "direct", "prefill", "wide", "split-bf16"};
+  line.add("; expand: %s, tiles of %d tokens, %d columns", kNames[static_cast<int>(c.kernel)],
+           c.tile_tokens, c.cols);
+  if (c.kernel == ExpandKernel::kDecode) {
+    line.add(" in stages of %d, %d stages", c.block_cols, c.stages);
+    if (c.cluster > 1) line.add(", h by clusters of %d CTAs", c.cluster);
+  }
+  if (c.kernel == ExpandKernel::kWide) {
+    line.add(", %d tiles, %d stages%s", kWideShapes[c.shape].tiles, kWideShapes[c.shape].stages,
+             !kWideShapes[c.shape].walks          ? ""
+             : kWideShapes[c.shape].float_weights ? ", B kept"
+                                                  : ", persistent CTAs");
+  }
+  const bool kept = c.kernel == ExpandKernel::kWide && c.shape == kWideKeptShape;
+  if (c.kernel == ExpandKernel::kPrefill || kept) line.add(", runs of %d tiles", 1 << c.log_run);
+  add_per_sm(line, c.per_sm);
+}
+
+}  // namespace
+
+std::string describe(const LaunchPlan& plan) {
+  const LoraShape& s = plan.shape;
+  Line line;
+  add_shape(line, s);
   if (plan.one_kernel()) {
-    add("; one kernel: tiles of 16 tokens, clusters of %d CTAs, %d columns a CTA", kOneCluster,
-        plan.expand.cols);
-    if (plan.expand.per_sm > 0) add(", %d CTA an SM", plan.expand.per_sm);
-    add("; workspace 0 bytes");
-    return text;
+    line.add("; one kernel: tiles of 16 tokens, clusters of %d CTAs, %d columns a CTA", kOneCluster,
+             plan.expand.cols);
+    add_per_sm(line, plan.expand.per_sm);
+  } else {
+    if (s.op != Op::kExpand) add_shrink(line, plan.shrink, s.hidden);
+    if (s.op != Op::kShrink) add_expand(line, plan.expand);
   }
-  if (s.op != Op::kExpand) {
-    constexpr const char* kNames[] = {"decode", "wgmma", "mma", "split-bf16"};
-    constexpr const char* kShares[] = {"all of K a CTA", "half of K a CTA", "a K chunk a CTA"};
-    constexpr const char* kPartials[] = {"", ", a kernel adds the split-K partials",
-                                         ", expand adds the split-K partials"};
-    const ShrinkPlan& c = plan.shrink;
-    add("; shrink: %s, tiles of %d tokens, %d rank rows", kNames[static_cast<int>(c.kernel)],
-        c.tile_tokens, c.rows);
-    if (c.kernel == ShrinkKernel::kWgmma) {
-      const WgmmaShape& shape = kWgmmaShapes[c.shape];
-      add(", %d tiles and %s, %d stages", shape.tiles, kShares[static_cast<int>(shape.share)],
-          shape.stages);
-      if (shape.ahead > 0) add(" and %d of float32 rows", shape.ahead);
-    }
-    if (c.kernel == ShrinkKernel::kDecode && !c.split()) {
-      add(", clusters of %d CTAs hold all of K", decode_cluster(s.hidden));
-    }
-    if (c.kernel == ShrinkKernel::kDecode && c.stages != kDecodeStages) {
-      add(", %d stages", c.stages);
-    }
-    if (c.per_sm > 0) add(", %d CTA an SM", c.per_sm);
-    add("%s", kPartials[static_cast<int>(c.partials)]);
-  }
-  if (s.op != Op::kShrink) {
-    constexpr const char* kNames[] = {"decode", "direct", "prefill", "wide", "split-bf16"};
-    const ExpandPlan& c = plan.expand;
-    add("; expand: %s, tiles of %d tokens, %d columns", kNames[static_cast<int>(c.kernel)],
-        c.tile_tokens, c.cols);
-    if (c.kernel == ExpandKernel::kDecode) {
-      add(" in stages of %d, %d stages", c.block_cols, c.stages);
-      if (c.cluster > 1) add(", h by clusters of %d CTAs", c.cluster);
-    }
-    if (c.kernel == ExpandKernel::kWide) {
-      add(", %d tiles, %d stages%s", kWideShapes[c.shape].tiles, kWideShapes[c.shape].stages,
-          !kWideShapes[c.shape].walks          ? ""
-          : kWideShapes[c.shape].float_weights ? ", B kept"
-                                               : ", persistent CTAs");
-    }
-    const bool kept = c.kernel == ExpandKernel::kWide && c.shape == kWideKeptShape;
-    if (c.kernel == ExpandKernel::kPrefill || kept) add(", runs of %d tiles", 1 << c.log_run);
-    if (c.per_sm > 0) add(", %d CTA an SM", c.per_sm);
-  }
-  add("; workspace %lld bytes", static_cast<long long>(plan.workspace_bytes));
-  return text;
+  line.add("; workspace %lld bytes", static_cast<long long>(plan.workspace_bytes));
+  return line.take();
 }
 
 }  // namespace mortar::lora
