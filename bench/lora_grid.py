@@ -134,7 +134,7 @@ class GridCase(ApplyCase):
 
     def __init__(self, problem: LoraProblem, key: dict[str, object]):
         super().__init__(problem, target_of(problem), "grid", key)
-        del self.targets["compat"], self.targets["compat linear"]
+        self.targets = {"mortar": self.targets["mortar"]}
 
     def providers(self, options: Options) -> Iterator[Provider]:
         for provider in super().providers(options):

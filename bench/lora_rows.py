@@ -63,11 +63,9 @@ def _vllm_expand(op, batch: Batch, s: LoraBuffers):
     return lambda: op(*args)
 
 
-def _vllm_linear(batch: Batch, s: LoraBuffers):
-    from mortar.compat import vllm
-
+def _vllm_linear(op, batch: Batch, s: LoraBuffers):
     args = (s.x, s.a, s.b, s.y, *batch.tables.args(), 1.0)
-    return lambda: vllm.lora_linear(*args)
+    return lambda: op(*args)
 
 
 def _both(first, second):
@@ -125,7 +123,7 @@ class ApplyCase(Case):
                     _vllm_expand(vllm.lora_expand, batch, s),
                 ),
             )
-            yield Provider("compat linear", lambda s: _vllm_linear(batch, s))
+            yield Provider("compat linear", lambda s: _vllm_linear(vllm.lora_linear, batch, s))
         if p.adapters == 1 and sixteen_bit and not p.base_share and options.wants("cublas"):
             yield Provider("cublas", lambda s: peers.one_adapter_gemms(s.y, s.x, s.a, s.b))
         if sixteen_bit and options.wants("vllm"):
@@ -315,7 +313,7 @@ class HostCase(Case):
             "plan": plan,
             "compat.vllm.lora_shrink": lambda s: _vllm_shrink(vllm.lora_shrink, batch, s),
             "compat.vllm.lora_expand": lambda s: _vllm_expand(vllm.lora_expand, batch, s),
-            "compat.vllm.lora_linear": lambda s: _vllm_linear(batch, s),
+            "compat.vllm.lora_linear": lambda s: _vllm_linear(vllm.lora_linear, batch, s),
         }
         yield Provider("mortar", binds[self.op])
         if options.wants("vllm") and options.device.type == "cuda" and "vllm" in self.op:

@@ -110,9 +110,7 @@ TEST_P(LoraTrainBoxes, RowsOfOtherAdaptersShareABox) {
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainBoxes);  // on a machine without a GPU
-INSTANTIATE_TEST_SUITE_P(Gpus, LoraTrainBoxes,
-                         ::testing::ValuesIn(has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}}
-                                                       : std::vector<Device>{}),
+INSTANTIATE_TEST_SUITE_P(Gpus, LoraTrainBoxes, ::testing::ValuesIn(gpus()),
                          [](const auto& one) { return device_label(one.param); });
 
 }  // namespace

@@ -233,9 +233,7 @@ TEST_P(LoraTrainCuda, NoShapeOfWholeSumsChangesABit) {
 
 class LoraTrainGpu : public ::testing::TestWithParam<Device> {};
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainGpu);  // on a machine without a GPU
-INSTANTIATE_TEST_SUITE_P(Devices, LoraTrainGpu,
-                         ::testing::ValuesIn(has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}}
-                                                       : std::vector<Device>{}),
+INSTANTIATE_TEST_SUITE_P(Devices, LoraTrainGpu, ::testing::ValuesIn(gpus()),
                          [](const auto& one) { return device_label(one.param); });
 
 // Dense rows come by asynchronous copies, all others through registers.

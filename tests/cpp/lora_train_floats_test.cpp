@@ -57,9 +57,7 @@ TEST_P(LoraTrainFloats, NoKernelChangesABitOfTheBackward) {
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainFloats);  // on a machine without a GPU
-INSTANTIATE_TEST_SUITE_P(Gpus, LoraTrainFloats,
-                         ::testing::ValuesIn(has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}}
-                                                       : std::vector<Device>{}),
+INSTANTIATE_TEST_SUITE_P(Gpus, LoraTrainFloats, ::testing::ValuesIn(gpus()),
                          [](const auto& one) { return device_label(one.param); });
 
 }  // namespace

@@ -11,9 +11,7 @@ constexpr DType kBF16 = DType::kBFloat16;
 
 class LoraTrainLarge : public ::testing::TestWithParam<Device> {};
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainLarge);  // on a machine without a GPU
-INSTANTIATE_TEST_SUITE_P(Devices, LoraTrainLarge,
-                         ::testing::ValuesIn(has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}}
-                                                       : std::vector<Device>{}),
+INSTANTIATE_TEST_SUITE_P(Devices, LoraTrainLarge, ::testing::ValuesIn(gpus()),
                          [](const auto& one) { return device_label(one.param); });
 
 /// Device memory of zeros.

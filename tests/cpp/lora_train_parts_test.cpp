@@ -12,9 +12,7 @@ namespace {
 
 class LoraTrainParts : public ::testing::TestWithParam<Device> {};
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainParts);  // on a machine without a GPU
-INSTANTIATE_TEST_SUITE_P(Devices, LoraTrainParts,
-                         ::testing::ValuesIn(has_gpu() ? std::vector<Device>{{DeviceType::kCUDA, 0}}
-                                                       : std::vector<Device>{}),
+INSTANTIATE_TEST_SUITE_P(Devices, LoraTrainParts, ::testing::ValuesIn(gpus()),
                          [](const auto& one) { return device_label(one.param); });
 
 TEST_P(LoraTrainParts, StridesChangeNoBit) {

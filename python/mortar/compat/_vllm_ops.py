@@ -177,8 +177,9 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
     """Whether an eager call is done. Tuples are written out: one more costs a tenth of all this."""
     if output.is_neg():
         raise negation(op.name, "output_tensor")
+    num_a = len(weights)
     if op is LINEAR:
-        last = (*last, len(weights[0]))
+        num_a = len(weights[0])
         weights = (*weights[0], *weights[1])
     # A negative-bit view or a tensor with a gradient: the dispatcher resolves it, or refuses it. No
     # bfloat16 is such a view, for lack of complex numbers of it, and weights are of one dtype.
@@ -188,7 +189,7 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
         return False
     mapping, sorted_tokens, counts, starts, ids, _, active = metadata
     if type(active) is int:
-        last = (*last[:3], active, *last[3:]) if op is LINEAR else (*last, active)
+        last = (*last, active)
         active = None
     if op is EXPAND:
         tensors = (inputs, output, None, sorted_tokens, ids, counts, starts, active,
@@ -201,11 +202,11 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
             if op is SHRINK:
                 tensors = (inputs, output, memory, mapping, None, sorted_tokens, ids, counts,
                            starts, active, None, None, None, *weights)  # fmt: skip
-                done = _shrink_now(id(tensors), stream, *last, len(weights))
+                done = _shrink_now(id(tensors), stream, *last, num_a)
             else:
                 tensors = (inputs, output, memory, None, sorted_tokens, ids, counts, starts,
                            active, None, None, None, *weights)  # fmt: skip
-                done = _apply_now(id(tensors), stream, *last)
+                done = _apply_now(id(tensors), stream, *last, num_a)
             if done <= WRITTEN:
                 break
             memory, stream = kept.more(inputs, done), ANY_STREAM

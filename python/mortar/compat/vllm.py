@@ -25,10 +25,10 @@ CUDA graph they may read weights and metadata while the kernel before them still
 write these just before the op (vLLM's are written before the replay).
 
 Beyond vLLM's: float32 weights, activations of another dtype than the weights, slices of different
-ranks, strided rows (inputs of shrink whose columns are strided are copied, as vLLM does), CPU
-tensors; one rounding of y where vLLM's expand has two; results that do not depend on the rest of
-the batch. Wrong arguments raise ValueError or TypeError, by these names, instead of failing an
-assertion, and slices of different dtypes are refused instead of being misread.
+ranks, strided rows (inputs of shrink and of linear whose columns are strided are copied, as vLLM
+does), CPU tensors; one rounding of y where vLLM's expand has two; results that do not depend on the
+rest of the batch. Wrong arguments raise ValueError or TypeError, by these names, instead of failing
+an assertion, and slices of different dtypes are refused instead of being misread.
 
 The functions are the ops ``torch.ops.mortar.vllm_lora_shrink``, ``vllm_lora_expand`` and
 ``vllm_lora_linear`` (overload ``.tensor`` where ``num_active_loras`` is a tensor), and need no
@@ -140,8 +140,7 @@ def lora_linear(
         lora_b_weights: as many [L, N_s, r] or [L, 1, N_s, r] of that dtype.
         output_tensor, add_inputs: as of ``lora_expand``.
 
-    The rest is described at the top of the module; the groups must lie in the first M sorted
-    indices.
+    The rest is described at the top of the module.
     """
     metadata = (
         token_lora_mapping, token_indices_sorted_by_lora_ids, num_tokens_per_lora,

@@ -13,8 +13,8 @@
 //
 // A CTA has one warpgroup and 128 columns, whose B it splits into parts once, for all tiles of an
 // adapter that it walks over. A warp copies its own 16 rows of h, and a thread its own pieces of y,
-// a tile ahead: no barrier lies between. Of the two CTAs of an SM one
-// multiplies while the other adds to y. Products and sums are in the order of expand_parts.cu.
+// a tile ahead: no barrier lies between. Of the two CTAs of an SM one multiplies while the other
+// adds to y. Products and sums are in the order of expand_parts.cu.
 #include <cstdint>
 
 #include "core/int_math.h"
