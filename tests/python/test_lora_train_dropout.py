@@ -79,10 +79,6 @@ def test_nothing_is_left_with_p_one(device, drops_delta):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-ON_CPU = pytest.mark.parametrize("device", ["cpu"], indirect=True)  # CUDA multiplies NaN by zero
-
-
-@ON_CPU
 @pytest.mark.parametrize("form", ["segments", "plan"])
 @pytest.mark.parametrize("drops_delta", [False, True], ids=["input", "delta"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -105,7 +101,6 @@ def test_p_one_leaves_no_nan(device, value, drops_delta, form):
         assert t.any()
 
 
-@ON_CPU
 @pytest.mark.parametrize("drops_delta", ["input", "delta"])
 def test_p_one_adds_nothing_to_given_gradients(device, drops_delta):
     nan = float("nan")

@@ -135,6 +135,7 @@ void check_dropout(const ArgCheck& arg, const LoraDropout& dropout, Device devic
     check(q >= 0 && q <= 1, arg.op(), ": p must be 0 to 1, got ", q);
     const std::uint32_t threshold = drop_threshold(q);
     p->drops |= threshold > 0;
+    p->drops_whole |= threshold >= kDropAll;
     draws |= threshold > 0 && threshold < kDropAll;
   }
   if (!dropout.rng.defined()) {

@@ -30,6 +30,8 @@ struct Pair {
   float factor = 0;             ///< scale / (1 - p); 0 with p = 1
   std::uint32_t threshold = 0;  ///< of dropout
   bool add_a = false, add_b = false;
+
+  bool drops_whole() const { return rank > 0 && threshold >= kDropAll; }
 };
 
 /// One slice's outputs or their gradients.
@@ -56,7 +58,10 @@ struct Problem {
   int num_slices = 1;
   int hidden_width = 0;  ///< columns of h
   DType weight = DType::kFloat32;
-  bool drops = false;  ///< some adapter has p > 0
+  bool drops = false;        ///< some adapter has p > 0
+  bool drops_whole = false;  ///< some adapter has p = 1
+  bool without_dropped =
+      false;  ///< pair() has nothing of these: a factor of 0 would keep their NaN
   LoraDropoutOn drop_on = LoraDropoutOn::kInput;
   const std::int64_t* rng = nullptr;
   RowsOf rows;

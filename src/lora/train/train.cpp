@@ -31,10 +31,13 @@ Pair Problem::pair(std::int64_t adapter, int slice) const {
   const auto view = [](const Tensor& t) {
     return t.defined() ? Matrix{t.data, t.strides[0], t.strides[1], t.dtype} : Matrix{};
   };
+  const std::uint32_t threshold =
+      given->dropout.p.empty() ? 0 : drop_threshold(given->dropout.p[adapter]);
+  if (without_dropped && threshold >= kDropAll) return to;
   to.a = view(from.a);
   to.b = view(from.b);
   to.rank = static_cast<int>(from.a.shape[0]);
-  to.threshold = given->dropout.p.empty() ? 0 : drop_threshold(given->dropout.p[adapter]);
+  to.threshold = threshold;
   const float keep = keep_scale(to.threshold);
   to.factor = keep == 0 ? 0.0f : from.scale * keep;
   if (grads == nullptr) return to;

@@ -363,7 +363,14 @@ class Call {
   Common ranks_a_, wide_a_, ranks_b_, wide_b_;
 };
 
-void chosen_forward(const Problem& p, Stream stream) { Call(p, nullptr, stream).forward(); }
+/// The problem that the kernels are given: without adapters whose delta is dropped whole.
+Problem kept(const Problem& p) {
+  Problem own = p;
+  own.without_dropped = true;
+  return own;
+}
+
+void chosen_forward(const Problem& p, Stream stream) { forward(p, {}, stream); }
 void chosen_backward(const Problem& p, Stream stream) { backward(p, plan_backward(p), stream); }
 std::int64_t forward_workspace(const Problem& p) { return Work(p, nullptr).bytes; }
 std::int64_t chosen_backward_workspace(const Problem& p) {
@@ -386,11 +393,16 @@ std::int64_t backward_workspace(const Problem& p, const BackwardPlan& plan) {
 }
 
 void backward(const Problem& p, const BackwardPlan& plan, Stream stream) {
-  Call(p, &plan, stream).backward();
+  if (!p.drops_whole) return Call(p, &plan, stream).backward();
+  const bool all = drops_all(p);
+  if (!all) Call(kept(p), &plan, stream).backward();
+  backward_dropped(p, all, stream);
 }
 
 void forward(const Problem& p, const ForcedPlans& forced, Stream stream) {
-  Call(p, nullptr, stream, forced).forward();
+  if (!p.drops_whole) return Call(p, nullptr, stream, forced).forward();
+  if (drops_all(p)) return forward_dropped(p, stream);
+  Call(kept(p), nullptr, stream, forced).forward();
 }
 
 const Backend kBackend = {chosen_forward, chosen_backward, forward_workspace,

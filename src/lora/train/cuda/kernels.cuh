@@ -263,4 +263,10 @@ struct UploadParams {
 };
 void upload(const UploadParams& p, Stream stream);
 
+/// Whether every adapter has p = 1; then nothing else is needed.
+bool drops_all(const Problem& p);
+void forward_dropped(const Problem& p, Stream stream);
+/// Of the adapters that have it.
+void backward_dropped(const Problem& p, bool all, Stream stream);
+
 }  // namespace mortar::lora::train::cuda
