@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is left of adapters whose delta is dropped whole (p = 1): zeros in their gradients and, where
-// all adapters are such, in dx and h; y is the base. Other kernels know nothing of these adapters,
-// as a factor of zero would make NaN of what is not finite.
+// What is left of adapters whose delta is dropped whole (p = 1): zeros in their gradients, and in
+// dx and h where all adapters are such; y is the base. Other kernels know nothing of these
+// adapters, as a factor of zero would make NaN of what is not finite.
 //
 // bytes  : those of the outputs written, and of the base read; a launch for each matrix
 #include <algorithm>
