@@ -168,7 +168,7 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
   // to 3 x 1,280, 97 and 83.)
   const std::int64_t walks = max_tiles(s.num_tokens, s.num_adapters, 16) *
                              ceil_div<std::int64_t>(s.rank_rows(), kMmaShapes[0].rows());
-  const bool whole = s.max_rank > kExpandPrefillMaxRank && 2 * walks >= 3 * m.sms;
+  const bool whole = s.max_rank > kExpandPrefillMaxRank && 4 * walks >= 5 * m.sms;
   if (!partials_are_light(s) || !partials_fit(s) || whole) return walking_shrink(s, m);
   const ExpandPlan expand = choose_expand(s, m);
   c.partials = tile_partials(s, m, expand);

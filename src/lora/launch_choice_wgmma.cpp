@@ -25,7 +25,7 @@ struct Costs {
   double finish;         ///< of the kernel that adds partials
   double many;           ///< factor of many partials, which also push x and A out of L2
 };
-constexpr Costs kCosts{45, 4000, 300, 4, 0, 12000, 0, 12000, 1000, 1.5};
+constexpr Costs kCosts{45, 4000, 300, 4, 0, 12000, 0, 15000, 1000, 1.5};
 /// Those of ranks up to 64 and so many tokens, whose CTAs are short and start behind others that
 /// end: fitted to the plans of 167 random problems on an H100. What they choose takes the whole
 /// call 1.024 times as long as the best plan tried, on average, what the others do 1.040 times.
@@ -35,14 +35,16 @@ constexpr Costs kCosts{45, 4000, 300, 4, 0, 12000, 0, 12000, 1000, 1.5};
 /// 1,024 + 2 x 256.)
 constexpr std::int64_t kLowTokens = 2000;
 constexpr Costs kLowCosts{84, 1294, 161, 2.3, 0.8, 12000, 0.2, 2550, 0, 1.1};
-/// Those of ranks above 128, where L2 is asked for more than it gives: fitted to the three or four
-/// best shapes of 35 problems on an H100 of ranks 128 to 512. What they choose takes the whole call
-/// 1.008 times as long as the best of them, on average, what the others do 1.027 times. (us, theirs
-/// and the others': 3,673 tokens of 18 adapters, rank 256, 28,672 to 8,192, 247 and 298; 790 of 6,
-/// 3,584 to 3,584 + 2 x 512, 51 and 59; 8,192 of 16, down, 240 and 258; but 2,048 of 4, rank 128,
-/// qkv, 50 and 48.) A kernel that adds partials costs more than 1,000 clocks where tokens are few:
-/// with 4,000 what 46 of up to 400 tokens choose takes 1.022 times as long as the best, and 1.032.
-constexpr Costs kHighCosts{31, 3100, 430, 3.4, 16, 10000, 11.5, 10000, 4000, 1.5};
+/// Those of ranks above 128: fitted to the three or four best shapes of 35 problems on an H100, the
+/// rate of L2 and the price of a shape's size anew to all shapes of 32 problems on an H200. What
+/// they choose takes the whole call 1.028 times as long as the best shape there, on average, what
+/// the former ones did 1.051 times. (us on an H200, with these and with those: 2,092 tokens of 32
+/// adapters, rank 256, 18,944 to 3,584, 157 and 187; 368 of 29, rank 512, 14,336 to 4,096, 142 and
+/// 166; 511 of 17, rank 256, 3,584 to 3,584 + 2 x 512, 53.4 and 56.8; but 9,581 of 82, 5,120 to 3 x
+/// 1,280, 405 and 389.) A kernel that adds partials costs more than 1,000 clocks where tokens are
+/// few: with 4,000 what 46 of up to 400 tokens choose takes 1.022 times as long as the best on an
+/// H100, and 1.032.
+constexpr Costs kHighCosts{45, 3100, 430, 3.4, 16, 10000, 6, 10000, 4000, 1.5};
 
 const Costs& costs_of(const LoraShape& s) {
   const bool low = s.max_rank <= 64 && s.num_tokens <= kLowTokens;
@@ -102,9 +104,9 @@ double even_runs(const LoraShape& s, int tiles) {
 
 /// The host does not know how tokens are shared out, nor how many have no adapter: between as few
 /// runs as can be, those of even shares, and the last run of each adapter half full. Three tiles of
-/// one are seldom all there, and of ragged ranks, or where ranks are high, narrow CTAs cost more
-/// than their clocks. (us on an H100, 64 rows and 96: 1,454 tokens of 80 adapters, ranks up to 64,
-/// 26.2 and 23.9.) Of 417 random problems on an H100 what this chose of the shapes without 64 rows
+/// one are seldom all there, and of ragged ranks narrow CTAs cost more than their clocks, of high
+/// ones less. (us on an H100, 64 rows and 96: 1,454 tokens of 80 adapters, ranks up to 64, 26.2 and
+/// 23.9.) Of 417 random problems on an H100 what this chose of the shapes without 64 rows
 /// took 1.020 times as long as the best shape, by the first and the last alone 1.025 times. (us,
 /// this and those: 501 tokens of 4 adapters, rank 128, 16,384 to 4,096 + 2 x 256, 46 and 69; 1,912
 /// of 13, 18,944 to 3,584, 87 and 126; but 2,089 of 5, rank 64, 8,192 to 2,048 + 2 x 256, 40 and
@@ -112,7 +114,7 @@ double even_runs(const LoraShape& s, int tiles) {
 double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
                     const WgmmaShape& shape) {
   constexpr double kFew = 0.3, kEven = 0.5, kThree = 1.12;
-  const double narrow = s.max_rank > kExpandPrefillMaxRank ? 1.1 : 1.05;
+  const double narrow = s.max_rank > kExpandPrefillMaxRank ? 0.9 : 1.05;
   const std::int64_t groups = used_adapters(s), tokens = 64 * shape.tiles;
   const auto least = static_cast<double>(std::max(groups, ceil_div(s.num_tokens, tokens)));
   const auto most = static_cast<double>((s.num_tokens - groups) / tokens + groups);
@@ -211,7 +213,8 @@ ShrinkPlan leaf_shrink(const LoraShape& s, const Machine& m, Partials partials) 
 ShrinkPlan walking_shrink(const LoraShape& s, const Machine& m) {
   if (runs_wgmma(s, m)) {
     const ShrinkPlan c = wgmma_shrink(s, m);
-    if (wgmma_clocks(kCosts, s, m, kWgmmaShapes[c.shape]) < mma_clocks(s, m)) return c;
+    const Costs& costs = s.max_rank > kExpandPrefillMaxRank ? kHighCosts : kCosts;
+    if (wgmma_clocks(costs, s, m, kWgmmaShapes[c.shape]) < mma_clocks(s, m)) return c;
   }
   ShrinkPlan c;
   c.rows = kMmaShapes[0].rows();

@@ -48,17 +48,19 @@ bool suits_wide(const LoraShape& s, const Machine& m) {
 /// kernel and the one chosen otherwise: 8,860 tokens of 5 adapters, rank 256, 1,280 to 5,120, 119
 /// and 147; 162 of 283, 14,336 to 4,096, 111 and 130; 47 of 3, rank 512, 8,192 to 2 x 28,672, 102
 /// and 123; but 913 of 4, 3,584 to 3,584, not two steps a CTA, 23.9 and 23.0; 626 of 88, Zipf, 306
-/// and 292.) Up to rank 128, of rows of y that are not very long, three steps. (7,000 tokens of
-/// one, rank 128, 4,096 to 4,096, 78 and 82; 1,024 of 8, rank 128, gate_up, 81 and 78.)
+/// and 292.) Up to rank 128 three steps, if rows of y are not very long or B serves many tokens.
+/// (7,000 tokens of one, rank 128, 4,096 to 4,096, 78 and 82; 1,024 of 8, rank 128, gate_up, 81 and
+/// 78; on an H200 5,772 of 3, rank 128, gate_up, 226 and 241.)
 bool suits_wide_walk(const LoraShape& s, const Machine& m) {
   if (!runs_wide_walk(s, m)) return false;
   constexpr int kLeastRank = 65;
+  constexpr std::int64_t kReusesB = 512;  // tokens of an adapter
   const WideShape& shape = kWideShapes[kWideWalkShape];
   const std::int64_t blocks = column_blocks(s, shape.cols), tokens = tokens_per_adapter(s);
   const double steps = likely_runs(s, shape.tiles) * static_cast<double>(blocks) / m.sms;
   if (h_width(s) > kExpandPrefillMaxRank) return steps >= (tokens >= 10 ? 2 : 6);
   return h_width(s) >= kLeastRank && best_tile_tokens(s) == 64 && tokens >= 64 &&
-         5 * blocks < 3 * m.sms && steps >= 3;
+         (5 * blocks < 3 * m.sms || tokens >= kReusesB) && steps >= 3;
 }
 
 }  // namespace mortar::lora

@@ -122,7 +122,8 @@ TEST(LoraChoice, RanksOfPowersOfTwoTakeNarrowCtas) {
   EXPECT_TRUE(takes(shape(514, 1, 128, 3072, {1024}), Share::kLeaf));
   EXPECT_TRUE(takes(shape(471, 1, 64, 28672, {8192}), Share::kLeaf));
   EXPECT_FALSE(takes(shape(1454, 80, 64, 2048, {512, 128, 128}), Share::kHalf));
-  EXPECT_FALSE(takes(shape(913, 4, 256, 3584, {3584}), Share::kHalf));
+  EXPECT_TRUE(takes(shape(913, 4, 256, 3584, {3584}), Share::kHalf));
+  EXPECT_FALSE(takes(shape(7892, 2, 256, 2048, {2048}), Share::kHalf));
 }
 
 /// B of float32 adapters of low ranks is split once for several tiles, where these are full.
@@ -207,13 +208,15 @@ TEST(LoraChoice, ExpandAddsChunksOfK) {
 
 /// Rings no longer than K, and runs no longer than an adapter has tiles.
 TEST(LoraChoice, CtasAreNoLargerThanTheirWork) {
-  const LaunchPlan ring = choose(shape(200, 1, 256, 1024, {2048, 1024, 1024}), {});
+  const LaunchPlan ring = choose(shape(775, 20, 64, 512, {2048}), {});
   EXPECT_EQ(ring.shrink.kernel, ShrinkKernel::kWgmma);
   EXPECT_EQ(kWgmmaShapes[ring.shrink.shape].stages, 7);
   const auto run = [](const LoraShape& s) { return choose(s, {}).expand.log_run; };
   EXPECT_EQ(run(shape(541, 12, 128, 3584, {18944, 18944})), 1);
   EXPECT_EQ(run(shape(681, 2, 128, 8192, {28672, 28672})), 2);
-  EXPECT_EQ(run(shape(1313, 1, 128, 3584, {18944, 18944})), 3);
+  LoraShape reused = shape(1313, 1, 128, 3584, {18944, 18944});
+  reused.op = Op::kExpand;
+  EXPECT_EQ(run(reused), 3);
   const ExpandPlan blocks = choose(shape(32, 23, 128, 1024, {2048, 1024, 1024}), {}).expand;
   EXPECT_EQ(blocks.cols, 256);
   EXPECT_EQ(blocks.block_cols, 128);
@@ -229,7 +232,8 @@ TEST(LoraChoice, WideExpandWalksOverManySteps) {
   EXPECT_FALSE(walks(shape(913, 4, 256, 3584, {3584})));
   EXPECT_FALSE(walks(shape(7000, 1, 64, 4096, {4096})));
   EXPECT_TRUE(walks(shape(7200, 1, 256, 3584, {18944, 18944})));
-  EXPECT_FALSE(walks(shape(8192, 1, 128, 4096, {14336, 14336})));
+  EXPECT_TRUE(walks(shape(8192, 1, 128, 4096, {14336, 14336})));
+  EXPECT_FALSE(walks(shape(1024, 8, 128, 4096, {14336, 14336})));
   EXPECT_FALSE(walks(shape(8860, 5, 256, 1280, {5120}), kMachines[1]));
   EXPECT_TRUE(walks(shape(162, 283, 256, 14336, {4096})));
   EXPECT_FALSE(walks(shape(58, 277, 256, 3072, {1024})));

@@ -56,10 +56,12 @@ struct Worker {
   const ExpandParams& p;
   unsigned char* ring;
   int first_row;
-  char* y;                ///< at this thread's 8 columns of a block
-  int piece, row0;        ///< its part of copying y: those columns of every 16th row
-  int y_at;               ///< and their place in a stage
-  std::uint32_t ring_at;  ///< shared-memory address of the ring
+  char* y;                         ///< at this thread's 8 columns of a block
+  int piece, row0;                 ///< its part of copying y: those columns of every 16th row
+  int y_at;                        ///< and their place in a stage
+  std::uint32_t ring_at;           ///< shared-memory address of the ring
+  int warp_m, warp_n;              ///< its warp's 16 tokens and 64 columns of a product
+  int out_row, out_piece, out_at;  ///< its first row there, its first 8 columns, and their place
 
   __device__ __forceinline__ Worker(const ExpandParams& params, unsigned char* smem, int first)
       : p(params),
@@ -69,7 +71,12 @@ struct Worker {
         piece(threadIdx.x % 16),
         row0(threadIdx.x / 16),
         y_at(y_place(threadIdx.x / 16, threadIdx.x % 16)),
-        ring_at(device::smem_address(smem)) {}
+        ring_at(device::smem_address(smem)),
+        warp_m(warp_index() % kWarpsM),
+        warp_n(warp_index() / kWarpsM),
+        out_row(warp_m * 16 + static_cast<int>(threadIdx.x) % 32 / 4),
+        out_piece(warp_n * 8 + static_cast<int>(threadIdx.x) % 4),
+        out_at(y_place(out_row, out_piece)) {}
 
   __device__ __forceinline__ unsigned char* y_stage(int stage) const {
     return ring + stage * Tr::kStageBytes;
@@ -108,6 +115,7 @@ struct Worker {
     if (p.add_inputs && piece * 8 < t.cols) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        if (16 * i >= t.entry.z) break;  // no place of these 16 has a token
         const int row = row0 + 16 * i;
         const bool there = (t.there[i / 2] >> row % 32 & 1) != 0;
         const char* from = y + t.y[row];
@@ -186,33 +194,41 @@ struct Worker {
     }
   }
 
+  /// Where nothing is added to: y of all stages is -0 from here on, as x + -0 is x.
+  __device__ __forceinline__ void fill_rows() const {
+    const uint4 none = make_uint4(kMinusZeros, kMinusZeros, kMinusZeros, kMinusZeros);
+    for (int i = threadIdx.x; i < Tr::kStages * kYBytes / 16; i += kWorkers) {
+      const int stage = i / (kYBytes / 16), place = i % (kYBytes / 16);
+      reinterpret_cast<uint4*>(y_stage(stage))[place] = none;
+    }
+  }
+
   __device__ __forceinline__ void compute(const StepSlot& t, int stage) const {
-    if (uniform(t.live) == 0) return;
-    const int warp = warp_index(), lane = threadIdx.x % 32;
-    const int warp_m = warp % kWarpsM, warp_n = warp / kWarpsM;
-    if (warp_n * 64 >= uniform(t.cols)) return;
+    if (uniform(t.live) == 0 || warp_n * 64 >= uniform(t.cols)) return;
+    const bool idle = warp_m * 16 >= uniform(t.entry.z);
+    if (!Ranks::kInBlocks && idle) return;  // on wgmma the warpgroup's four warps multiply together
     float acc[kGroups][4][4] = {};
-    multiply_tile<T, Ranks>(acc, h_stage(stage), b_tile(t.b_slot), uniform(ceil_div(t.rank, 16)));
-    if (warp_m * 16 >= t.entry.z) return;
-    const int row = warp_m * 16 + lane / 4;
-    const std::uint32_t there = t.there[warp_m / 2] >> row % 32;
+    multiply_tile<T, Ranks>(acc, h_stage(stage), b_tile(t.b_slot), warp_m, warp_n,
+                            uniform(ceil_div(t.rank, 16)));
+    if (Ranks::kInBlocks && idle) return;
+    const unsigned char* from = y_stage(stage);
+    const std::uint32_t there = t.there[warp_m / 2] >> out_row % 32;
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int at = warp_n * 8 + g * 4 + lane % 4, left = t.cols - at * 8;
-      const unsigned char* from = y_stage(stage) + y_place(row, at);
+    for (int half = 0; half < 2; ++half) {
+      char* to = static_cast<char*>(p.y.data) + t.y[out_row + 8 * half] + out_piece * 16;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 out =
-            add_products<T>(*reinterpret_cast<const uint4*>(from + half * 8 * kCols * 2), acc[g],
-                            half, t.scale, p.add_inputs);
+      for (int g = 0; g < kGroups; ++g) {
+        const auto& old =
+            *reinterpret_cast<const uint4*>(from + (out_at ^ g * 64) + half * 8 * kCols * 2);
+        const uint4 out = add_products<T>(old, acc[g], half, t.scale);
+        const int left = t.cols - (out_piece + g * 4) * 8;
         if ((there >> 8 * half & 1) == 0 || left <= 0) continue;
-        char* to = static_cast<char*>(p.y.data) + t.y[row + 8 * half] + at * 16;
         if constexpr (Tr::kVectorY) {
-          *reinterpret_cast<uint4*>(to) = out;
+          *reinterpret_cast<uint4*>(to + g * 64) = out;
         } else {
           device::Vector<T, 8> some;
           some.set_piece(0, out);
-          device::store_some(reinterpret_cast<T*>(to), some, left);
+          device::store_some(reinterpret_cast<T*>(to + g * 64), some, left);
         }
       }
     }
@@ -270,6 +286,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();
   const Worker<Tr> worker(p, smem, p.h.by_position ? first_position(groups, p.tiles) : 0);
   Cursor<Tr> ahead, now;
+  if (!is_scout && !p.add_inputs) worker.fill_rows();
   if (!is_scout) {
     // B of the first steps does not depend on the predecessor.
 #pragma unroll 1

@@ -60,8 +60,7 @@ __device__ __forceinline__ int warp_index() { return uniform(static_cast<int>(th
 /// us).
 template <class T, class Ranks>
 __device__ __forceinline__ void multiply_tile(float (&acc)[kGroups][4][4], const T* h, const T* b,
-                                              int num_steps) {
-  const int warp_m = warp_index() % kWarpsM, warp_n = warp_index() / kWarpsM;
+                                              int warp_m, int warp_n, int num_steps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if constexpr (Ranks::kInBlocks) {
     auto& sums = reinterpret_cast<float(&)[16 * kGroups]>(acc);

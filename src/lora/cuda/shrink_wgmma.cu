@@ -9,9 +9,8 @@
 // wrong  : few tokens (tiles of 16 start sooner), rows that are not 16-byte aligned
 //
 // A CTA takes one to three tiles of 64 tokens of one adapter, a warpgroup each, and up to kRows
-// rank rows of all its slices taken together. A further warpgroup streams K through a ring of
-// cp.async stages in the swizzle that wgmma reads; it reads the rows' pointers in batches (one by
-// one, each before its copy, the main loop took 29 us instead of 20, 8192 tokens, R = 192).
+// rank rows of all its slices taken together. One further warpgroup or two stream K through a ring
+// of cp.async stages in the swizzle that wgmma reads, with the rows' pointers in registers.
 // Float32 A under a bfloat16 x is split into parts on its way to the ring: shrink_wgmma_parts.cuh.
 // Summation: a leaf of K is one chain of MMA steps from zero; the first half of the leaves is added
 // in order, then the second half, then both halves. A cluster of two CTAs takes a half each, a grid
@@ -40,6 +39,36 @@ namespace {
 
 using namespace wgmma_shrink;
 
+/// A thread's pieces of rows that stream through the ring, shared out as copy_swizzled() does. The
+/// pointers stay in registers, as producer warps are few and every instruction delays a copy. A null
+/// one is no row: its place in a stage stays as it is.
+template <class T, int kRows, int kThreads>
+struct RowPieces {
+  static constexpr int kStep = kThreads / 8, kCopies = ceil_div(kRows, kStep);
+  const T* row[kCopies];
+  unsigned there = 0;  ///< a bit for each row that is one
+
+  __device__ __forceinline__ RowPieces(const void* const* rows, int first) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int at = first + i * kStep;
+      row[i] = at < kRows ? static_cast<const T*>(rows[at]) : nullptr;
+      there |= (row[i] != nullptr ? 1u : 0u) << i;
+    }
+    asm("" : "+r"(there));  // or the compiler would compare the pointers again in every step
+  }
+  /// 64 elements from k on; what lies past k_end becomes zeros.
+  __device__ __forceinline__ void copy(std::uint32_t to, int k, int k_end) const {
+    const int bytes = k < k_end ? 16 : 0;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if ((there >> i & 1) != 0) {
+        device::cp_async_16(to + i * kStep * device::kSwizzleBytes, row[i] + k, bytes);
+      }
+    }
+  }
+};
+
 /// Fills the ring: the weights of the first stages before the predecessor's end is awaited.
 template <class Tr>
 __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& shared,
@@ -49,13 +78,12 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
   const int piece = thread % 8, row0 = thread / 8;  // 16 bytes of a row, and the first row
   const Range r = range_of<Tr>(p);
   const std::uint32_t to = ring + device::swizzled(row0, piece);
-  const void* const* tokens = shared.tokens + row0;
-  const void* const* weights = shared.rows.weights + row0;
+  const RowPieces<T, Tr::kRows, Tr::kProducers> weights(shared.rows.weights, row0);
+  const RowPieces<T, Tr::kTokens, Tr::kProducers> tokens(shared.tokens, row0);
   const int ahead = min(r.num_steps, Tr::kStages);
   int k = r.k_begin + piece * 8;
   for (int step = 0; step < ahead; ++step) {
-    device::copy_swizzled<T, Tr::kRows, Tr::kProducers>(
-        weights, to + step * Tr::kStageBytes + Tr::kTokenBytes, k + step * kTileK, r.k_end);
+    weights.copy(to + step * Tr::kStageBytes + Tr::kTokenBytes, k + step * kTileK, r.k_end);
   }
   device::pdl_wait();
   device::RingCursor<Tr::kStages> at;
@@ -63,10 +91,9 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
     const std::uint32_t stage = to + at.stage * Tr::kStageBytes;
     if (step >= ahead) {
       shared.empty[at.stage].wait((at.round - 1) & 1);
-      device::copy_swizzled<T, Tr::kRows, Tr::kProducers>(weights, stage + Tr::kTokenBytes, k,
-                                                          r.k_end);
+      weights.copy(stage + Tr::kTokenBytes, k, r.k_end);
     }
-    device::copy_swizzled<T, Tr::kTokens, Tr::kProducers>(tokens, stage, k, r.k_end);
+    tokens.copy(stage, k, r.k_end);
     shared.full[at.stage].arrive_after_copies();
   }
 }

@@ -31,8 +31,11 @@ struct Traits {
   static constexpr int kMinCtas = kOf.per_sm;
   static constexpr Share kShare = kOf.share;
   static constexpr int kConsumers = 128 * kTiles;
-  /// Twice as many where up to 64 float32 rows are split and an SM has one CTA.
-  static constexpr int kProducers = kOf.float_weights && kMinCtas == 1 && kRows <= 64 ? 256 : 128;
+  /// Twice as many where an SM has one CTA and up to 64 float32 rows are split, or many rows are
+  /// copied and registers suffice.
+  static constexpr bool kManyRows =
+      kOf.float_weights ? kRows <= 64 : kTokens + kRows >= 160 && kRows <= 144;
+  static constexpr int kProducers = kMinCtas == 1 && kManyRows ? 256 : 128;
   static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kSums = kRows / 2;  ///< sums of a thread
   static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes;
@@ -56,10 +59,12 @@ struct Traits {
                                                           : 0;
   // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
   static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
-  static constexpr int kProducerRegisters = kProducers > 128 ? (kAhead > 0 ? 48 : 56)
-                                            : kAhead > 0     ? 64
-                                            : kFloatWeights  ? 88
-                                                             : 40;
+  /// With two for the pointer of each row that a thread copies.
+  static constexpr int kPointerRegisters = round_up(30 + 16 * (kTokens + kRows) / kProducers, 8);
+  static constexpr int kProducerRegisters = !kFloatWeights     ? kPointerRegisters
+                                            : kProducers > 128 ? (kAhead > 0 ? 48 : 56)
+                                            : kAhead > 0       ? 64
+                                                               : 88;
   static constexpr int kConsumerRegisters = std::min(
       240, kRegisters + (kRegisters - kProducerRegisters) * kProducers / kConsumers / 8 * 8);
   static_assert(kRows == 16 || kRows == 32 || kRows == 64 || kRows % 48 == 0,
