@@ -163,9 +163,9 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
   ShrinkPlan c;
   // Above rank 128 a kernel adds partials. Without them there is one kernel less, and CTAs walk
   // over all of K: as fast where SMs have one or two of them. (us, without and with: 9 tokens of
-  // 191 adapters, rank 512, 5,120 to 3 x 1,280, 62 and 71; 32 of 75, rank 256, 5,120 to 5,120, 41
-  // and 47; on an H100 21 of 14, 1,024 to 2 x 3,072, 27.6 and 31.7; but rank 128, 47 of 334, 5,120
-  // to 3 x 1,280, 97 and 83.)
+  // 191 adapters, rank 512, 5,120 to 3 x 1,280, 62 and 71; 23 of 5, 4,096 to 2 x 3,584, 34 and 39;
+  // on an H100 21 of 14, rank 256, 1,024 to 2 x 3,072, 27.6 and 31.7; but rank 128, 47 of 334,
+  // 5,120 to 3 x 1,280, 97 and 83.)
   const std::int64_t walks = max_tiles(s.num_tokens, s.num_adapters, 16) *
                              ceil_div<std::int64_t>(s.rank_rows(), kMmaShapes[0].rows());
   const bool whole = s.max_rank > kExpandPrefillMaxRank && 4 * walks >= 5 * m.sms;

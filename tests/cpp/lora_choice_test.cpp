@@ -126,6 +126,16 @@ TEST(LoraChoice, RanksOfPowersOfTwoTakeNarrowCtas) {
   EXPECT_FALSE(takes(shape(7892, 2, 256, 2048, {2048}), Share::kHalf));
 }
 
+/// Above rank 128 CTAs sum all of K where SMs have more than one of them, on wgmma where that takes
+/// clearly fewer clocks.
+TEST(LoraChoice, HighRanksOfFewTokensWalkOverK) {
+  const auto shrink = [](const LoraShape& s) { return choose(s, {}).shrink; };
+  EXPECT_EQ(shrink(shape(23, 5, 512, 4096, {3584, 3584})).kernel, ShrinkKernel::kWgmma);
+  EXPECT_EQ(shrink(shape(164, 15, 256, 2048, {1024})).kernel, ShrinkKernel::kWgmma);
+  EXPECT_EQ(shrink(shape(66, 17, 256, 5120, {5120, 5120, 5120})).kernel, ShrinkKernel::kMma);
+  EXPECT_EQ(shrink(shape(3, 98, 512, 18944, {3584})).kernel, ShrinkKernel::kDecode);
+}
+
 /// B of float32 adapters of low ranks is split once for several tiles, where these are full.
 TEST(LoraChoice, FloatWeightsAreKeptForSeveralTiles) {
   const auto expand = [](LoraShape s) {
