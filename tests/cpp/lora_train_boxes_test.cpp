@@ -11,6 +11,7 @@
 namespace mortar::testing {
 namespace {
 
+using lora::train::cuda::DxPanels;
 using lora::train::cuda::kChainPanels;
 using lora::train::cuda::kDsPanels16;
 using lora::train::cuda::kDsPanels32;
@@ -21,11 +22,16 @@ using lora::train::cuda::RowCut;
 class LoraTrainBoxes : public ::testing::TestWithParam<Device> {};
 
 /// By both kernels, or by neither.
-void expect_same(const TrainCase& c, Device device, BackwardPlan plan, const std::string& what) {
+void expect_same(const TrainCase& c, Device device, const BackwardPlan& boxes,
+                 const std::string& what) {
   TrainStep first(c, device), other(c, device);
   copy_inputs(first, &other);
   for (TrainStep* step : {&first, &other}) {
-    plan.boxes = plan.with_dx = step == &first;
+    BackwardPlan plan = boxes;
+    if (step == &other) {
+      plan.boxes = false;
+      plan.with_dx = DxPanels::kNone;
+    }
     step->run_forward();
     run_backward(*step, plan);
   }
@@ -48,6 +54,7 @@ BackwardPlan plan_of(int rank, int dy_rows, int x_rows) {
   plan.products = true;
   plan.dy = {rank <= 16 ? kDsPanels16 : rank <= 32 ? kDsPanels32 : kChainPanels, dy_rows};
   plan.x = {rank <= 16 ? kInputPanels : kChainPanels, x_rows};
+  plan.with_dx = rank <= 16 ? DxPanels::k256 : DxPanels::k64;
   return plan;
 }
 
@@ -58,8 +65,14 @@ TEST_P(LoraTrainBoxes, NoKernelChangesABitOfTheBackward) {
       c.x = c.w = c.y = c.grad = c.dx = dtype;
       c.transposed_weights = dtype == DType::kFloat16;
       const int chunk = dtype == DType::kFloat16 ? 64 : 128;
-      expect_same(c, GetParam(), plan_of(rank, chunk + 32 * (rank <= 32), chunk),
-                  concat("rank ", rank, ", chunks of ", chunk));
+      BackwardPlan plan = plan_of(rank, chunk + 32 * (rank <= 32), chunk);
+      expect_same(c, GetParam(), plan, concat("rank ", rank, ", chunks of ", chunk));
+      if (rank <= 16) continue;
+      for (const DxPanels panels : {DxPanels::k128, DxPanels::k64Pairs}) {
+        plan.with_dx = panels;
+        expect_same(c, GetParam(), plan,
+                    concat("rank ", rank, ", panels ", static_cast<int>(panels)));
+      }
     }
   }
 }

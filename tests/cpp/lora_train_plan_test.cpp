@@ -254,8 +254,8 @@ TEST(LoraTrainPlan, ProductsSumOverRowsFrom24RanksOn) {
 }
 
 TEST(LoraTrainPlan, DxComesWithTheSumsOfXWhereThatPays) {
-  const auto pays = [](std::int64_t rows, std::int64_t hidden, int rank,
-                       std::int64_t adapters = 0) {
+  const auto panels = [](std::int64_t rows, std::int64_t hidden, int rank,
+                         std::int64_t adapters = 0) {
     PanelProblem x;
     x.adapters = adapters;
     x.rows = rows;
@@ -263,17 +263,22 @@ TEST(LoraTrainPlan, DxComesWithTheSumsOfXWhereThatPays) {
     x.columns[0] = hidden;
     x.width = rank;
     x.products = true;
-    return pays_with_dx(x, choose_panels(x, false, 227 * 1024).plan, 132, 50 << 20);
+    return dx_panels(x, choose_panels(x, false, 227 * 1024).plan, 132, 50 << 20);
   };
-  EXPECT_TRUE(pays(4096, 4096, 16));
-  EXPECT_TRUE(pays(16384, 2048, 16));
-  EXPECT_FALSE(pays(8192, 14336, 16));  // 112 thread blocks
-  EXPECT_TRUE(pays(1024, 7168, 64));
-  EXPECT_FALSE(pays(4096, 4096, 64));  // x and dx do not fit L2
-  EXPECT_FALSE(pays(1024, 4096, 128));
-  EXPECT_TRUE(pays(4096, 4096, 16, 8));
-  EXPECT_TRUE(pays(4096, 4096, 32, 8));
-  EXPECT_FALSE(pays(4096, 4096, 64, 8));  // no kernel has such panels
+  using enum DxPanels;
+  EXPECT_EQ(panels(4096, 4096, 16), k256);
+  EXPECT_EQ(panels(16384, 2048, 16), k256);
+  EXPECT_EQ(panels(8192, 14336, 16), kNone);  // 112 thread blocks
+  EXPECT_EQ(panels(4096, 4096, 64), k64);
+  EXPECT_EQ(panels(8192, 4096, 64), k64);
+  EXPECT_EQ(panels(2048, 4096, 64), k64);
+  EXPECT_EQ(panels(1024, 7168, 64), k64Pairs);  // 224 thread blocks
+  EXPECT_EQ(panels(8192, 14336, 64), kNone);    // as many, and x and dx do not fit L2
+  EXPECT_EQ(panels(6001, 3584, 24), k128);
+  EXPECT_EQ(panels(8192, 4096, 128), kNone);
+  EXPECT_EQ(panels(4096, 4096, 16, 8), k256);
+  EXPECT_EQ(panels(4096, 4096, 32, 8), k256);
+  EXPECT_EQ(panels(4096, 4096, 64, 8), kNone);  // no kernel has such panels
 }
 
 TEST(LoraTrainPlan, FewElementsAreSummedByThreadBlocksThatHaveAllRows) {

@@ -12,8 +12,9 @@
 // warpgroup, or two for half of the columns each, has the sums of dA in registers over the whole
 // chunk; one or two multiply for dx and round into boxes. With dropout one or two others draw, drop
 // elements of x where they lie, and leave a bit for each of dx, before ds is there. The first lane
-// of a last warp copies: x before the kernel before it has ended, which makes ds. Rows of another
-// adapter that a chunk's last box brings become zeros, and of its dx threads store the chunk's own.
+// of a last warp copies: x before the kernel before it has ended, which makes ds, and before the
+// weights have come. Rows of another adapter that a chunk's last box brings become zeros, and of
+// its dx threads store the chunk's own.
 #include "lora/train/cuda/panel_boxes.cuh"
 
 #include "core/check.h"
@@ -66,10 +67,15 @@ __global__ void __launch_bounds__(S::kThreads) __maxnreg__(S::kRegisters)
     device::prefetch_tensor_map(p.wide);
     device::prefetch_tensor_map(p.narrow);
   }
-  load_weights<S, S::kThreads>(part, smem + S::kWeightsAt);
-  device::fence_async_proxy();
   __syncthreads();
-  if (copies) return copy_stages<S>(p, part, device::smem_address(smem), barriers);
+  // x is on its way while weights come.
+  if (threadIdx.x >= S::kThreads - 32) {
+    if (copies) copy_stages<S>(p, part, device::smem_address(smem), barriers);
+    return;
+  }
+  load_weights<S, S::kThreads - 32>(part, smem + S::kWeightsAt);
+  device::fence_async_proxy();
+  device::named_barrier<4, S::kThreads - 32>();
   multiply<T>(p, part, smem, barriers);
 #endif
 }
@@ -80,24 +86,24 @@ __global__ void __launch_bounds__(S::kThreads) __maxnreg__(S::kRegisters)
     input_segments_kernel(const __grid_constant__ InputBoxParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
-  __shared__ Barriers<S> barriers;
+  __shared__ Barriers<S> barriers[2];  // of this place and of the next one
   __shared__ int live[(S::kThreads + kThreads - 1) / kThreads], places;
-  walk_places(p.panel, p.places, &places, [&](int panel, int tile, bool again) {
+  const auto copies = [] { return thread_anew() == S::kThreads - 32; };
+  if (copies()) barriers[0].init(false);
+  __syncthreads();
+  walk_places(p.panel, p.places, &places, [&](int panel, int tile, int round) {
+    if (copies()) barriers[(round + 1) % 2].init(round > 0);
     const PanelPart<> part(p.panel, S::kColumns, S::kRanks, false, live, panel, tile);
     if (part.rows.adapter < 0) return false;
     if (part.rows.count == 0) return true;
-    const int thread = thread_anew();
-    if (thread >= S::kThreads - 32) {
-      const bool copies = thread == S::kThreads - 32;
-      if (copies) barriers.init(again);
+    if (thread_anew() >= S::kThreads - 32) {
+      if (copies()) copy_stages<S>(p, part, device::smem_address(smem), barriers[round % 2]);
       __syncwarp();
-      arrive_at_barrier<4, S::kThreads>();
-      if (copies) copy_stages<S>(p, part, device::smem_address(smem), barriers);
     } else {
       load_weights<S, S::kThreads - 32>(part, smem + S::kWeightsAt);
       device::fence_async_proxy();
-      device::named_barrier<4, S::kThreads>();
-      multiply<T>(p, part, smem, barriers);
+      device::named_barrier<4, S::kThreads - 32>();
+      multiply<T>(p, part, smem, barriers[round % 2]);
     }
     return true;
   });
@@ -133,31 +139,44 @@ void launch_shape(PanelParams p, const Matrix& dx, DType dtype, Stream stream) {
   }
 }
 
+/// Of up to 64 ranks of one adapter, in one chain.
+template <class T, DxPanels kPanels>
+void launch_chain(const PanelParams& p, const Matrix& dx, DType dtype, Stream stream) {
+  p.operands[0].width <= 32
+      ? launch_shape<T, Shape<32, kChainPanels, kPanels>>(p, dx, dtype, stream)
+      : launch_shape<T, Shape<64, kChainPanels, kPanels>>(p, dx, dtype, stream);
+}
+
 template <class T>
-void launch_type(const PanelParams& p, const Matrix& dx, DType dtype, Stream stream) {
+void launch_type(const PanelParams& p, const Matrix& dx, DxPanels panels, DType dtype,
+                 Stream stream) {
+  using enum DxPanels;
+  if (panels == k128) return launch_chain<T, k128>(p, dx, dtype, stream);
+  if (panels == k64) return launch_chain<T, k64>(p, dx, dtype, stream);
+  if (panels == k64Pairs) return launch_chain<T, k64Pairs>(p, dx, dtype, stream);
   // Of 16 ranks the same, half of them zeros.
   if (p.shape == kInputPanels32 || p.rows.offsets != nullptr) {
-    return p.masked ? launch_shape<T, Shape<32, kInputPanels32, 1>, true>(p, dx, dtype, stream)
-                    : launch_shape<T, Shape<32, kInputPanels32>, true>(p, dx, dtype, stream);
+    return p.masked
+               ? launch_shape<T, Shape<32, kInputPanels32, k256, 1>, true>(p, dx, dtype, stream)
+               : launch_shape<T, Shape<32, kInputPanels32, k256>, true>(p, dx, dtype, stream);
   }
-  if (p.shape == kInputPanels) {
-    return p.masked ? launch_shape<T, Shape<16, kInputPanels, 2>>(p, dx, dtype, stream)
-                    : launch_shape<T, Shape<16, kInputPanels>>(p, dx, dtype, stream);
-  }
-  p.operands[0].width <= 32 ? launch_shape<T, Shape<32, kChainPanels>>(p, dx, dtype, stream)
-                            : launch_shape<T, Shape<64, kChainPanels>>(p, dx, dtype, stream);
+  p.masked ? launch_shape<T, Shape<16, kInputPanels, k256, 2>>(p, dx, dtype, stream)
+           : launch_shape<T, Shape<16, kInputPanels, k256>>(p, dx, dtype, stream);
 }
 
 }  // namespace
 
-void input_boxes(const PanelParams& p, const Matrix& dx, Policy policy, Stream stream) {
-  const bool takes = p.shape == kInputPanels || p.shape == kInputPanels32 ||
-                     (p.shape == kChainPanels && !p.masked);
-  check(takes && p.num_operands == 1 && p.operands[0].width <= kPanelShapes[p.shape].ranks &&
+void input_boxes(const PanelParams& p, const Matrix& dx, DxPanels panels, Policy policy,
+                 Stream stream) {
+  const bool wide = p.shape == kInputPanels || p.shape == kInputPanels32;
+  const bool takes =
+      panels == DxPanels::k256 ? wide : panels != DxPanels::kNone && p.shape == kChainPanels;
+  check(takes && (wide || !p.masked) && p.num_operands == 1 &&
+            p.operands[0].width <= kPanelShapes[p.shape].ranks &&
             (p.chunk.at_once > 0 ? p.chunk.unit : p.chunk.rows) % kBlockRows == 0 && !p.early,
         "lora_train: operands that the kernel of dA and dx does not take");
-  policy == Policy::kFloat16 ? launch_type<__half>(p, dx, DType::kFloat16, stream)
-                             : launch_type<__nv_bfloat16>(p, dx, DType::kBFloat16, stream);
+  policy == Policy::kFloat16 ? launch_type<__half>(p, dx, panels, DType::kFloat16, stream)
+                             : launch_type<__nv_bfloat16>(p, dx, panels, DType::kBFloat16, stream);
 }
 
 }  // namespace mortar::lora::train::cuda

@@ -18,37 +18,43 @@ namespace mortar::lora::train::cuda::input_pass {
 inline constexpr int kWarpgroup = 128;
 
 /// A panel of 256 columns, of whose dx two warpgroups have a half each, or with dropout one all,
-/// and of whose dA one all or two a half; or of 64, of whose dx two take boxes of rows in turns,
-/// and two thread blocks share an SM. kChains: of dA, of every other 32 rows, or one. kDroppers:
-/// warpgroups that draw; more than five in all would leave each too few registers.
-template <int kRanks_, int kPlan, int kDroppers_ = 0>
+/// and of whose dA one all or two a half; of 128, of whose dA one has all; or of 64, of whose dx
+/// two take boxes of rows in turns: by a thread block with an SM of its own or (k64Pairs) two of
+/// them. kChains: of dA, of every other 32 rows, or one. kDroppers: warpgroups that draw; more than
+/// five in all would leave each too few registers.
+template <int kRanks_, int kPlan, DxPanels kPanels, int kDroppers_ = 0>
 struct Shape {
   static constexpr int kRanks = kRanks_;
-  static constexpr bool kDrops = kDroppers_ > 0, kTurns = kPlan == kChainPanels;
+  static constexpr bool kDrops = kDroppers_ > 0, kPairs = kPanels == DxPanels::k64Pairs;
+  static constexpr int kColumns = dx_columns(kPanels), kBlocks = kColumns / kBlockColumns;
+  static constexpr bool kTurns = kBlocks == 1, kWhole = kPanels == DxPanels::k256;
   static constexpr PanelShape kSums = kPanelShapes[kPlan];
-  static constexpr int kChains = kSums.groups, kBlocks = kTurns ? 1 : 4;
-  static constexpr int kSummers = !kTurns && kRanks > 16 ? 2 : 1;  ///< warpgroups for dA
+  static constexpr int kChains = kSums.groups;
+  static constexpr int kSummers = kWhole && kRanks > 16 ? 2 : 1;  ///< warpgroups for dA
   static constexpr int kSumBlocks = kBlocks / kSummers;
-  static constexpr int kStorers = kDrops ? 1 : 2;  ///< warpgroups for dx
-  static constexpr int kColumns = kBlocks * kBlockColumns;
+  static constexpr int kStorers = kDrops ? 1 : 2;               ///< warpgroups for dx
   static constexpr int kOwn = kTurns ? 1 : kBlocks / kStorers;  ///< blocks of a warpgroup's dx
   static constexpr int kAtOnce = kDrops ? 1 : kOwn;             ///< that fit its registers
+  static constexpr int kBuffers = kWhole || kTurns ? 1 : 2;     ///< of these on their way out
   static constexpr int kDroppers = kDroppers_;
   static constexpr int kThreads = (kSummers + kStorers + kDroppers) * kWarpgroup + 32;
   static constexpr int kRegisters = kTurns ? 64 : 96;
   static constexpr int kStageBytes = kBlocks * kBlockBytes;
-  static constexpr int kStages = kTurns ? 6 : kDrops || kSummers > 1 ? 4 : 5;
-  static constexpr int kNarrowStages = kTurns ? 4 : 3;
+  /// ds of a step takes some 3 us to come from L2 while DRAM is busy: where a step is short, as
+  /// many stages as x has.
+  static constexpr int kStages =
+      kWhole ? (kDrops || kSummers > 1 ? 4 : 5) : (kPairs ? 6 : (kTurns ? 12 : 7));
+  static constexpr int kNarrowStages = kWhole ? 3 : (kPairs ? 4 : kStages);
   static constexpr int kReaders = (kTurns ? 2 : kSummers + kStorers) * kWarpgroup / 32;  ///< of ds
   static constexpr int kWeightBytes = kRanks * device::kSwizzleBytes;  ///< of 64 columns
   static constexpr int kMaskBytes = kBlockRows * kColumns / 8;
   static constexpr int kNarrowAt = kStages * kStageBytes;
   static constexpr int kStoreAt = kNarrowAt + kNarrowStages * kBlockBytes;
-  static constexpr int kWeightsAt = kStoreAt + kStorers * kOwn * kBlockBytes;
+  static constexpr int kWeightsAt = kStoreAt + kStorers * kBuffers * kOwn * kBlockBytes;
   static constexpr int kMasksAt = kWeightsAt + kBlocks * kWeightBytes;
   static constexpr int kSmem = kMasksAt + (kDrops ? kStages * kMaskBytes : 0);
   static_assert(kChains == 1 || (kChains == 2 && kSums.rows == kBlockRows / 2));
-  static_assert(kRanks <= kSums.ranks && !(kTurns && kDrops));
+  static_assert(kRanks <= kSums.ranks && (kWhole || !kDrops));
 };
 
 struct InputBoxParams {
@@ -62,11 +68,12 @@ template <class S>
 struct Barriers {
   device::Mbarrier full[S::kStages], empty[S::kStages], dropped[S::kStages];
   device::Mbarrier narrow_full[S::kNarrowStages], narrow_empty[S::kNarrowStages];
+  device::Mbarrier cleared;  ///< rows of other adapters, in the chunk's last box
 
   /// By one thread; a barrier must follow. `again`: they have been used.
   __device__ __forceinline__ void init(bool again) {
     if (again) {
-      for (device::Mbarrier* b = full; b < narrow_empty + S::kNarrowStages; ++b) forget(*b);
+      for (device::Mbarrier* b = full; b <= &cleared; ++b) forget(*b);
     }
     for (device::Mbarrier& b : full) b.init(1);
     for (device::Mbarrier& b : dropped) b.init(std::max(S::kDroppers, 1) * kWarpgroup);
@@ -74,6 +81,7 @@ struct Barriers {
     for (device::Mbarrier& b : empty)
       b.init(S::kSummers * kWarpgroup / 32 + (S::kDrops ? S::kStorers * kWarpgroup : 0));
     for (device::Mbarrier& b : narrow_empty) b.init(S::kReaders);
+    cleared.init(S::kSummers * kWarpgroup);
     device::Mbarrier::fence_init();
   }
 };
@@ -83,8 +91,10 @@ struct Barriers {
 template <class S, int kLoaders>
 __device__ __forceinline__ void load_weights(const PanelPart<>& part, char* to) {
   constexpr int kPieces = S::kColumns / kPiece, kItems = S::kRanks * kPieces;
-#pragma unroll 2
-  for (int item = thread_anew(); item < kItems; item += kLoaders) {
+#pragma unroll
+  for (int i = 0; i < (kItems + kLoaders - 1) / kLoaders; ++i) {
+    const int item = i * kLoaders + thread_anew();
+    if (item >= kItems) break;
     const int at_rank = item / kPieces, piece = item % kPieces;
     const std::int64_t c = part.column + piece * kPiece;
     const HiddenColumns& hidden = part.p.hidden;
@@ -134,17 +144,25 @@ __device__ __forceinline__ void copy_stages(const InputBoxParams& p, const Panel
     }
     at.next();
   };
-#pragma unroll 1
-  for (int i = 0; i < S::kStages; ++i) copy_rows(i);
-  device::pdl_begin(false);
-#pragma unroll 1
-  for (int i = 0; i < blocks; ++i, narrow.next()) {
+  const auto copy_ranks = [&](int i) {
+    if (i >= blocks) return;
     device::Mbarrier* full = barriers.narrow_full + narrow.stage;
     barriers.narrow_empty[narrow.stage].wait((narrow.round & 1) ^ 1);
     full->arrive_and_expect(kBlockBytes);
     device::copy_box(smem + S::kNarrowAt + narrow.stage * kBlockBytes, p.narrow,
                      part.own->first_hidden, first_row + i * kBlockRows, full);
+    narrow.next();
+  };
+#pragma unroll 1
+  for (int i = 0; i < S::kStages; ++i) copy_rows(i);
+  device::pdl_begin(false);
+#pragma unroll 1
+  for (int i = 0; i < S::kNarrowStages; ++i) copy_ranks(i);
+    // ds of a step is asked for before the stage of x of an earlier one is waited for.
+#pragma unroll 1
+  for (int i = 0; i < blocks; ++i) {
     copy_rows(i + S::kStages);
+    copy_ranks(i + S::kNarrowStages);
   }
 }
 

@@ -18,12 +18,6 @@ __device__ __forceinline__ bool ends_in_box(const PanelPart<>& part, int first) 
   return !S::kTurns && cuda::ends_in_box(part, first);
 }
 
-/// Where rows of another adapter become zeros, all that multiply meet.
-template <class S>
-__device__ __forceinline__ void meet_readers() {
-  device::named_barrier<3, (S::kSummers + S::kStorers) * kWarpgroup>();
-}
-
 /// dA of the panel, or of half of it, by a warpgroup.
 template <class T, class S>
 __device__ __forceinline__ void sum_rows(const PanelPart<>& part, int half, std::uint32_t smem,
@@ -45,7 +39,8 @@ __device__ __forceinline__ void sum_rows(const PanelPart<>& part, int half, std:
       clear_rows<S::kSumBlocks>(stage, left, kBlockRows);
       if (half == 0) clear_rows<1>(narrow_stage, left, kBlockRows);
       device::fence_async_proxy();
-      meet_readers<S>();
+      barriers.cleared.arrive();
+      barriers.cleared.wait(0);
     }
     const auto rows = device::wgmma_descriptor(stage);
     const auto ranks = device::wgmma_descriptor(narrow_stage);
@@ -114,13 +109,24 @@ __device__ __forceinline__ void store_rows(const InputBoxParams& p, std::int64_t
   }
 }
 
+/// Waits until the next of so many buffers of this thread's boxes has been read.
+template <int kBuffers>
+__device__ __forceinline__ void wait_for_buffer() {
+  if constexpr (kBuffers == 1) {
+    device::store_boxes_wait_read();
+  } else {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kBuffers - 1) : "memory");
+  }
+}
+
 /// dx of half of the panel's columns, by a warpgroup.
 template <class T, class S>
 __device__ __forceinline__ void store_products(const InputBoxParams& p, const PanelPart<>& part,
                                                int half, char* smem, Barriers<S>& barriers) {
   constexpr int kOwn = S::kOwn;
   const std::uint32_t base = device::smem_address(smem);
-  const std::uint32_t stored = base + S::kStoreAt + half * kOwn * kBlockBytes;
+  const std::uint32_t buffers = base + S::kStoreAt + half * S::kBuffers * kOwn * kBlockBytes;
+  std::uint32_t stored = buffers;
   const int first_column = S::kTurns ? 0 : half * kOwn;  // in blocks
   const auto weights =
       device::wgmma_descriptor(base + S::kWeightsAt + first_column * S::kWeightBytes);
@@ -146,7 +152,7 @@ __device__ __forceinline__ void store_products(const InputBoxParams& p, const Pa
   for (int first = S::kTurns ? half * kBlockRows : 0; first < part.rows.count;
        first += kStep * kBlockRows) {
     barriers.narrow_full[narrow.stage].wait(narrow.round & 1);
-    if (ends_in_box<S>(part, first)) meet_readers<S>();
+    if (ends_in_box<S>(part, first)) barriers.cleared.wait(0);
     const auto rows = device::wgmma_descriptor(base + S::kNarrowAt + narrow.stage * kBlockBytes);
 #pragma unroll
     for (int first_block = 0; first_block < kOwn; first_block += S::kAtOnce) {
@@ -172,7 +178,7 @@ __device__ __forceinline__ void store_products(const InputBoxParams& p, const Pa
       }
       if (first_block == 0) {
         if constexpr (S::kDrops) barriers.dropped[at.stage].wait(at.round & 1);
-        if (asks) device::store_boxes_wait_read();
+        if (asks) wait_for_buffer<S::kBuffers>();
         meet();
       }
 #pragma unroll
@@ -222,6 +228,9 @@ __device__ __forceinline__ void store_products(const InputBoxParams& p, const Pa
                           static_cast<int>(part.rows.start) + first, stored + block * kBlockBytes);
       }
       device::store_boxes_commit();
+    }
+    if constexpr (S::kBuffers == 2) {
+      stored = stored == buffers ? buffers + kOwn * kBlockBytes : buffers;
     }
 #pragma unroll
     for (int i = 0; i < kStep; ++i) next();

@@ -81,6 +81,13 @@ inline constexpr std::array kPanelShapes = {
 inline constexpr int kInputPanels = 0, kInputPanels32 = 1, kDsPanels16 = 3, kDsPanels32 = 4,
                      kChainPanels = 5;
 
+/// Panels of input_boxes.cu, by their columns; none: dx apart. Thread blocks have an SM each, but
+/// k64Pairs.
+enum class DxPanels { kNone, k256, k128, k64, k64Pairs };
+constexpr int dx_columns(DxPanels panels) {
+  return panels == DxPanels::k256 ? 256 : (panels == DxPanels::k128 ? 128 : 64);
+}
+
 /// What a pass over the matrices of all slices, or over x, depends on.
 struct PanelProblem {
   std::int64_t rows = 0;
@@ -115,7 +122,8 @@ struct BackwardPlan {
   int whole_ranks = 16;
   bool together = true;  ///< dy_boxes.cu, if it takes the operands: no bit depends on it
   bool boxes = true;     ///< the same of panel_boxes.cu
-  bool with_dx = false;  ///< dA and dx in one pass by input_boxes.cu, the same
+  /// Of dA and dx in one pass by input_boxes.cu, the same.
+  DxPanels with_dx = DxPanels::kNone;
   PanelPlan dy, x;
 };
 
@@ -263,22 +271,34 @@ inline bool sums_whole(const PanelProblem& dy, const PanelProblem& x) {
   return x.rows * (dy_columns + x.columns[0]) <= (width <= 32 ? kMostElements : kMostOfWide);
 }
 
-/// Whether dx comes in the pass over x for dA (input_boxes.cu), beside which it costs little: of
-/// several adapters in panels of 256 columns, which are up to 32 ranks. So are those of one adapter
-/// up to 16, with dropout 32; its thread blocks have an SM each: where a seventh of these would
-/// have none, dx apart has all. Of more ranks panels are 128 bytes wide, for which DRAM is slow,
-/// but not L2. (us of a backward on an H100, apart / in one pass: 4096 x 4096 x 4096, rank 16, 53.7
-/// / 46.8; 8192 x 14336 x 4096, 112 thread blocks, 216 / 220; 1024 x 7168 x 2048, rank 64, 29.7 /
-/// 25.0; 4096 x 4096 x 4096, rank 64, 56.9 / 63.9; eight ragged adapters, with ds and dB by
-/// panel_boxes.cu, 77.8 / 64.5.)
-inline bool pays_with_dx(const PanelProblem& x, const PanelPlan& plan, int sms, std::int64_t l2) {
-  if (x.width > kPanelShapes[plan.shape].ranks) return false;
+/// Whether dx comes in the pass over x for dA (input_boxes.cu), beside which it costs little, and
+/// in what panels. Of several adapters these have 256 columns, which are up to 32 ranks. So have
+/// those of one adapter up to 16, with dropout 32; its thread blocks have an SM each: where a
+/// seventh of these would have none, dx apart has all. Of more ranks chunks are those of products,
+/// which have half as many thread blocks of 128 columns as there are SMs: so panels have 64, with
+/// an SM each. Where these are too many, of up to 48 ranks they have 128, and of more 64, two an
+/// SM, if x and dx fit L2. (us of a backward on an H200, apart / 64 / 64 in pairs / 128: rank 64,
+/// 4096 x 4096 x 4096 48.5 / 41.1 / 45.5 / 47.1; 8192 x 4096 x 14336 170 / 163 / 167 / 169; 1024 x
+/// 7168 x 2048 - / 26.4 / 22.8 / 24.3; rank 32, 4096 x 8192 x 1024 58.0 / 53.1 / 54.5 / 52.1; 2048
+/// x 5120 x 13824 - / 57.9 / 55.5 / 54.1; rank 24, 6001 x 3584 x 18944 124.8 / 124.8 / 124.1 /
+/// 117.3; 12345 x 2560 x 2560 86.2 / 90.8 / 99.2 / 86.6. On an H100, apart / in one pass: rank 16,
+/// 8192 x 14336 x 4096, 112 thread blocks, 216 / 220.)
+inline DxPanels dx_panels(const PanelProblem& x, const PanelPlan& plan, int sms, std::int64_t l2) {
+  using enum DxPanels;
+  if (x.width > kPanelShapes[plan.shape].ranks) return kNone;
   const bool wide_panels = plan.shape == kInputPanels || plan.shape == kInputPanels32;
-  if (x.adapters > 0) return wide_panels;
-  if (plan.shape == kChainPanels) return 4 * x.rows * x.columns[0] <= l2;
-  const std::int64_t blocks =
-      num_panels(x, kPanelShapes[kInputPanels]) * ceil_div<std::int64_t>(x.rows, plan.chunk.rows);
-  return wide_panels && 8 * blocks >= std::int64_t{7} * sms;
+  if (x.adapters > 0) return wide_panels ? k256 : kNone;
+  const auto blocks = [&](DxPanels panels) {
+    return ceil_div<std::int64_t>(x.columns[0], dx_columns(panels)) *
+           ceil_div<std::int64_t>(x.rows, plan.chunk.rows);
+  };
+  const auto fills = [&](DxPanels panels) { return 8 * blocks(panels) >= std::int64_t{7} * sms; };
+  if (wide_panels) return fills(k256) ? k256 : kNone;
+  if (plan.shape != kChainPanels) return kNone;
+  const bool fits_l2 = 4 * x.rows * x.columns[0] <= l2;
+  if (blocks(k64) <= sms) return fits_l2 || fills(k64) ? k64 : kNone;
+  if (x.width <= 48) return k128;
+  return fits_l2 ? k64Pairs : kNone;
 }
 
 /// The plan with which they do.

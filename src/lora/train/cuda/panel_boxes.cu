@@ -54,7 +54,8 @@ __device__ __forceinline__ void sum_rows(const PanelPart<>& part, int half, std:
       clear_rows<B::kBlocks>(wide_stage, left, end);
       if (half == 0) clear_rows<1>(narrow_stage, left, end);
       device::fence_async_proxy();
-      meet_readers();
+      barriers.cleared.arrive();
+      barriers.cleared.wait(0);
     }
     const auto rows = device::wgmma_descriptor(wide_stage);
     const auto ranks = device::wgmma_descriptor(narrow_stage);
@@ -123,7 +124,7 @@ __device__ __forceinline__ void sum_columns(const PanelPart<>& part, std::uint32
   device::RingCursor<B::kStages> at;
 #pragma unroll 1
   for (int first = 0; first < part.rows.count; first += kBlockRows) {
-    if (clears_rows(part, first)) meet_readers();
+    if (clears_rows(part, first)) barriers.cleared.wait(0);
     float sum[B::kRanks / 2] = {};
 #pragma unroll 1
     for (int half = 0; half < kHalves; ++half, at.next()) {
@@ -215,31 +216,31 @@ __global__ void __launch_bounds__(Boxes<kShape>::kThreads) __maxnreg__(Boxes<kSh
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using B = Boxes<kShape>;
   extern __shared__ __align__(1024) char smem[];
-  __shared__ Barriers<B> barriers;
+  __shared__ Barriers<B> barriers[2];  // of this place and of the next one
   __shared__ int live[(kBoxThreads + kThreads - 1) / kThreads], places;
-  if (threadIdx.x == kBoxThreads - 32) {
+  const auto copies = [] { return thread_anew() == kBoxThreads - 32; };
+  if (copies()) {
+    barriers[0].init(false);
     device::prefetch_tensor_map(p.wide[0]);
     device::prefetch_tensor_map(p.narrow);
   }
   ask_ahead<B>(p);
+  __syncthreads();
   device::pdl_begin(false);
-  walk_places(p.panel, p.places, &places, [&](int panel, int tile, bool again) {
+  walk_places(p.panel, p.places, &places, [&](int panel, int tile, int round) {
+    if (copies()) barriers[(round + 1) % 2].init(round > 0);
     const PanelPart<> part(p.panel, B::kColumns, B::kRanks, true, live, panel, tile);
     if (part.rows.adapter < 0) return false;
     if (part.rows.count == 0) return true;
     const std::uint32_t at = device::smem_address(smem);
-    const int thread = thread_anew();
-    if (thread >= kBoxThreads - 32) {
-      const bool copies = thread == kBoxThreads - 32;
-      if (copies) barriers.init(again);
+    if (thread_anew() >= kBoxThreads - 32) {
+      if (copies()) copy_stages<B>(p, part, at, barriers[round % 2]);
       __syncwarp();
-      arrive_at_barrier<2, kBoxThreads>();
-      if (copies) copy_stages<B>(p, part, at, barriers);
     } else {
       load_weights<B, kBoxThreads - 32>(part, smem + B::kWeightsAt);
       device::fence_async_proxy();
-      device::named_barrier<2, kBoxThreads>();
-      multiply<T>(part, at, barriers);
+      device::named_barrier<2, kBoxThreads - 32>();
+      multiply<T>(part, at, barriers[round % 2]);
     }
     return true;
   });

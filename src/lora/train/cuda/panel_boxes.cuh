@@ -30,12 +30,6 @@ __device__ __forceinline__ void forget(device::Mbarrier& barrier) {
                : "memory");
 }
 
-/// For kThreads threads on the named barrier kId, some of which go on at once.
-template <int kId, int kThreads>
-__device__ __forceinline__ void arrive_at_barrier() {
-  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
-}
-
 /// threadIdx.x, read anew: what follows from it would else be kept in registers from one place of
 /// the grid to the next.
 __device__ __forceinline__ int thread_anew() {
@@ -75,7 +69,7 @@ inline dim3 segment_grid(const PanelParams& p, Places* places) {
   return dim3(p.rows.offsets == nullptr ? places->all : std::min(places->all, sms));
 }
 
-/// Calls run(panel, tile, again) for the places of a thread block, until it gives false. `shared`:
+/// Calls run(panel, tile, round) for the places of a thread block, until it gives false. `shared`:
 /// in shared memory.
 template <class Run>
 __device__ __forceinline__ void walk_places(const PanelParams& p, const Places& places, int* shared,
@@ -87,10 +81,8 @@ __device__ __forceinline__ void walk_places(const PanelParams& p, const Places& 
     *shared = tiles * places.panels;
   }
 #pragma unroll 1
-  for (int place = static_cast<int>(blockIdx.x);; place += gridDim.x) {
-    if (!run(place % places.panels, place / places.panels, place >= static_cast<int>(gridDim.x))) {
-      break;
-    }
+  for (int place = static_cast<int>(blockIdx.x), round = 0;; place += gridDim.x, ++round) {
+    if (!run(place % places.panels, place / places.panels, round)) break;
     const int next = place + static_cast<int>(gridDim.x);
     __syncthreads();  // after the last place as well: no thread ends while others still meet
     if (next >= places.all || next >= *shared) break;
@@ -110,6 +102,7 @@ inline bool fills_boxes(const RowGroups& rows) {
 bool panel_boxes(const PanelParams& p, Policy policy, Stream stream);
 /// The sums of x in panels of kInputPanels, kInputPanels32 or kChainPanels, and dx, all of
 /// neighbouring rows that the copy engine takes.
-void input_boxes(const PanelParams& p, const Matrix& dx, Policy policy, Stream stream);
+void input_boxes(const PanelParams& p, const Matrix& dx, DxPanels panels, Policy policy,
+                 Stream stream);
 
 }  // namespace mortar::lora::train::cuda

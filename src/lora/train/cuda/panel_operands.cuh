@@ -49,16 +49,18 @@ template <class B>
 struct Barriers {
   device::Mbarrier full[B::kStages], empty[B::kStages];
   device::Mbarrier narrow_full[B::kNarrowStages], narrow_empty[B::kNarrowStages];
+  device::Mbarrier cleared;  ///< rows of other adapters, in the chunk's last box
 
   /// By one thread; a barrier must follow. `again`: they have been used.
   __device__ __forceinline__ void init(bool again) {
     if (again) {
-      for (device::Mbarrier* b = full; b < narrow_empty + B::kNarrowStages; ++b) forget(*b);
+      for (device::Mbarrier* b = full; b <= &cleared; ++b) forget(*b);
     }
     for (device::Mbarrier& b : full) b.init(1);
     for (device::Mbarrier& b : narrow_full) b.init(1);
     for (device::Mbarrier& b : empty) b.init(2 * kWarpgroup / 32);
     for (device::Mbarrier& b : narrow_empty) b.init(kHalves * kWarpgroup / 32);
+    cleared.init(kHalves * kWarpgroup);
     device::Mbarrier::fence_init();
   }
 };
@@ -180,13 +182,10 @@ __device__ __forceinline__ void ask_ahead(const PanelBoxParams& p) {
   }
 }
 
-/// Whether rows of another adapter are among the last 16 that are multiplied: zeros then, for all
-/// three warpgroups, which meet.
+/// Whether rows of another adapter are among the last 16 that are multiplied: zeros then, for which
+/// all three warpgroups wait.
 __device__ __forceinline__ bool clears_rows(const PanelPart<>& part, int first) {
   return (part.rows.count - first) % 16 != 0 && ends_in_box(part, first);
-}
-__device__ __forceinline__ void meet_readers() {
-  device::named_barrier<1, (kHalves + 1) * kWarpgroup>();
 }
 
 }  // namespace mortar::lora::train::cuda::panel_pass

@@ -45,7 +45,7 @@ BackwardPlan plan_backward(const Problem& p) {
   BackwardPlan plan = choose_backward(dy, x, needs_ds, device::current_device().max_smem);
   plan.products = sm90;
   const device::DeviceInfo& device = device::current_device();
-  plan.with_dx = sm90 && copies == 1 && pays_with_dx(x, plan.x, device.num_sms, device.l2_bytes);
+  if (sm90 && copies == 1) plan.with_dx = dx_panels(x, plan.x, device.num_sms, device.l2_bytes);
   if (p.weight != DType::kFloat32 && sums_whole(dy, x)) {
     return whole_plan(p.num_rows, whole_ranks(p.hidden_width));
   }
@@ -119,7 +119,7 @@ bool RowSums::sum_x_with_dx(const HiddenForms& ds) {
   const PanelPlan& plan = plan_.x;
   const bool chain = plan.shape == kChainPanels;
   const bool takes_plan =
-      plan_.with_dx && !plan_.whole &&
+      plan_.with_dx != DxPanels::kNone && !plan_.whole &&
       (plan.shape == kInputPanels || plan.shape == kInputPanels32 ||
        (chain && p_.num_adapters == 1)) &&
       (plan.chunk.at_once > 0 ? plan.chunk.unit : plan.chunk.rows) % kBlockRows == 0 &&
@@ -142,7 +142,7 @@ bool RowSums::sum_x_with_dx(const HiddenForms& ds) {
   }
   PanelParams all = panel_params(Side::kA, plan, ds);
   add_operand(&all, Side::kA, 0, ds, da_);
-  input_boxes(all, p_.dx, policy_of(p_.weight, p_.weight), stream_);
+  input_boxes(all, p_.dx, plan_.with_dx, policy_of(p_.weight, p_.weight), stream_);
   return true;
 }
 
