@@ -12,6 +12,7 @@
 #include "lora/train/cuda/config.h"
 #include "lora/train/cuda/expand_choice.h"
 #include "lora/train/cuda/float_plan.h"
+#include "lora/train/cuda/forward_plan.h"
 #include "lora/train/cuda/panel.h"
 
 namespace mortar::testing {
@@ -177,6 +178,36 @@ TEST(LoraTrainPlan, ColumnsOfPartsOfUpTo64RanksAreStoredByClusters) {
             "product, 128 rows, 64 ranks, 2 blocks in a cluster, leaves of 512");
   EXPECT_FALSE(shrink(192, 2).fused);
   EXPECT_FALSE(shrink(216, 1).fused);
+}
+
+// h and y of one launch.
+TEST(LoraTrainPlan, ClustersThatRunAtOnceMakeYToo) {
+  const auto parts = [](std::int64_t rows, std::int64_t columns, std::int64_t out, int width) {
+    return choose_forward(rows, columns, out, width, kH200.sms).parts;
+  };
+  EXPECT_EQ(parts(4096, 4096, 4096, 16), 2);
+  EXPECT_EQ(parts(4096, 4096, 4096, 64), 2);
+  EXPECT_EQ(parts(4096, 8192, 1024, 32), 2);
+  EXPECT_EQ(parts(4096, 4096, 8192, 32), 2);
+  EXPECT_EQ(parts(4225, 4096, 4096, 32), 0);
+  EXPECT_EQ(parts(1024, 4096, 4096, 32), 4);
+  EXPECT_EQ(parts(512, 4096, 4096, 16), 8);
+  EXPECT_EQ(parts(512, 4096, 14336, 8), 0);
+  EXPECT_EQ(parts(2048, 5120, 13824, 32), 0);
+  EXPECT_EQ(parts(4096, 1024, 28672, 16), 0);
+  EXPECT_EQ(parts(4096, 4096, 4096, 72), 0);
+  EXPECT_EQ(choose_forward(8192, 4096, 4096, 64, kH200.sms).clusters, 66);
+  std::mt19937_64 rng(11);
+  for (int i = 0; i < 3000; ++i) {
+    const std::int64_t rows = 1 + rng() % 20000, columns = 1 + rng() % 20000;
+    const int width = 8 * static_cast<int>(1 + rng() % 8);
+    const ForwardPlan plan = choose_forward(rows, columns, 1 + rng() % 20000, width, kH200.sms);
+    if (plan.parts == 0) continue;
+    EXPECT_GE(plan.parts * plan.leaves * plan.leaf, columns);
+    EXPECT_GE(plan.parts, 2);
+    EXPECT_LE(plan.leaves, lora::cuda::kMostForwardLeaves);
+    EXPECT_EQ(plan.leaf, leaf_columns(columns, plan.parts * plan.leaves));
+  }
 }
 
 TEST(LoraTrainPlan, WideRanksAreProducts) {

@@ -18,64 +18,13 @@
 #include "lora/cuda/product.h"
 #include "lora/cuda/product_multiply.cuh"
 #include "lora/cuda/product_params.cuh"
+#include "lora/cuda/product_split.cuh"
 #include "lora/train/cuda/part_columns.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
 
 using namespace product;
-
-/// Copies the stages of a unit; by one thread.
-template <class S>
-__device__ __forceinline__ void produce(const Params& p, Ring<S> ring, const Unit<S>& unit) {
-  const CUtensorMap& b = p.b[unit.first_b];
-  for (int i = 0; i < unit.steps; ++i, ring.at.next()) {
-    device::Mbarrier* full = ring.full + ring.at.stage;
-    ring.empty[ring.at.stage].wait((ring.at.round & 1) ^ 1);
-    full->arrive_and_expect(S::kStageBytes);
-    const int depth = (unit.first_step + i) * kProductStep;
-    device::copy_box(ring.stage(), p.a[0], depth, unit.row, full);
-    const std::uint32_t to = ring.stage() + S::kRowsBytes;
-    if constexpr (S::kB == Major::kDepth) {
-      device::copy_box(to, b, depth, unit.column, full);
-    } else {
-#pragma unroll
-      for (int first = 0; first < S::kColumns; first += S::kMmaColumns) {
-#pragma unroll
-        for (int block = 0; block < S::kMmaBytes / kBlockBytes; ++block) {
-          device::copy_box(to + first / S::kMmaColumns * S::kMmaBytes + block * kBlockBytes, b,
-                           unit.column + first + 64 * block, depth, full);
-        }
-      }
-    }
-  }
-}
-
-/// A thread's sums, to the thread blocks whose rows they are of: two neighbouring lanes make 16
-/// bytes of either half of the MMA's rows.
-template <class S>
-__device__ __forceinline__ void send_sums(const Unit<S>& unit, int parts, float* sums,
-                                          const float (&sum)[S::kSums],
-                                          device::Mbarrier* received) {
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const bool upper = lane % 2 == 1;
-  const int warp = thread / 32 % (S::kRows / 16), column = thread / 32 / (S::kRows / 16);
-  const int row = warp * 16 + lane / 4 + (upper ? 8 : 0), own_rows = S::kRows / parts;
-  const int owner = row / own_rows;
-  float* to = sums + (unit.part * own_rows + row % own_rows) * S::kColumns +
-              column * S::kMmaColumns + lane % 4 / 2 * 4;
-#pragma unroll
-  for (int j = 0; j < S::kSums / 4; ++j) {
-    float v[4] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
-    device::wgmma_keep(v);  // else all sums are words from the start, copied beside MMAs in flight
-    const float own0 = upper ? v[2] : v[0], own1 = upper ? v[3] : v[1];
-    const float other0 = __shfl_xor_sync(0xffffffffu, upper ? v[0] : v[2], 1);
-    const float other1 = __shfl_xor_sync(0xffffffffu, upper ? v[1] : v[3], 1);
-    const float4 four =
-        upper ? make_float4(other0, other1, own0, own1) : make_float4(own0, own1, other0, other1);
-    device::send_to_cluster(to + 8 * j, four, received, owner);
-  }
-}
 
 /// This thread block's share of the tile's rows: all blocks' sums, rounded.
 template <class S>

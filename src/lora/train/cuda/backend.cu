@@ -21,15 +21,15 @@
 #include "lora/train/cuda/expand_choice.h"
 #include "lora/train/cuda/float_plan.h"
 #include "lora/train/cuda/float_ring.cuh"
+#include "lora/train/cuda/forward_once.cuh"
 #include "lora/train/cuda/kernels.cuh"
+#include "lora/train/cuda/operands.cuh"
 #include "lora/train/cuda/part_choice.cuh"
 #include "lora/train/cuda/part_columns.cuh"
 #include "lora/train/cuda/work.cuh"
 
 namespace mortar::lora::train::cuda {
 namespace {
-
-Matrix transposed(const Matrix& m) { return {m.data, m.col_stride, m.row_stride, m.dtype}; }
 
 /// One call.
 class Call {
@@ -66,6 +66,7 @@ class Call {
   }
 
   void forward() {
+    if (runs_once()) return;
     make_h();
     for (int s = 0; s < p_.num_slices; ++s) {
       const SliceView& slice = p_.slices[s];
@@ -117,7 +118,7 @@ class Call {
         PairEntry entry{
             pair.a,      pair.b,         pair.da,   pair.db,
             pair.factor, pair.threshold, pair.rank, (pair.add_a ? 1 : 0) | (pair.add_b ? 2 : 0)};
-        if (t == 0) note_layout(pair);
+        if (t == 0) layouts_.note(pair);
         if (t > 0) {
           entry = work_.weights.next(p_, entry, slice, t == 1 ? kSumCopies : kPairCopies);
         }
@@ -135,40 +136,28 @@ class Call {
     }
   }
 
-  /// What all weights have in common, seen as [r, wide] and as [wide, r].
-  struct Common {
-    bool dense = true, async = true, vectors = true;
-    void note(const Matrix& m) {
-      dense = dense && m.col_stride == 1;
-      async = async && copies_async(m);
-      vectors = vectors && loads_vectors(m);
-    }
-  };
-  void note_layout(const Pair& pair) {
-    if (pair.rank == 0) return;
-    ranks_a_.note(pair.a);
-    wide_a_.note(transposed(pair.a));
-    ranks_b_.note(transposed(pair.b));
-    wide_b_.note(pair.b);
-  }
-  WeightLayout layout(Side side, Policy policy) const {
-    const Common& by_ranks = side == Side::kA ? ranks_a_ : ranks_b_;
-    const Common& by_wide = side == Side::kA ? wide_a_ : wide_b_;
-    WeightLayout l;
-    l.rows_are_ranks = by_ranks.dense || !by_wide.dense;
-    const Common& own = l.rows_are_ranks ? by_ranks : by_wide;
-    l.async = policy != Policy::kSplit && own.async;
-    l.vectors = own.vectors;
-    l.parts = parts_of(p_.weight);
-    return l;
-  }
-
-  static Fetch fetch_of(const Matrix& m, Policy policy) {
-    return {m, policy != Policy::kSplit && copies_async(m), loads_vectors(m), parts_of(m.dtype)};
-  }
-
   PartChoice part_choice() const {
     return {p_, forced_.expand, looks_ahead(table_, rows_), machine_};
+  }
+
+  /// h and y of one adapter and slice in one launch, where that pays.
+  bool runs_once() {
+    if (forced_.shrink != nullptr || forced_.expand != nullptr || !machine_.products ||
+        !may_run_once(p_) || !looks_ahead(table_, rows_)) {
+      return false;
+    }
+    const SliceView& slice = p_.slices[0];
+    const ForwardPlan plan =
+        forced_.once != nullptr
+            ? *forced_.once
+            : choose_forward(p_.num_rows, p_.hidden, slice.width, p_.hidden_width, machine_.sms);
+    if (plan.parts == 0) return false;
+    const bool taken = forward_products(
+        shrink_params(Side::kA, 0, 1, p_.x, p_.hidden, work_.h, false, {}),
+        expand_params(Side::kB, 0, 1, work_.h, slice.base, slice.y, slice.width, false, {}),
+        policy_of(p_.x.dtype, p_.weight), plan, stream_);
+    check(taken || forced_.once == nullptr, "lora_train: no launch of h and y for these operands");
+    return taken;
   }
 
   void make_h() {
@@ -188,13 +177,11 @@ class Call {
     return num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
   }
 
-  /// Gives what is left to be added, if anything is.
-  std::optional<HiddenParams> run_shrink(Side side, int slice, int num_slices, const Matrix& wide,
-                                         std::int64_t columns, const HiddenForms& to, bool masked,
-                                         const MaskParams& mask,
-                                         const std::optional<OuterParams>& beside = {}) {
+  ShrinkParams shrink_params(Side side, int slice, int num_slices, const Matrix& wide,
+                             std::int64_t columns, const HiddenForms& to, bool masked,
+                             const MaskParams& mask) const {
     const bool in_parts = in_part_columns(wide.dtype, p_.weight);
-    const Policy policy = in_parts ? Policy::kBFloat16 : policy_of(wide.dtype, p_.weight);
+    const Policy policy = product_policy(wide.dtype, p_.weight);
     const int copies = in_parts ? kSumCopies : 1;
     const ShrinkOperands operands = in_parts                   ? ShrinkOperands::kPartColumns
                                     : policy == Policy::kSplit ? ShrinkOperands::kSplit
@@ -211,7 +198,7 @@ class Call {
     s.hidden = in_parts ? part_columns(hidden_, copies) : hidden_;
     s.first_hidden = s.hidden.first[slice];
     s.width = copies * width(slice, num_slices);
-    s.weights = in_parts ? part_layout(side) : layout(side, policy);
+    s.weights = in_parts ? part_layout(side) : layouts_.of(side, policy, p_.weight);
     s.columns = columns;
     s.partials = work_.partials;
     s.copies = copies;
@@ -228,12 +215,22 @@ class Call {
                                  plan_ != nullptr && side == Side::kB, num_slices);
     if (forced_.shrink != nullptr) s.plan = *forced_.shrink;
     s.part_leaves = s.plan.leaves / s.plan.parts;
-    free_sms_ = free_sms(s.plan, p_.num_rows, s.width, columns, machine_);
     s.max_tiles = most_tiles(p_, s.plan.rows);
     s.ahead = looks_ahead(s.pairs, s.rows) && !masked;
     s.h = to.values;
     s.sum_columns = to.sum_columns;
     s.pair_columns = to.pair_columns;
+    return s;
+  }
+
+  /// Gives what is left to be added, if anything is.
+  std::optional<HiddenParams> run_shrink(Side side, int slice, int num_slices, const Matrix& wide,
+                                         std::int64_t columns, const HiddenForms& to, bool masked,
+                                         const MaskParams& mask,
+                                         const std::optional<OuterParams>& beside = {}) {
+    const Policy policy = product_policy(wide.dtype, p_.weight);
+    const ShrinkParams s = shrink_params(side, slice, num_slices, wide, columns, to, masked, mask);
+    free_sms_ = free_sms(s.plan, p_.num_rows, s.width, columns, machine_);
     if (s.width == 0) return {};
     made_db_ = beside && dy_boxes(s, *beside, stream_);
     if (s.plan.product) {
@@ -246,9 +243,9 @@ class Call {
     h.parts = s.plan.parts;
     h.partials = work_.partials;
     h.h = to.values;
-    h.copies = copies;
+    h.copies = s.copies;
     // Float32 throughout, 2048 x 5120 x 13824 and rank 32 on an H100: 75.5 to 73.3 us.
-    h.early = plan_ == nullptr && !in_parts;
+    h.early = plan_ == nullptr && s.copies == 1;
     h.sum_columns = to.sum_columns;
     h.pair_columns = to.pair_columns;
     return h;
@@ -269,9 +266,9 @@ class Call {
     return h;
   }
 
-  void run_expand(Side side, int slice, int num_slices, const HiddenForms& h, const Matrix& base,
-                  const Matrix& out, std::int64_t columns, bool masked, const MaskParams& mask) {
-    if (columns == 0) return;  // of no panel, by whose number plans divide
+  ExpandParams expand_params(Side side, int slice, int num_slices, const HiddenForms& h,
+                             const Matrix& base, const Matrix& out, std::int64_t columns,
+                             bool masked, const MaskParams& mask) const {
     const bool in_parts = in_part_columns(out.dtype, p_.weight);
     const DType dtype = in_parts ? DType::kBFloat16 : p_.weight;  // of the operands
     const Policy policy = policy_of(dtype, dtype);
@@ -292,8 +289,9 @@ class Call {
     e.num_slices = num_slices;
     e.first_hidden = e.hidden.first[slice];
     e.width = copies * width(slice, num_slices);
-    e.weights =
-        copies > 1 ? part_layout(side) : layout(side, splits || whole ? Policy::kSplit : policy);
+    e.weights = copies > 1
+                    ? part_layout(side)
+                    : layouts_.of(side, splits || whole ? Policy::kSplit : policy, p_.weight);
     e.columns = columns;
     e.base = base;
     e.out = out;
@@ -313,13 +311,17 @@ class Call {
     if (forced_.expand != nullptr) e.plan = *forced_.expand;
     e.max_tiles = most_tiles(p_, e.plan.tile_rows);
     e.ahead = looks_ahead(e.pairs, e.rows);
-    const int panel = expand_warp_columns(e.plan.ranks) * (kThreads / 32) / e.plan.row_warps;
-    // dA then starts while dx with dropout still runs, which pays where dx does not fit L2: a
-    // backward with p = 0.1 and rank 16, 8192 x 4096 x 14336, 180.0 to 176.0 us; but
-    // 4096 x 4096 x 4096, 67.6 to 68.8.
-    constexpr std::int64_t kManyElements = 24 << 20;
-    e.lean = e.plain || (e.vectors && base.data == nullptr && columns % panel == 0 &&
-                         p_.num_rows * columns >= kManyElements);
+    e.lean = leaves_room(e);
+    return e;
+  }
+
+  void run_expand(Side side, int slice, int num_slices, const HiddenForms& h, const Matrix& base,
+                  const Matrix& out, std::int64_t columns, bool masked, const MaskParams& mask) {
+    if (columns == 0) return;  // of no panel, by whose number plans divide
+    const ExpandParams e =
+        expand_params(side, slice, num_slices, h, base, out, columns, masked, mask);
+    const Policy policy =
+        in_part_columns(out.dtype, p_.weight) ? Policy::kBFloat16 : policy_of(p_.weight, p_.weight);
     switch (e.plan.kernel) {
       case ExpandPlan::Kernel::kStream:
         return expand_stream(e, policy, stream_);
@@ -343,11 +345,6 @@ class Call {
   /// Adapters whose last tiles may not be full.
   std::int64_t groups() const { return grouped(p_) ? p_.num_adapters : 0; }
 
-  static bool moves_in_pairs(const Matrix& m) {
-    return m.col_stride == 1 && m.row_stride % 2 == 0 &&
-           reinterpret_cast<std::uintptr_t>(m.data) % (2 * dtype_size(m.dtype)) == 0;
-  }
-
   const Problem& p_;
   const BackwardPlan* const plan_;
   const ForcedPlans forced_;
@@ -360,7 +357,7 @@ class Call {
   PairTable table_{}, sum_table_{}, pair_table_{};
   RowGroups rows_{};
   HiddenColumns hidden_{};
-  Common ranks_a_, wide_a_, ranks_b_, wide_b_;
+  WeightLayouts layouts_;
 };
 
 /// The problem that the kernels are given: without adapters whose delta is dropped whole.

@@ -2,6 +2,7 @@
 // Forward and backward by plans that the caller has chosen: tests try others than the library's.
 #pragma once
 
+#include "lora/cuda/product_forward.h"
 #include "lora/train/cuda/config.h"
 #include "lora/train/cuda/panel.h"
 #include "lora/train/problem.h"
@@ -12,6 +13,7 @@ namespace mortar::lora::train::cuda {
 struct ForcedPlans {
   const ShrinkPlan* shrink = nullptr;
   const ExpandPlan* expand = nullptr;
+  const lora::cuda::ForwardPlan* once = nullptr;  ///< h and y in one launch
 };
 void forward(const Problem& p, const ForcedPlans& forced, Stream stream);
 

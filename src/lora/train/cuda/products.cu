@@ -4,6 +4,7 @@
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "lora/cuda/product.h"
+#include "lora/train/cuda/forward_once.cuh"
 #include "lora/train/cuda/kernels.cuh"
 
 namespace mortar::lora::train::cuda {
@@ -195,6 +196,22 @@ void expand_products(const ExpandParams& e, Policy policy, Stream stream) {
   ProductPlan plan;
   plan.columns = e.plan.tile_columns;
   launch_product("lora_train", product_of(e, policy), plan, stream);
+}
+
+bool forward_products(const ShrinkParams& s, const ExpandParams& e, Policy policy,
+                      const ForwardPlan& plan, Stream stream) {
+  if (!takes_products(s, policy) || !takes_products(e, policy)) return false;
+  lora::cuda::ForwardProduct product;
+  product.h = product_of(s, policy);
+  product.h.end = ProductEnd::kStore;
+  const Product y = product_of(e, policy);
+  product.b = y.b[0];
+  if (y.base != nullptr) product.base = by_columns(e.base, e.rows.num_rows, e.columns);
+  product.y = y.out;
+  product.y_stride = y.out_stride;
+  if (!takes_forward(product)) return false;
+  launch_forward("lora_train", product, plan, stream);
+  return true;
 }
 
 void panel_products(const PanelParams& s, Policy policy, Stream stream) {

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// h = factor * x A^T and y = h B^T in one launch of sm_90a, for up to 64 ranks of one 16-bit type.
+#pragma once
+
+#include "lora/cuda/product.h"
+
+namespace mortar::lora::cuda {
+
+inline constexpr int kForwardRows = kProductRows / 2;  ///< of a cluster's tile
+inline constexpr int kForwardRanks = 64;               ///< at most
+inline constexpr int kForwardColumns = 128;  ///< of y, that a thread block makes at a time
+
+inline constexpr int kMostForwardLeaves = 4;  ///< of a thread block
+
+struct ForwardPlan {
+  int parts = 0;          ///< thread blocks of a cluster, 2, 4 or 8; 0: not by one launch
+  std::int64_t leaf = 0;  ///< columns of a leaf
+  int leaves = 1;         ///< of a thread block
+  int clusters = 0;       ///< of the launch, which have tiles in turns; 0: one for each tile
+};
+
+struct ForwardProduct {
+  Product h;            ///< of kStore: one pair, no segments, both operands dense along the depth
+  ProductOperand b;     ///< [columns of y, rank], dense along the ranks
+  ProductOperand base;  ///< that is added to y, [rows, columns of y]; without data: none
+  void* y = nullptr;
+  std::int64_t y_stride = 0;
+};
+
+/// Whether y's rows can be stored in boxes.
+bool takes_forward(const ForwardProduct& product);
+void launch_forward(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
+                    Stream stream);
+
+}  // namespace mortar::lora::cuda
