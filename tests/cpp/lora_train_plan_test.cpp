@@ -192,6 +192,10 @@ TEST(LoraTrainPlan, ClustersThatRunAtOnceMakeYToo) {
   EXPECT_EQ(parts(4225, 4096, 4096, 32), 0);
   EXPECT_EQ(parts(1024, 4096, 4096, 32), 4);
   EXPECT_EQ(parts(512, 4096, 4096, 16), 8);
+  EXPECT_EQ(parts(1024, 7168, 2048, 64), 4);
+  EXPECT_EQ(parts(256, 4096, 4096, 16), 8);
+  EXPECT_EQ(parts(256, 8192, 8192, 16), 0);
+  EXPECT_EQ(parts(64, 14336, 14336, 16), 0);
   EXPECT_EQ(parts(512, 4096, 14336, 8), 0);
   EXPECT_EQ(parts(2048, 5120, 13824, 32), 0);
   EXPECT_EQ(parts(4096, 1024, 28672, 16), 0);
