@@ -7,14 +7,10 @@
 #include <utility>
 #include <vector>
 
-#include "lora_train_case.h"
-
 #if MORTAR_HAS_CUDA
-#include "lora/train/checks.h"
-#include "lora/train/cuda/backend.cuh"
 #include "lora/train/cuda/expand_choice.h"
 #include "lora/train/cuda/float_plan.h"
-#include "lora/train/cuda/forward_plan.h"
+#include "lora_train_forward.h"
 
 namespace mortar::testing {
 namespace {
@@ -25,33 +21,6 @@ using enum ShrinkOperands;
 constexpr Machine kH200Strided{132, true, false}, kA100{108, false, false};
 
 class LoraTrainShapes : public ::testing::TestWithParam<Device> {};
-
-/// The forward with plans of one's own.
-void run_planned(TrainStep* step, const ForcedPlans& forced) {
-  const LoraTrainProblem problem = step->problem(false);
-  const LoraTrainForward arguments = step->forward_arguments(false);
-  const ArgCheck arg("lora_train_forward");
-  auto [p, device] = lora::train::check_forward(arg, problem, arguments);
-  // Other plans may leave as many partials as there are leaves, each of up to three columns.
-  GuardedTensor workspace = byte_tensor(lora_train_forward_workspace(problem, arguments) +
-                                            3 * kLeaves * 4 * p.num_rows * p.hidden_width,
-                                        step->device);
-  p.workspace = workspace.view().data;
-  forward(p, forced, Stream{});
-  workspace.download();
-  EXPECT_TRUE(workspace.guards_intact());
-  for (GuardedTensor* t : step->outputs()) {
-    t->download();
-    EXPECT_TRUE(t->guards_intact());
-  }
-}
-
-void expect_same_forward(TrainStep& a, TrainStep& b, const std::string& what) {
-  for (std::size_t s = 0; s < a.y.size(); ++s) {
-    EXPECT_TRUE(same_bytes(a.y[s].host(), b.y[s].host())) << what << ": y";
-  }
-  EXPECT_TRUE(same_bytes(a.h.host(), b.h.host())) << what << ": h";
-}
 
 TEST_P(LoraTrainShapes, NoPlanChangesABit) {
   constexpr DType kBF16 = DType::kBFloat16, kF32 = DType::kFloat32;
@@ -99,52 +68,6 @@ TEST_P(LoraTrainShapes, NoPlanChangesABit) {
         TrainStep other(c, GetParam());
         run_planned(&other, {nullptr, &expand});
         expect_same_forward(chosen, other, describe(expand));
-      }
-    }
-  }
-}
-
-// h and y in one launch, of clusters of any size: with ranks that fill no MMA step, rows and columns
-// that fill no tile, and values that are not finite.
-TEST_P(LoraTrainShapes, OneLaunchChangesNoBit) {
-  struct Case {
-    int rank;
-    DType type = DType::kBFloat16;
-    bool finite = true;
-    BaseIs base = BaseIs::kNone;
-  };
-  for (const auto& [rank, type, finite, base] :
-       {Case{8}, Case{16, DType::kFloat16, true, BaseIs::kApart}, Case{24, DType::kBFloat16, false},
-        Case{32, DType::kBFloat16, true, BaseIs::kInPlace}, Case{40},
-        Case{64, DType::kFloat16, false}}) {
-    TrainCase c;
-    c.rows = 333;
-    c.hidden = 1104;
-    c.widths = {840};
-    c.ranks = {rank};
-    c.x = c.w = c.y = type;
-    c.base = base;
-    const auto make = [&](const ForcedPlans& forced) {
-      auto step = std::make_unique<TrainStep>(c, GetParam());
-      if (!finite) {
-        for (GuardedMatrix* m : {&step->x, step->a.data(), step->b.data()}) {
-          const Tensor t = m->host();
-          store_float(t.data, t.dtype, 4 * t.strides[0] + 3 * t.strides[1],
-                      std::numeric_limits<float>::infinity());
-          m->memory().upload();
-        }
-      }
-      run_planned(step.get(), forced);
-      return step;
-    };
-    const lora::cuda::ForwardPlan none{};
-    const auto first = make({nullptr, nullptr, &none});
-    for (int parts = 2; parts <= kLeaves; parts *= 2) {
-      lora::cuda::ForwardPlan once = forward_plan(c.hidden, kLeaves, parts);
-      for (const int clusters : {0, 2}) {
-        once.clusters = clusters;
-        expect_same_forward(*first, *make({nullptr, nullptr, &once}),
-                            "one launch of clusters of " + std::to_string(parts));
       }
     }
   }

@@ -40,8 +40,8 @@ namespace {
 using namespace wgmma_shrink;
 
 /// A thread's pieces of rows that stream through the ring, shared out as copy_swizzled() does. The
-/// pointers stay in registers, as producer warps are few and every instruction delays a copy. A null
-/// one is no row: its place in a stage stays as it is.
+/// pointers stay in registers, as producer warps are few and every instruction delays a copy. One
+/// that is null is no row: its place in a stage stays as it is.
 template <class T, int kRows, int kThreads>
 struct RowPieces {
   static constexpr int kStep = kThreads / 8, kCopies = ceil_div(kRows, kStep);

@@ -360,13 +360,6 @@ class Call {
   WeightLayouts layouts_;
 };
 
-/// The problem that the kernels are given: without adapters whose delta is dropped whole.
-Problem kept(const Problem& p) {
-  Problem own = p;
-  own.without_dropped = true;
-  return own;
-}
-
 void chosen_forward(const Problem& p, Stream stream) { forward(p, {}, stream); }
 void chosen_backward(const Problem& p, Stream stream) { backward(p, plan_backward(p), stream); }
 std::int64_t forward_workspace(const Problem& p) { return Work(p, nullptr).bytes; }
@@ -391,15 +384,14 @@ std::int64_t backward_workspace(const Problem& p, const BackwardPlan& plan) {
 
 void backward(const Problem& p, const BackwardPlan& plan, Stream stream) {
   if (!p.drops_whole) return Call(p, &plan, stream).backward();
-  const bool all = drops_all(p);
-  if (!all) Call(kept(p), &plan, stream).backward();
-  backward_dropped(p, all, stream);
+  if (!drops_all(p)) Call(without_dropped(p), &plan, stream).backward();
+  backward_dropped(p, stream);
 }
 
 void forward(const Problem& p, const ForcedPlans& forced, Stream stream) {
   if (!p.drops_whole) return Call(p, nullptr, stream, forced).forward();
   if (drops_all(p)) return forward_dropped(p, stream);
-  Call(kept(p), nullptr, stream, forced).forward();
+  Call(without_dropped(p), nullptr, stream, forced).forward();
 }
 
 const Backend kBackend = {chosen_forward, chosen_backward, forward_workspace,

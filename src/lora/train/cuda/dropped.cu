@@ -62,6 +62,12 @@ void for_each_pair(const Problem& p, F f) {
 
 }  // namespace
 
+Problem without_dropped(const Problem& p) {
+  Problem own = p;
+  own.without_dropped = true;
+  return own;
+}
+
 bool drops_all(const Problem& p) {
   bool all = p.drops_whole;
   if (all) for_each_pair(p, [&](const Pair& q, int) { all &= q.rank == 0 || q.drops_whole(); });
@@ -76,8 +82,8 @@ void forward_dropped(const Problem& p, Stream stream) {
   }
 }
 
-void backward_dropped(const Problem& p, bool all, Stream stream) {
-  if (all && !p.add_dx) fill(p.dx, {}, p.num_rows, p.hidden, stream);
+void backward_dropped(const Problem& p, Stream stream) {
+  if (!p.add_dx && drops_all(p)) fill(p.dx, {}, p.num_rows, p.hidden, stream);
   for_each_pair(p, [&](const Pair& q, int slice) {
     if (!q.drops_whole()) return;
     if (!q.add_a) fill(q.da, {}, q.rank, p.hidden, stream);

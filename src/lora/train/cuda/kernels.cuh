@@ -263,10 +263,12 @@ struct UploadParams {
 };
 void upload(const UploadParams& p, Stream stream);
 
-/// Whether every adapter has p = 1; then nothing else is needed.
+/// The problem that other kernels are given: without adapters whose delta is dropped whole.
+Problem without_dropped(const Problem& p);
+/// Whether all adapters are such; then the next two do everything.
 bool drops_all(const Problem& p);
 void forward_dropped(const Problem& p, Stream stream);
-/// Of the adapters that have it.
-void backward_dropped(const Problem& p, bool all, Stream stream);
+/// Of the adapters that are.
+void backward_dropped(const Problem& p, Stream stream);
 
 }  // namespace mortar::lora::train::cuda

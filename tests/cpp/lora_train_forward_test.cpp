@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// h and y of LoRA training in one launch have the bits of two, on a GPU.
+#include <limits>
+#include <memory>
+#include <string>
+
+#if MORTAR_HAS_CUDA
+#include "lora/train/cuda/forward_plan.h"
+#include "lora_train_forward.h"
+
+namespace mortar::testing {
+namespace {
+
+using namespace lora::train::cuda;
+
+class LoraTrainForward : public ::testing::TestWithParam<Device> {};
+
+// Clusters of any size, ranks that fill no MMA step, rows and columns that fill no tile, and values
+// that are not finite.
+TEST_P(LoraTrainForward, OneLaunchChangesNoBit) {
+  struct Case {
+    int rank;
+    DType type = DType::kBFloat16;
+    bool finite = true;
+    BaseIs base = BaseIs::kNone;
+  };
+  for (const auto& [rank, type, finite, base] :
+       {Case{8}, Case{16, DType::kFloat16, true, BaseIs::kApart}, Case{24, DType::kBFloat16, false},
+        Case{32, DType::kBFloat16, true, BaseIs::kInPlace}, Case{40},
+        Case{64, DType::kFloat16, false}}) {
+    TrainCase c;
+    c.rows = 333;
+    c.hidden = 1104;
+    c.widths = {840};
+    c.ranks = {rank};
+    c.x = c.w = c.y = type;
+    c.base = base;
+    const auto make = [&](const ForcedPlans& forced) {
+      auto step = std::make_unique<TrainStep>(c, GetParam());
+      if (!finite) {
+        for (GuardedMatrix* m : {&step->x, step->a.data(), step->b.data()}) {
+          const Tensor t = m->host();
+          store_float(t.data, t.dtype, 4 * t.strides[0] + 3 * t.strides[1],
+                      std::numeric_limits<float>::infinity());
+          m->memory().upload();
+        }
+      }
+      run_planned(step.get(), forced);
+      return step;
+    };
+    const lora::cuda::ForwardPlan none{};
+    const auto first = make({nullptr, nullptr, &none});
+    for (int parts = 2; parts <= kLeaves; parts *= 2) {
+      lora::cuda::ForwardPlan once = forward_plan(c.hidden, kLeaves, parts);
+      for (const int clusters : {0, 2}) {
+        once.clusters = clusters;
+        expect_same_forward(*first, *make({nullptr, nullptr, &once}),
+                            "one launch of clusters of " + std::to_string(parts));
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Gpus, LoraTrainForward, ::testing::ValuesIn(gpus()),
+                         [](const auto& one) { return device_label(one.param); });
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainForward);
+
+}  // namespace
+}  // namespace mortar::testing
+#endif
