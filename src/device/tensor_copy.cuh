@@ -118,10 +118,11 @@ __device__ __forceinline__ void store_boxes_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
 }
-/// Waits until all groups of this thread have read shared memory.
+/// Waits until all groups of this thread but the last kLeft have read shared memory.
+template <int kLeft = 0>
 __device__ __forceinline__ void store_boxes_wait_read() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 #endif
 }
 /// Waits until all groups of this thread have ended.

@@ -99,10 +99,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   extern __shared__ __align__(1024) unsigned char smem[];
   Ring<S> ring(smem);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
-      ring.full[i].init(1);
-      ring.empty[i].init(S::kArrivals);
-    }
+    ring.init_barriers();
     device::Mbarrier::fence_init();
   }
   if (threadIdx.x == kConsumers) {

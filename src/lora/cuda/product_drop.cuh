@@ -48,10 +48,8 @@ __device__ __forceinline__ void drop_stage(const Params& p, const lora::train::c
   device::fence_async_proxy();
   if constexpr (S::kByColumns) {
     device::named_barrier<1, kConsumers>();
-  } else if (warpgroup == 0) {
-    device::named_barrier<1, kWarpgroup>();
   } else {
-    device::named_barrier<2, kWarpgroup>();
+    meet_warpgroup(warpgroup);
   }
 }
 

@@ -119,11 +119,6 @@ __device__ __forceinline__ void share_hidden(const ForwardParams& q, const Unit<
   }
 }
 
-/// Waits until of this thread's blocks on their way out at most the last one has not been read.
-__device__ __forceinline__ void wait_for_block() {
-  asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-}
-
 /// y of this thread block's columns: a warpgroup has 64 of the 128 that a stage has weights of.
 template <class S>
 __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& unit, Ring<S>* ring,
@@ -134,13 +129,6 @@ __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& un
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4,
             lane = static_cast<int>(threadIdx.x) % 32;
   const bool asks = threadIdx.x % kWarpgroup == 0;
-  const auto meet = [&] {
-    if (warpgroup == 0) {
-      device::named_barrier<1, kWarpgroup>();
-    } else {
-      device::named_barrier<2, kWarpgroup>();
-    }
-  };
   const auto take_stage = [&] { ring->full[ring->at.stage].wait(ring->at.round & 1); };
   const auto free_stage = [&] {
     release(*ring, ring->at.stage);
@@ -163,8 +151,8 @@ __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& un
                                                          b + k * device::kDescriptorStep, k > 0);
     }
     device::wgmma_commit();
-    if (asks) wait_for_block();
-    meet();
+    if (asks) device::store_boxes_wait_read<1>();
+    meet_warpgroup(warpgroup);
     device::wgmma_wait<0>();
     device::wgmma_keep(sum);
     free_stage();
@@ -194,7 +182,7 @@ __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& un
       device::stmatrix_x4((block + put) ^ j * 16, words);
     }
     device::fence_async_proxy();
-    meet();
+    meet_warpgroup(warpgroup);
     if (asks) {
       device::store_box(q.out, tile * kForwardColumns + 64 * warpgroup, unit.row, block);
       device::store_boxes_commit();
@@ -237,10 +225,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   const Params& p = q.h;
   Ring<S> ring(smem);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
-      ring.full[i].init(1);
-      ring.empty[i].init(S::kArrivals);
-    }
+    ring.init_barriers();
     received.init(1);
     came.init(1);
     device::Mbarrier::fence_init();

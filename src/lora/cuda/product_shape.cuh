@@ -175,10 +175,26 @@ struct Ring {
                                                  S::kTileBytes + S::kParkedBytes)),
         empty(full + S::kStages),
         segments(reinterpret_cast<Segments*>(empty + S::kStages)) {}
+  /// By one thread; a fence must follow.
+  __device__ __forceinline__ void init_barriers() const {
+    for (int i = 0; i < S::kStages; ++i) {
+      full[i].init(1);
+      empty[i].init(S::kArrivals);
+    }
+  }
   __device__ __forceinline__ std::uint32_t stage() const {
     return stages + at.stage * S::kStageBytes;
   }
 };
+
+/// Waits for the other threads of one of the two warpgroups that multiply, at named barrier 1 or 2.
+__device__ __forceinline__ void meet_warpgroup(int warpgroup) {
+  if (warpgroup == 0) {
+    device::named_barrier<1, kWarpgroup>();
+  } else {
+    device::named_barrier<2, kWarpgroup>();
+  }
+}
 
 /// Frees a stage, in all thread blocks that share it: one lane of each warp that has read it.
 template <class S>

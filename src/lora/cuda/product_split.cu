@@ -100,10 +100,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ device::Mbarrier received;
   Ring<S> ring(smem);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
-      ring.full[i].init(1);
-      ring.empty[i].init(S::kArrivals);
-    }
+    ring.init_barriers();
     received.init(1);
     device::Mbarrier::fence_init();
     received.arrive_and_expect(S::kTileBytes);

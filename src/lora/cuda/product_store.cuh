@@ -105,13 +105,6 @@ __device__ __forceinline__ void store_boxes(const Params& p, const Unit<S>& unit
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4,
             lane = static_cast<int>(threadIdx.x) % 32;
   const bool asks = threadIdx.x % kWarpgroup == 0;
-  const auto meet = [&] {
-    if (warpgroup == 0) {
-      device::named_barrier<1, kWarpgroup>();
-    } else {
-      device::named_barrier<2, kWarpgroup>();
-    }
-  };
   const std::uint32_t own = ring.tile + warpgroup * kBlocks * kBlockBytes;
   // Lanes give the rows of two neighbouring pieces of 8 columns, of the first 8 rows and of the
   // others.
@@ -119,7 +112,7 @@ __device__ __forceinline__ void store_boxes(const Params& p, const Unit<S>& unit
 #pragma unroll
   for (int first = 0; first < S::kColumns; first += 64 * kBlocks) {
     if (asks) device::store_boxes_wait_read();
-    meet();
+    meet_warpgroup(warpgroup);
 #pragma unroll
     for (int j = 0; j < 8 * kBlocks; j += 2) {
       std::uint32_t words[4];
@@ -132,7 +125,7 @@ __device__ __forceinline__ void store_boxes(const Params& p, const Unit<S>& unit
                           words);
     }
     device::fence_async_proxy();
-    meet();
+    meet_warpgroup(warpgroup);
     if (!asks) continue;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {

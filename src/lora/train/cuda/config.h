@@ -206,7 +206,7 @@ inline ShrinkPlan product_shrink(std::int64_t columns, const ProductCut& cut,
   plan.product = true;
   plan.fused = leaves == 1 || cut.split;
   plan.leaves = leaves;
-  plan.rows = cut.rows > 0 ? cut.rows : split_rows(cut.columns);
+  plan.rows = cut.rows;
   plan.ranks = cut.columns;
   plan.parts = cut.parts;
   plan.leaf = leaf_columns(columns, leaves);

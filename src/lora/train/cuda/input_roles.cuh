@@ -109,16 +109,6 @@ __device__ __forceinline__ void store_rows(const InputBoxParams& p, std::int64_t
   }
 }
 
-/// Waits until the next of so many buffers of this thread's boxes has been read.
-template <int kBuffers>
-__device__ __forceinline__ void wait_for_buffer() {
-  if constexpr (kBuffers == 1) {
-    device::store_boxes_wait_read();
-  } else {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kBuffers - 1) : "memory");
-  }
-}
-
 /// dx of half of the panel's columns, by a warpgroup.
 template <class T, class S>
 __device__ __forceinline__ void store_products(const InputBoxParams& p, const PanelPart<>& part,
@@ -178,7 +168,7 @@ __device__ __forceinline__ void store_products(const InputBoxParams& p, const Pa
       }
       if (first_block == 0) {
         if constexpr (S::kDrops) barriers.dropped[at.stage].wait(at.round & 1);
-        if (asks) wait_for_buffer<S::kBuffers>();
+        if (asks) device::store_boxes_wait_read<S::kBuffers - 1>();
         meet();
       }
 #pragma unroll

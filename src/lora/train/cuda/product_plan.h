@@ -78,7 +78,7 @@ struct ProductCut {
   int columns = 64, parts = 1;
   double us = 0;
   bool split = false;
-  int rows = 0;  ///< of a tile; 0: split_rows()
+  int rows = lora::cuda::kProductRows;  ///< of a tile
 };
 
 /// For h and ds, whose depth is long: an SM's shared memory fills at 66 KB/us, so that a step of
@@ -232,7 +232,7 @@ ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, 
                                                 (steps * step_us + kEndUs + kEndPartUs * parts));
       const double us = total(own, tiles * parts);
       if (best.us > 0 && us >= best.us) continue;
-      best = {tile, parts, us, true};
+      best = {tile, parts, us, true, split_rows(tile)};
     }
   }
   return best;
