@@ -7,200 +7,59 @@
 #include <iterator>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "lora_expect.h"
-#include "lora_shape.h"
+#include "lora_case.h"
 #if MORTAR_HAS_CUDA
-#include "device/launch.cuh"
-#include "lora/cuda/backend.cuh"
-#include "lora/launch_plan.h"
+#include "lora_every_plan.h"
 
 namespace mortar::testing {
 namespace {
 
-using lora::LaunchPlan;
-
-lora::Machine this_machine() {
-  const device::DeviceInfo& d = device::current_device();
-  return {d.num_sms, d.arch, d.max_smem, d.sm_smem};
-}
-
-class LoraLaunch : public ::testing::TestWithParam<Device> {
- protected:
-  static LoraCase case_of(std::int64_t tokens, std::int64_t hidden,
-                          const std::vector<std::int64_t>& widths, const std::vector<int>& ranks,
-                          DType dtype = DType::kBFloat16) {
-    LoraCase c;
-    c.x = c.w = c.y = dtype;
-    c.tokens = tokens;
-    c.hidden = hidden;
-    c.widths = widths;
-    c.ranks = ranks;
-    return c;
-  }
-
-  /// lora_apply by this plan makes `want` of the `original` y.
-  static void expect_plan_gives(const std::vector<std::uint8_t>& want, const LaunchPlan& plan,
-                                LoraOperands& op, const GuardedTensor& original) {
-    const lora::cuda::InjectedPlan injected(plan);
-    restore_y(op, original);
-    run_apply(op);
-    op.y.download();
-    EXPECT_TRUE(op.y.guards_intact()) << describe(plan);
-    EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
-  }
-
-  /// y after each candidate, with both forms of groups, all of which must have the same bits; those
-  /// of the first agree with fp64. Adds what ran to `ran_`.
-  void expect_same_bits(LoraCase c) {
-    LoraOperands op(c, GetParam());
-    const GuardedTensor original = op.y;
-    expect_apply_matches(op);
-    const std::vector<std::uint8_t> want = bytes_of(op.y);
-    expect_candidates_give(want, op, original);
-    c.segments = true;
-    LoraOperands by_segments(c, GetParam());
-    expect_candidates_give(want, by_segments, original);
-  }
-
-  void expect_candidates_give(const std::vector<std::uint8_t>& want, LoraOperands& op,
-                              const GuardedTensor& original) {
-    const std::vector<LaunchPlan> all = lora::candidates(shape_of(op), this_machine());
-    for (const LaunchPlan& plan : all) {
-      // Every shrink with one expand, and every expand with one shrink.
-      const bool first = plan.shrink.kernel == all[0].shrink.kernel &&
-                         plan.shrink.rows == all[0].shrink.rows && plan.shrink.per_sm == 0 &&
-                         plan.shrink.stages == all[0].shrink.stages;
-      if (!(plan.expand == all[0].expand) && !(plan.expand == all.back().expand) && !first &&
-          !plan.one_kernel())
-        continue;
-      expect_plan_gives(want, plan, op, original);
-      if (plan.one_kernel()) {
-        one_ran_.insert(plan.expand.cols);
-        continue;
-      }
-      ran_.insert({static_cast<int>(plan.shrink.kernel), plan.shrink.shape});
-      stages_ran_.insert(plan.shrink.stages);
-      if (plan.expand.kernel == lora::ExpandKernel::kWide) wide_ran_.insert(plan.expand.shape);
-      if (plan.expand.per_sm == lora::kDenseExpandPerSm) dense_ran_.insert(plan.expand.stages);
-    }
-  }
-
-  /// The same for lora_shrink and an h wider than the ranks. Returns how many plans were one launch
-  /// of the decode kernel.
-  int expect_same_hidden(const LoraCase& c, DType h_dtype) {
-    constexpr int kExtra = 3;
-    LoraOperands op(c, GetParam());
-    lora::LoraShape s = shape_of(op);
-    s.op = lora::Op::kShrink;
-    s.h_columns += kExtra;
-    s.b_by_8 = false;
-    const auto expected = lora::reference_shrink(op.x.host(), op.host_weights(), op.map, c.scale);
-    std::vector<std::uint8_t> want;
-    int in_clusters = 0;
-    for (const LaunchPlan& plan : lora::candidates(s, this_machine())) {
-      const lora::cuda::InjectedPlan injected(plan);
-      GuardedTensor h = make_hidden(op, h_dtype, kExtra), workspace = op.shrink_workspace();
-      const Tensor ids = c.add ? op.token_adapter.view() : Tensor{};
-      lora_shrink(op.x.view(), op.weights(), op.groups(), h.view(), c.scale, ids, workspace.view(),
-                  Stream{});
-      if (want.empty()) {
-        expect_hidden(op, h, expected, h_dtype, c.add);
-        want = bytes_of(h);
-      }
-      EXPECT_TRUE(bytes_of(h) == want) << describe(plan);
-      EXPECT_TRUE(h.guards_intact()) << describe(plan);
-      in_clusters += plan.shrink.kernel == lora::ShrinkKernel::kDecode && !plan.shrink.split();
-    }
-    return in_clusters;
-  }
-
-  /// Every row of the tables of wgmma for such weights.
-  void expect_all_shapes_ran(bool float_weights) const {
-    if (this_machine().arch != 90) return;
-    for (std::size_t i = 0; i < std::size(lora::kWgmmaShapes); ++i) {
-      if (lora::kWgmmaShapes[i].float_weights != float_weights) continue;
-      const int row = static_cast<int>(i);
-      EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kWgmma), row}))
-          << "row " << i << " of kWgmmaShapes never ran";
-    }
-    for (std::size_t i = 0; i < std::size(lora::kWideShapes); ++i) {
-      if (lora::kWideShapes[i].float_weights != float_weights) continue;
-      EXPECT_TRUE(wide_ran_.contains(static_cast<int>(i)))
-          << "row " << i << " of kWideShapes never ran";
-    }
-  }
-
-  /// The same for lora_expand and an h of the caller's.
-  void expect_same_expanded(const LoraCase& c, DType h_dtype) {
-    LoraOperands op(c, GetParam());
-    lora::LoraShape s = shape_of(op);
-    s.op = lora::Op::kExpand;
-    s.aligned_x = true;
-    s.b_by_8 = false;
-    s.float_weights = op.c.w == DType::kFloat32 && op.c.y == DType::kBFloat16;
-    s.float_h = h_dtype == DType::kFloat32;
-    s.aligned_h = (s.float_h || (s.one_type && h_dtype == op.c.y)) && op.max_rank() % 8 == 0;
-    for (const std::int64_t width : op.c.widths) s.aligned_y = s.aligned_y && width % 8 == 0;
-    const LoraWeights host = op.host_weights();
-    const auto expected =
-        lora::reference_expand(lora::reference_shrink(op.x.host(), host, op.map, c.scale), host,
-                               op.map, op.y.host(), 0, c.add);
-    GuardedTensor h = make_hidden(op, h_dtype, 0), workspace = op.shrink_workspace();
-    lora_shrink(op.x.view(), op.weights(), op.groups(), h.view(), c.scale, {}, workspace.view(),
-                Stream{});
-    const GuardedTensor original = op.y;
-    std::vector<std::uint8_t> want;
-    for (const LaunchPlan& plan : lora::candidates(s, this_machine())) {
-      const lora::cuda::InjectedPlan injected(plan);
-      restore_y(op, original);
-      lora_expand(h.view(), op.weights(), op.groups(), op.y.view(), 0, c.add, Stream{});
-      if (want.empty()) {
-        expect_outputs(op, expected, h_dtype, "lora_expand");
-        want = bytes_of(op.y);
-      }
-      EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
-      EXPECT_TRUE(op.y.guards_intact()) << describe(plan);
-      if (plan.expand.kernel == lora::ExpandKernel::kWide) wide_ran_.insert(plan.expand.shape);
-    }
-  }
-
-  static std::vector<std::uint8_t> bytes_of(GuardedTensor& t) {
-    t.download();
-    const Tensor view = t.host();
-    const auto* p = t.data<std::uint8_t>();
-    return {p, p + view.numel() * dtype_size(view.dtype)};
-  }
-
-  std::set<int> wide_ran_;             ///< rows of kWideShapes
-  std::set<int> one_ran_;              ///< columns a CTA of plans of one kernel
-  std::set<int> stages_ran_;           ///< of the ring of rank rows
-  std::set<int> dense_ran_;            ///< of that of B, where four CTAs of expand share an SM
-  std::set<std::pair<int, int>> ran_;  ///< kernels of shrink and rows of their tables
-};
-
 /// Few and many tokens of an adapter, short and long K chunks, an odd number of them, edges of
 /// tiles, columns and ranks.
-TEST_P(LoraLaunch, EveryPlanGivesTheSameBits) {
-  expect_same_bits(case_of(7, 1040, {96, 40}, {16, 8, 24}));
-  expect_same_bits(case_of(150, 1544, {264, 40}, {16}));
-  expect_same_bits(case_of(197, 4616, {384, 136}, {32, 8, 24}));
-  expect_same_bits(case_of(260, 776, {520}, {64, 5, 40}));
-  expect_same_bits(case_of(333, 1288, {264, 72, 64}, {48, 64, 3}));
-  expect_same_bits(case_of(200, 1032, {264, 128}, {128, 100, 64}));
-  expect_same_bits(case_of(90, 1032, {264}, {4, 12, 2}));
-  expect_same_bits(case_of(130, 520, {264, 40}, {200, 129, 40}));
-  expect_same_bits(case_of(130, 520, {264, 40}, {201, 129, 40}, DType::kFloat16));
-  expect_same_bits(case_of(150, 264, {520, 40}, {4, 2, 3}));
-  expect_same_bits(case_of(150, 264, {520, 40}, {4, 2, 3}, DType::kFloat16));
+std::vector<LoraCase> every_plan_cases() {
+  std::vector<LoraCase> cases = {
+      case_of(7, 1040, {96, 40}, {16, 8, 24}),
+      case_of(150, 1544, {264, 40}, {16}),
+      case_of(197, 4616, {384, 136}, {32, 8, 24}),
+      case_of(260, 776, {520}, {64, 5, 40}),
+      case_of(333, 1288, {264, 72, 64}, {48, 64, 3}),
+      case_of(200, 1032, {264, 128}, {128, 100, 64}),
+      case_of(90, 1032, {264}, {4, 12, 2}),
+      case_of(130, 520, {264, 40}, {200, 129, 40}),
+      case_of(130, 520, {264, 40}, {201, 129, 40}, DType::kFloat16),
+      case_of(150, 264, {520, 40}, {4, 2, 3}),
+      case_of(150, 264, {520, 40}, {4, 2, 3}, DType::kFloat16),
+  };
   LoraCase long_run = case_of(200, 264, {264, 136}, {8, 40, 512});
   long_run.map = Map::kOneAdapter;
-  expect_same_bits(long_run);
+  cases.push_back(long_run);
   LoraCase strided = case_of(133, 1040, {96, 40}, {16, 8, 24});
   strided.strided = true;
-  expect_same_bits(strided);
+  cases.push_back(strided);
+  return cases;
+}
+
+class LoraEveryPlan : public LaunchTest,
+                      public ::testing::WithParamInterface<std::tuple<Device, LoraCase>> {
+ protected:
+  LoraEveryPlan() : LaunchTest(std::get<Device>(GetParam())) {}
+};
+
+TEST_P(LoraEveryPlan, GivesTheSameBits) { expect_same_bits(std::get<LoraCase>(GetParam())); }
+
+class LoraLaunch : public LaunchTest, public ::testing::WithParamInterface<Device> {
+ protected:
+  LoraLaunch() : LaunchTest(GetParam()) {}
+};
+
+TEST_P(LoraLaunch, EveryShapeIsAmongThesePlans) {
+  for (const LoraCase& c : every_plan_cases()) {
+    for (const LaunchPlan& plan : plans_to_run(LoraOperands(c, device_))) note(plan);
+  }
   expect_all_shapes_ran(false);
   EXPECT_TRUE(stages_ran_.contains(lora::kFewDecodeStages));
   EXPECT_EQ(dense_ran_, (std::set{lora::kDenseExpandStages, lora::kDecodeExpandStages}));
@@ -345,7 +204,7 @@ TEST_P(LoraLaunch, PersistentCtasTakeSeveralSteps) {
         ceil_div<std::int64_t>(c.widths[0], 128) +
         (c.widths.size() > 1 ? ceil_div<std::int64_t>(c.widths[1], 128) : 0);
     c.tokens += 128 * ceil_div<std::int64_t>(least_steps * this_machine().sms, blocks);
-    LoraOperands op(c, GetParam());
+    LoraOperands op(c, device_);
     const GuardedTensor original = op.y;
     expect_apply_matches(op);
     const std::vector<std::uint8_t> want = bytes_of(op.y);
@@ -372,7 +231,7 @@ TEST_P(LoraLaunch, PersistentCtasTakeSeveralSteps) {
 }
 
 TEST_P(LoraLaunch, AnotherProblemsPlanIsRefused) {
-  LoraOperands op(case_of(7, 1040, {96, 40}, {16}), GetParam());
+  LoraOperands op(case_of(7, 1040, {96, 40}, {16}), device_);
   lora::LoraShape other = shape_of(op);
   ++other.num_tokens;
   const LaunchPlan plan = lora::choose(other, this_machine());
@@ -382,6 +241,11 @@ TEST_P(LoraLaunch, AnotherProblemsPlanIsRefused) {
   EXPECT_TRUE(op.y.all_unchanged());
 }
 
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraEveryPlan);
+INSTANTIATE_TEST_SUITE_P(Gpu, LoraEveryPlan,
+                         ::testing::Combine(::testing::ValuesIn(gpus()),
+                                            ::testing::ValuesIn(every_plan_cases())),
+                         [](const auto& test) { return "cuda_" + std::to_string(test.index); });
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraLaunch);
 INSTANTIATE_TEST_SUITE_P(Gpu, LoraLaunch, ::testing::ValuesIn(gpus()),
                          [](const auto&) { return std::string("cuda"); });
