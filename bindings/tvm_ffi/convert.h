@@ -7,6 +7,7 @@
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
@@ -67,6 +68,18 @@ inline DType to_dtype(DLDataType dtype, const char* op, const char* name) {
 /// False for a tensor that has elements but no memory, such as PyTorch's fake ones.
 inline bool has_memory(const DLTensor& t) {
   return t.data != nullptr || std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim;
+}
+
+/// Whether it is one bool, or one byte in its place, in the memory of the CPU.
+inline bool is_flag(const DLTensor& t) {
+  const bool is_byte = (t.dtype.code == kDLBool || t.dtype.code == kDLUInt) && t.dtype.bits == 8;
+  const bool is_one = std::all_of(t.shape, t.shape + t.ndim, [](auto size) { return size == 1; });
+  return is_byte && t.dtype.lanes == 1 && is_one && t.device.device_type == kDLCPU &&
+         t.data != nullptr;
+}
+
+inline bool value_of_flag(const DLTensor& t) {
+  return *(static_cast<const std::uint8_t*>(t.data) + t.byte_offset) != 0;
 }
 
 /// The view behind a DLPack tensor. A message opens with "<op>: <name>".

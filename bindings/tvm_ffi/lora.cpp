@@ -7,13 +7,15 @@
 //   lora_weights WEIGHTS -> handle
 //
 //   GROUPS   plan, num_tokens, num_adapters
-//            or None, sorted_tokens, ids, counts, starts, None, num_groups
-//            or None, sorted_tokens, ids, counts, starts, a tensor on the CPU that holds num_groups
+//            or None, sorted_tokens, ids, counts, starts, None, num_groups, no_lora
+//            or None, sorted_tokens, ids, counts, starts, a tensor on the CPU that holds num_groups,
+//               no_lora
 //   WEIGHTS  None, ranks, scales, len(a), *a, *b    or table, dtype, max_rank, hidden, *widths
 //            or handle: the same, read and checked before; whoever made it keeps the memory alive
 //
-// num_groups: only the first that many segments are looked at. A stacked tensor may have an extra
-// dimension of size 1 after its first ([L, 1, R, K]).
+// num_groups: only the first that many segments are looked at. no_lora: a bool or uint8 on the
+// CPU: where it is not zero, the op returns without any write, and torch_<op> -1; or None, but for
+// torch_<op>. A stacked tensor may have an extra dimension of size 1 after its first ([L, 1, R, K]).
 //
 // A workspace that is None is memory of the framework's allocator, for the time of the call; the
 // torch_ functions say how much they need instead (packed_call.h), and take in front of their other
@@ -77,7 +79,15 @@ class LoraArgs : public ArgReader<Source> {
     for (Tensor* t : {&ids, &counts}) {
       if (t->ndim == 1) t->shape[0] = std::min(t->shape[0], std::max<std::int64_t>(num_groups, 0));
     }
+    no_lora_ = this->flag("no_lora");
     return LoraGroups::from_segments(sorted_tokens, ids, counts, starts);
+  }
+
+  /// Whether the groups, which have been read, say that there is nothing to do; then that is the
+  /// result.
+  bool no_lora(Any* result) const {
+    if (no_lora_) *result = kNothing;
+    return no_lora_;
   }
 
   /// Valid as long as the reader and the arguments.
@@ -142,16 +152,18 @@ class LoraArgs : public ArgReader<Source> {
   }
 
   std::optional<LoraWeights> read_weights_;
+  bool no_lora_ = false;
 };
 
 template <class Source>
-void shrink(PackedArgs packed, Any*) {
+void shrink(PackedArgs packed, Any* result) {
   LoraArgs<Source> args(packed, "lora_shrink");
   const Tensor x = args.tensor("x"), h = args.tensor("h"), given = args.tensor("workspace");
   const std::int64_t kept_for = read_stream_of_workspace(args);
   const auto scale = static_cast<float>(args.template value<double>("scale"));
   const Tensor zero_rows = args.tensor("zero_rows");
   const LoraGroups groups = args.groups();
+  if (args.no_lora(result)) return;
   const LoraWeights& weights = args.weights();
   const typename Source::Call call(x.device);
   const auto workspace = kept_workspace<Source>(given, kept_for, x.device, call.stream,
@@ -160,19 +172,20 @@ void shrink(PackedArgs packed, Any*) {
 }
 
 template <class Source>
-void expand(PackedArgs packed, Any*) {
+void expand(PackedArgs packed, Any* result) {
   LoraArgs<Source> args(packed, "lora_expand");
   const Tensor h = args.tensor("h"), y = args.tensor("y");
   const auto offset = args.integer("offset");
   const auto add_inputs = args.template value<bool>("add_inputs");
   const LoraGroups groups = args.groups();
+  if (args.no_lora(result)) return;
   const LoraWeights& weights = args.weights();
   const typename Source::Call call(y.device);
   lora_expand(h, weights, groups, y, offset, add_inputs, call.stream);
 }
 
 template <class Source>
-void apply(PackedArgs packed, Any*) {
+void apply(PackedArgs packed, Any* result) {
   LoraArgs<Source> args(packed, "lora_apply");
   const Tensor x = args.tensor("x"), y = args.tensor("y"), given = args.tensor("workspace");
   const std::int64_t kept_for = read_stream_of_workspace(args);
@@ -180,6 +193,7 @@ void apply(PackedArgs packed, Any*) {
   const auto scale = static_cast<float>(args.template value<double>("scale"));
   const auto add_inputs = args.template value<bool>("add_inputs");
   const LoraGroups groups = args.groups();
+  if (args.no_lora(result)) return;
   const LoraWeights& weights = args.weights();
   const typename Source::Call call(x.device);
   const auto workspace = kept_workspace<Source>(given, kept_for, x.device, call.stream,

@@ -18,8 +18,8 @@
 
 namespace mortar::ffi {
 
-/// Results of the torch_* functions; a larger one is bytes of workspace.
-constexpr std::int64_t kUnread = 0, kDone = 1;
+/// Results of the torch_* functions; a larger one is bytes of workspace. Nothing: as asked.
+constexpr std::int64_t kNothing = -1, kUnread = 0, kDone = 1;
 
 /// The argument `name`, and the next one after it.
 inline AnyView take_argument(PackedArgs args, int* next, const char* op, const char* name) {
@@ -56,6 +56,15 @@ struct FfiObjects {
     return to_tensor(take_argument(args, next, op, name), op, name);
   }
 
+  bool flag(PackedArgs args, int* next, const char* op, const char* name) {
+    const AnyView given = take_argument(args, next, op, name);
+    if (given == nullptr) return false;
+    const std::optional<DLTensor*> t = given.try_cast<DLTensor*>();
+    check_type(t.has_value() && is_flag(**t), op, ": ", name,
+               " must be one bool or uint8 on the CPU, or None");
+    return value_of_flag(**t);
+  }
+
   /// What surrounds an op: its device is the current one, its stream the caller's.
   struct Call {
     explicit Call(Device device) : guard(device), stream(current_stream(device)) {}
@@ -79,6 +88,9 @@ class ArgReader {
   AnyView take(const char* name) { return take_argument(args_, &next_, op_, name); }
 
   Tensor tensor(const char* name) { return source_.tensor(args_, &next_, op_, name); }
+
+  /// A bool in the memory of the CPU; false for None.
+  bool flag(const char* name) { return source_.flag(args_, &next_, op_, name); }
 
   template <class T>
   T value(const char* name) {

@@ -109,6 +109,12 @@ struct TorchObjects {
     return to_tensor(t, op, name);
   }
 
+  bool flag(PackedArgs, int*, const char*, const char*) {
+    DLTensor t{};
+    if (!view(&t) || !is_flag(t)) throw Indirect();
+    return value_of_flag(t);
+  }
+
   static Stream stream(Device device) {
     if (device.type == DeviceType::kCPU) return {};
     void* stream = nullptr;

@@ -68,7 +68,8 @@ def torch_function(name: str) -> Callable[..., int]:
     other arguments.
 
     It returns 0, with nothing written, where an object is no tensor of PyTorch's or holds no plain
-    memory. The caller must hold on to the tuple.
+    memory, and -1 where the call says that there is nothing to do. The caller must hold on to the
+    tuple.
     """
     if not _torch_is_lent:
         return lambda *args: 0

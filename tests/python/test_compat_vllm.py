@@ -162,15 +162,22 @@ def test_offset_start(device, add_inputs):
     check_expand(inputs, add_inputs, offset=13)
 
 
-def test_the_flag_means_no_write_at_all(device):
-    inputs = make_inputs(device, map="base")
-    assert inputs.metadata[-1].item()
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32])
+@pytest.mark.parametrize("map", ["base", "random"])
+def test_the_flag_means_no_write_at_all(device, map, dtype):
+    """Whatever the other tensors say; nor does autograd hear of one, or anybody of a wrong
+    argument."""
+    inputs = make_inputs(device, map=map)
+    assert inputs.metadata[-1].item() == (map == "base")
+    inputs.metadata[-1] = torch.ones(1, dtype=dtype)
     h, y = torch.full_like(inputs.h, 7), inputs.y.clone()
-    lora_shrink(inputs.x, inputs.a, h, *inputs.metadata, 5, 1.0)
-    assert (h == 7).all()
-    lora_expand(inputs.h, inputs.b, y, *inputs.metadata, 5, add_inputs=False)
-    lora_linear(inputs.x, inputs.a, inputs.b, y, *inputs.metadata, 5, 1.0, add_inputs=False)
-    assert torch.equal(y, inputs.y)
+    versions = h._version, y._version
+    for x, columns in ((inputs.x, None), (inputs.x[:, 1:], 1)):
+        lora_shrink(x, inputs.a, h[..., :columns], *inputs.metadata, 5, 1.0)
+        lora_expand(h[..., :columns], inputs.b, y, *inputs.metadata, 5, add_inputs=False)
+        lora_linear(x, inputs.a, inputs.b, y, *inputs.metadata, 5, 1.0, add_inputs=False)
+    assert (h == 7).all() and torch.equal(y, inputs.y)
+    assert (h._version, y._version) == versions
 
 
 def test_all_ids_minus_one_without_the_flag(device):

@@ -81,12 +81,17 @@ class _Op(NamedTuple):
 
 
 def _groups(metadata: tuple) -> tuple[tuple, tuple]:
-    """What the library takes for a plan: its tensors, and the number of groups where that is one.
-    The flag is not among them."""
+    """What the library takes for a plan: its tensors, and the number of groups where that is one,
+    with no flag, which has been looked at."""
     _, sorted_tokens, counts, starts, ids, _, active = metadata
     if isinstance(active, _Tensor):
-        return (None, sorted_tokens, ids, counts, starts, active), ()
-    return (None, sorted_tokens, ids, counts, starts, None), (active,)
+        return (None, sorted_tokens, ids, counts, starts, active), (None,)
+    return (None, sorted_tokens, ids, counts, starts, None), (active, None)
+
+
+def _is_set(flag) -> bool:
+    """Whether a flag that may be anything says that there is nothing to do."""
+    return isinstance(flag, _Tensor) and flag.numel() == 1 and bool(flag.item())
 
 
 def _is_strided(inputs) -> bool:
@@ -174,7 +179,8 @@ def _new_memory(lora_ids: torch.Tensor) -> Memory:
 
 
 def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> bool:
-    """Whether an eager call is done. Tuples are written out: one more costs a tenth of all this."""
+    """Whether an eager call is done. Tuples are written out: one more costs a tenth of all this.
+    The library looks at the flag: item() costs a twentieth."""
     if output.is_neg():
         raise negation(op.name, "output_tensor")
     num_a = len(weights)
@@ -187,13 +193,13 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
         return False
     if _is_grad_enabled() and any(map(_requires_grad, (inputs, output, *weights))):
         return False
-    mapping, sorted_tokens, counts, starts, ids, _, active = metadata
+    mapping, sorted_tokens, counts, starts, ids, no_lora, active = metadata
     if type(active) is int:
         last = (*last, active)
         active = None
     if op is EXPAND:
         tensors = (inputs, output, None, sorted_tokens, ids, counts, starts, active,
-                   None, None, None, *weights)  # fmt: skip
+                   no_lora, None, None, None, *weights)  # fmt: skip
         done = _expand_now(id(tensors), *last, 0)
     else:
         kept = getattr(ids, "_mortar_memory", None) or _new_memory(ids)
@@ -201,16 +207,16 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
         while True:
             if op is SHRINK:
                 tensors = (inputs, output, memory, mapping, None, sorted_tokens, ids, counts,
-                           starts, active, None, None, None, *weights)  # fmt: skip
+                           starts, active, no_lora, None, None, None, *weights)  # fmt: skip
                 done = _shrink_now(id(tensors), stream, *last, num_a)
             else:
                 tensors = (inputs, output, memory, None, sorted_tokens, ids, counts, starts,
-                           active, None, None, None, *weights)  # fmt: skip
+                           active, no_lora, None, None, None, *weights)  # fmt: skip
                 done = _apply_now(id(tensors), stream, *last, num_a)
             if done <= WRITTEN:
                 break
             memory, stream = kept.more(inputs, done), ANY_STREAM
-    if done:
+    if done == WRITTEN:
         increment_version((output,))
     return bool(done)
 
@@ -218,16 +224,16 @@ def _run_now(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> 
 def run(op: _Op, inputs, weights, output, metadata: tuple, last: tuple) -> None:
     """weights: the list of the op, or both of lora_linear."""
     try:
-        if is_eager(inputs):
-            if metadata[5].item():
-                return
-            if _run_now(op, inputs, weights, output, metadata, last):
-                return
+        if is_eager(inputs) and _run_now(op, inputs, weights, output, metadata, last):
+            return
         first = (inputs, *op.lists(weights), output)
         call = op.by_tensor if isinstance(metadata[6], _Tensor) else op.by_int
         call(*first, *metadata, *last)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if _is_set(metadata[5]):
+            return
         if op is not EXPAND and _is_strided(inputs):
-            return run(op, inputs.contiguous(), weights, output, metadata, last)
+            run(op, inputs.contiguous(), weights, output, metadata, last)
+            return
         first = (inputs, *op.lists(weights), output)
         raise op.in_callers_words(error, first, metadata) from None
