@@ -161,7 +161,10 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
 
   // Guard
   device::pdl_begin(p.early);
-  if (!shared.run.find(p.groups, p.tiles, p.weights.num_adapters)) return device::pdl_leave();
+  int token = -1;
+  if (!shared.run.find(p.groups, p.tiles, p.weights.num_adapters, &token)) {
+    return device::pdl_leave();
+  }
   const Tile tile = shared.run.tile;
   const Block block = find_block(p, static_cast<int>(blockIdx.x));
   const SliceWeights w = weights_of(p, tile, block, true);
@@ -171,7 +174,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   const bool vector = device::is_aligned<TW, 16 / int{sizeof(TW)}>(static_cast<const TW*>(w.b)) &&
                       w.b_row_stride % (16 / int{sizeof(TW)}) == 0;
   if (thread < Tr::kTokens) {
-    const int token = thread < tile.count ? shared.run.token(p.groups, p.tiles, thread) : -1;
+    if (thread >= tile.count) token = -1;
     const int row = h_row(p.h, tile, first_position(p.groups, p.tiles), thread, token);
     const auto* h = static_cast<const typename Tr::TH*>(p.h.data) + block.slice * p.h.slice_stride;
     shared.rows[thread] = row < 0 ? nullptr : h + row * p.h.row_stride;

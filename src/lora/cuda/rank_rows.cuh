@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "device/async_copy.cuh"
 #include "device/pdl.cuh"
 #include "lora/cuda/params.cuh"
 
@@ -52,6 +53,15 @@ struct RankRows {
     }
   }
 };
+
+/// Asks for ranks and scales of up to 1,024 adapters in L2, while a CTA still looks for the tile
+/// that says whose it needs.
+__device__ __forceinline__ void ask_for_ranks(const WeightsView& w) {
+  const std::int64_t first = std::int64_t{threadIdx.x} * 32;
+  if (w.table != nullptr || threadIdx.x >= 32 || first >= w.num_adapters) return;
+  if (w.ranks != nullptr) device::prefetch_l2(w.ranks + first);
+  if (w.scales != nullptr) device::prefetch_l2(w.scales + first);
+}
 
 /// Rows that a CTA past the tiles looks after.
 inline constexpr int kZeroRows = 64;

@@ -85,6 +85,7 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
   for (int step = 0; step < ahead; ++step) {
     weights.copy(to + step * Tr::kStageBytes + Tr::kTokenBytes, k + step * kTileK, r.k_end);
   }
+  meet_cluster<Tr>();
   device::pdl_wait();
   device::RingCursor<Tr::kStages> at;
   for (int step = 0; step < r.num_steps; ++step, k += kTileK, at.next()) {
@@ -163,8 +164,10 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
 
   // Guard
   device::pdl_begin(p.early);
+  ask_for_ranks(p.weights);
+  int own_token = -1;
   if (static_cast<int>(blockIdx.z) >= p.tiles.num ||
-      !shared.run.find(p.groups, p.tiles, p.weights.num_adapters)) {
+      !shared.run.find(p.groups, p.tiles, p.weights.num_adapters, &own_token)) {
     zero_base_rows(p);
     return;
   }
@@ -172,8 +175,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   // Pointers
   if (threadIdx.x < Tr::kTokens) {
     const int place = static_cast<int>(threadIdx.x);
-    const int token =
-        place < shared.run.tile.count ? shared.run.token(p.groups, p.tiles, place) : -1;
+    const int token = place < shared.run.tile.count ? own_token : -1;
     const auto* x = static_cast<const T*>(p.x.data);
     shared.tokens[place] = token < 0 ? nullptr : x + token * p.x.row_stride;
   }
@@ -186,13 +188,10 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
       shared.empty[i].init(Tr::kAhead > 0 ? Tr::kConsumers : Tr::kConsumers / 32);
     }
   }
-  if constexpr (Tr::kShare == Share::kHalf) {
-    device::cluster_arrive();
-    device::cluster_wait();  // the other CTA runs, so its shared memory is there
-  } else {
-    __syncthreads();
-  }
+  if constexpr (Tr::kShare == Share::kHalf) device::cluster_arrive();  // meet_cluster() waits
+  __syncthreads();
   if (shared.rows.count == 0) {
+    meet_cluster<Tr>();
     device::pdl_leave();
     return;
   }
@@ -226,6 +225,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     const int token = there && !p.h.by_position ? shared.run.token(p.groups, p.tiles, place) : 0;
     rows[i] = there ? h_row(p.h, tile, first, place, token) : -1;
   }
+  meet_cluster<Tr>();
   device::pdl_wait();
   float total[Tr::kSums];
   if constexpr (Tr::kFloatWeights) {

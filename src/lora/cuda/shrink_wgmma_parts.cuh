@@ -44,6 +44,7 @@ __device__ __forceinline__ void produce_parts(const ShrinkParams& p, Shared<Tr>&
   Rows rows[2] = {Rows(thread, true), Rows(thread, true)};
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) rows[i].load(weights, r.k_begin + i * kTileK, r.k_end);
+  meet_cluster<Tr>();
   device::pdl_wait();
   device::RingCursor<Tr::kStages> at;
   int k = r.k_begin;
@@ -109,6 +110,7 @@ __device__ __forceinline__ void produce_ahead(const ShrinkParams& p, Shared<Tr>&
   };
 #pragma unroll 1
   for (int step = 0; step < Tr::kAhead; ++step) copy_rows(step, step);
+  meet_cluster<Tr>();
   device::pdl_wait();
 #pragma unroll 1
   for (int step = 0; step < Tr::kAhead; ++step) {

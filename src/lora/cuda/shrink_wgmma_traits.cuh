@@ -7,6 +7,7 @@
 
 #include "core/int_math.h"
 #include "device/barrier.cuh"
+#include "device/cluster.cuh"
 #include "device/swizzle.cuh"
 #include "device/wgmma.cuh"
 #include "lora/config.h"
@@ -84,6 +85,13 @@ struct Shared {
 };
 template <class Tr>
 constexpr int kSmem = Tr::kRing + Tr::kParked + int{sizeof(Shared<Tr>)};
+
+/// Waits until the other CTA of a cluster runs, so that its shared memory is there. All threads
+/// have arrived at that barrier early, and call this when nothing else is left to do.
+template <class Tr>
+__device__ __forceinline__ void meet_cluster() {
+  if constexpr (Tr::kShare == Share::kHalf) device::cluster_wait();
+}
 
 /// The CTA's part of K: leaves [first, end), the middle of all leaves, and what follows from them.
 struct Range {

@@ -18,15 +18,42 @@ struct TileRun {
   Tile tile;  ///< all of them taken together
   int warp_leaders[kThreads / 32];
 
-  /// Finds the run of this CTA, blockIdx.z. Called by the whole CTA; false past the last run.
+  /// Finds the run of this CTA, blockIdx.z, and of its tokens that in place threadIdx.x, as
+  /// token() does. Called by the whole CTA; false past the last run.
   __device__ __forceinline__ bool find(const GroupsView& g, const TileRange& range,
-                                       std::int64_t num_adapters) {
-    if (g.plan != nullptr) return find_in_plan(g, range, num_adapters);
-    Tile own;
-    const bool found = find_segment_tile<kTiles>(g, num_adapters, 64, blockIdx.z, &own);
-    if (threadIdx.x == 0) tile = own;
-    __syncthreads();
+                                       std::int64_t num_adapters, int* own_token) {
+    const int place = static_cast<int>(threadIdx.x);
+    bool found;
+    if (g.plan != nullptr && kTiles == 1) {
+      found = find_tile_in_plan(g, range, num_adapters, own_token);
+      __syncthreads();
+      return found;
+    }
+    if (g.plan != nullptr) {
+      found = find_in_plan(g, range, num_adapters);
+    } else {
+      Tile own;
+      found = find_segment_tile<kTiles>(g, num_adapters, 64, blockIdx.z, &own);
+      if (threadIdx.x == 0) tile = own;
+      __syncthreads();
+    }
+    *own_token = found && place < tile.count ? token(g, range, place) : -1;
     return found;
+  }
+
+  /// A run of one tile is in its place of the list: it, its tokens and the plan's head come in one
+  /// trip to memory.
+  __device__ __forceinline__ bool find_tile_in_plan(const GroupsView& g, const TileRange& range,
+                                                    std::int64_t num_adapters, int* own_token) {
+    const std::int64_t own = range.first + static_cast<std::int64_t>(blockIdx.z);
+    const int4 head = __ldcg(reinterpret_cast<const int4*>(g.plan));
+    const int4 entry = __ldcg(reinterpret_cast<const int4*>(g.plan + range.list) + own);
+    if (threadIdx.x < 64) *own_token = __ldcg(g.plan + range.tokens + own * 64 + threadIdx.x);
+    if (threadIdx.x == 0) {
+      index = static_cast<int>(own);
+      tile = {entry.x, entry.y, entry.z};
+    }
+    return is_plan_of(head, range, num_adapters) && own < head.w;
   }
 
   /// With a plan a run's first tile is the first of the launch or one whose ordinal is a multiple
