@@ -244,8 +244,6 @@ int prefill_smem(const LoraShape& s) {
   return stages * (64 * kPrefillCols * 2 + 64 * ranks * 2) + b_slots * kPrefillCols * ranks * 2;
 }
 
-int least_log_run(const LoraShape& s) { return h_width(s) > 16 || !s.aligned_y ? 1 : 0; }
-
 ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
   ExpandPlan c;
   c.kernel = ExpandKernel::kPrefill;
@@ -254,17 +252,20 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
   c.per_sm = 2 * (prefill_smem(s) + kPrefillStaticSmem) <= m.sm_smem ? 2 : 1;
   const std::int64_t steps =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kPrefillCols);
-  // Long runs reuse B, which pays above rank 64, if an adapter has so many tiles; short ones spread
-  // evenly. (Runs of 2 and 8 tiles on an H100: 2,847 tokens of one adapter, rank 128, 2,048 to 2 x
-  // 8,192, 1.07 times as long; 11,972 of 78, ranks up to 64, 0.98 times; 541 of 12, rank 128, 3,584
-  // to 2 x 18,944, 0.93 times; but 5,745 of 75, 16,384 to 2 x 53,248, 1.06 times.)
-  c.log_run = least_log_run(s);
-  const bool reuses = h_width(s) > 64;
-  const int most = reuses || !s.aligned_y ? 3 : 1;
-  const std::int64_t least_runs = c.log_run == 1 ? 10 : 24;
+  // A tile at a time only where all of them run at once. Runs of two have B for the second tile in
+  // time, and longer ones reuse it, which pays above rank 64, if an adapter has so many tiles. (us,
+  // runs of one tile and of two: 1,126 tokens of 3 adapters, rank 64, 3,072 to 1,024, 7.2 and 8.9;
+  // but 3,385 of 8, rank 16, 3,584 to 896 + 2 x 128, 17.2 and 16.7; of 39 random problems of ranks
+  // up to 16 whose adapters have several tiles those of two take 0.988 times as long. Runs of 2 and
+  // 8 tiles on an H100: 2,847 tokens of one adapter, rank 128, 2,048 to 2 x 8,192, 1.07 times as
+  // long; 541 of 12, rank 128, 3,584 to 2 x 18,944, 0.93 times; but 5,745 of 75, 16,384 to 2 x
+  // 53,248, 1.06 times.)
+  const std::int64_t ctas = m.sms * c.per_sm;
+  c.log_run = steps > ctas ? 1 : 0;
+  const int most = h_width(s) > 64 || !s.aligned_y ? 3 : 1;
   const std::int64_t reused = ceil_div<std::int64_t>(tokens_per_adapter(s), 64);
-  while (c.log_run < most && steps > (least_runs * m.sms * c.per_sm << c.log_run) &&
-         (!reuses || (2 << c.log_run) <= reused)) {
+  while (c.log_run > 0 && c.log_run < most && steps > (10 * ctas << c.log_run) &&
+         (h_width(s) <= 64 || (2 << c.log_run) <= reused)) {
     ++c.log_run;
   }
   return c;

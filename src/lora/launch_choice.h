@@ -42,8 +42,6 @@ bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, i
 bool runs_dense(const LoraShape& s);
 /// Whether the expand that loads B into fragments takes such a problem.
 bool runs_direct(const LoraShape& s);
-/// Runs of tiles that its two slots for B need, as a power of two.
-int least_log_run(const LoraShape& s);
 /// Whether the wide expand can run: it reads aligned rows of h, and of float32 weights it writes
 /// aligned y alone.
 bool runs_wide(const LoraShape& s, const Machine& m);

@@ -20,9 +20,9 @@ constexpr int kDirectRank = 8;
 constexpr std::int64_t kDirectColumns = 100000, kDirectColumnsBy8 = 60000;
 
 /// Tokens of an adapter and columns of all tiles up to which it takes what tiles of 64 would take
-/// otherwise. (us, direct and prefill: 776 tokens of 22 adapters, rank 4, qkv, 12.9 and 15.4; 431
-/// of 12, rank 16, gate_up, 21.9 and 24.4; but 6,710 of 171, rank 4, 5,120 to 2 x 13,824, 334 and
-/// 297; 1,024 of 8, rank 16, qkv, 18.3 and 15.9.)
+/// otherwise, of such ranks. (us, direct and prefill: 776 tokens of 22 adapters, rank 4, qkv, 11.5
+/// and 14.2; 995 of 53, rank 8, 8,192 to 8,192 + 2 x 1,024, 28.8 and 36.6; but 431 of 12, rank 16,
+/// gate_up, 24.4 and 22.5; 6,710 of 171, rank 4, 5,120 to 2 x 13,824, 334 and 297.)
 constexpr std::int64_t kDirectTokens = 45, kDirectMostColumns = 1200000;
 
 }  // namespace
@@ -64,7 +64,8 @@ bool suits_direct(const LoraShape& s) {
   if (!runs_direct(s)) return false;
   const std::int64_t columns = max_tiles(s.num_tokens, s.num_adapters, 16) * s.sum_widths();
   if (best_tile_tokens(s) == 64) {
-    return tokens_per_adapter(s) <= kDirectTokens && columns <= kDirectMostColumns;
+    return s.max_rank <= kDirectRank && tokens_per_adapter(s) <= kDirectTokens &&
+           columns <= kDirectMostColumns;
   }
   // Rows that start at multiples of 8 bytes come by 8 bytes otherwise. (us on an H100, rank 4,
   // decode and direct: 47 tokens of 3 adapters, 8,192 to 8,192 + 2 x 1,024, 4.2 and 5.1; 542 of

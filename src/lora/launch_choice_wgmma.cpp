@@ -76,14 +76,41 @@ double steps_of(const LoraShape& s, const WgmmaShape& shape) {
   return std::ceil(static_cast<double>(s.hidden) / (64 * parts_of(s, shape)));
 }
 
+/// CTAs of a run that share its rank rows, and these.
+struct Columns {
+  double ctas = 0, rows = 0;
+};
+Columns columns_of(int rank_rows, int cta_rows) {
+  return {static_cast<double>(std::max(1, ceil_div(rank_rows, cta_rows))),
+          static_cast<double>(rank_rows)};
+}
+/// The clocks of a problem whose CTAs take so many rank rows. Where adapters have ranks of their
+/// own, the largest, half of it and a quarter are taken to be as frequent; but that counts half,
+/// and the other half as if all were the largest, as the adapters of most tokens may have that.
+/// (us, this and the largest alone: 2,975 tokens of 40 adapters, ranks up to 64, 2,048 to 2,048 + 2
+/// x 512, 28.6 and 32.0; 2,089 of 5, 8,192 to 8,192 + 2 x 1,024, 27.8 and 30.9; 401 of 15, 5,120 to
+/// 2 x 13,824, 35.8 and 36.8. Of 26 random problems what it chooses takes 1.012 times as long as
+/// the best shape, by the largest rank alone 1.023 times.)
+template <class Clocks>
+double by_ranks(const LoraShape& s, int cta_rows, Clocks&& clocks) {
+  const double all = clocks(columns_of(s.rank_rows(), cta_rows));
+  if (!s.ragged) return all;
+  Columns mean;
+  for (const int part : {1, 2, 4}) {
+    const Columns c = columns_of(ceil_div(s.rank_rows(), part), cta_rows);
+    mean.ctas += c.ctas / 3;
+    mean.rows += c.rows / 3;
+  }
+  return (all + clocks(mean)) / 2;
+}
+
 double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
-                    const WgmmaShape& shape, double runs) {
+                    const WgmmaShape& shape, double runs, const Columns& columns) {
   constexpr std::int64_t kFewPartials = 10 << 20;
   constexpr double kL2Bytes = 45;  // that an SM reads or writes of partials in a clock
-  const int columns = std::max(1, ceil_div(s.rank_rows(), shape.rows));
-  const double ctas = std::ceil(runs * ctas_of(s, shape) / m.sms);
+  const double ctas = std::ceil(runs * parts_of(s, shape) * columns.ctas / m.sms);
   const double tokens = std::min(64.0 * shape.tiles, static_cast<double>(s.num_tokens) / runs);
-  const double bytes = 128 * (tokens + static_cast<double>(s.rank_rows()) / columns);
+  const double bytes = 128 * (tokens + columns.rows / columns.ctas);
   const double size = shape.rows * shape.tiles, steps = steps_of(s, shape);
   const double clocks = stage_clocks(costs, ctas, shape.per_sm, bytes, shape.stages,
                                      costs.product * size + costs.step, costs.least) *
@@ -96,6 +123,13 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
   // (Of 8.8 MB, us on an H100: 319 tokens of one adapter, rank 256, 13,824 to 5,120, 26, and 33
   // without partials.)
   return partials_are_light(s) || partial_bytes(s) <= kFewPartials ? all : costs.many * all;
+}
+
+double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
+                    const WgmmaShape& shape, double runs) {
+  return by_ranks(s, shape.rows, [&](const Columns& columns) {
+    return wgmma_clocks(costs, s, m, shape, runs, columns);
+  });
 }
 
 /// Runs where all adapters have as many tokens.
@@ -112,10 +146,11 @@ double even_runs(const LoraShape& s, int tiles) {
 /// took 1.020 times as long as the best shape, by the first and the last alone 1.025 times. (us,
 /// this and those: 501 tokens of 4 adapters, rank 128, 16,384 to 4,096 + 2 x 256, 46 and 69; 1,912
 /// of 13, 18,944 to 3,584, 87 and 126; but 2,089 of 5, rank 64, 8,192 to 2,048 + 2 x 256, 40 and
-/// 34.)
+/// 34.) Of ragged ranks the widest CTAs are mostly empty. (us, 192 rows and 96: 12,612 tokens of 27
+/// adapters, ranks up to 64, qkv, 122 and 105.)
 double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
                     const WgmmaShape& shape) {
-  constexpr double kFew = 0.3, kEven = 0.5, kThree = 1.12;
+  constexpr double kFew = 0.3, kEven = 0.5, kThree = 1.12, kWidest = 1.06;
   const double narrow = s.max_rank > kExpandPrefillMaxRank ? 0.9 : 1.05;
   const std::int64_t groups = used_adapters(s), tokens = 64 * shape.tiles;
   const auto least = static_cast<double>(std::max(groups, ceil_div(s.num_tokens, tokens)));
@@ -128,7 +163,8 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
       (1 - kFew - kEven) *
           wgmma_clocks(costs, s, m, shape, std::clamp(half_full, least, std::max(least, most)));
   const bool half = shape.rows == 64 && shape.share == Share::kHalf;
-  return clocks * (shape.tiles == 3 ? kThree : half ? narrow : 1);
+  const bool widest = shape.rows == 192 && s.ragged;
+  return clocks * (shape.tiles == 3 ? kThree : half ? narrow : widest ? kWidest : 1);
 }
 
 /// Whether fewer stages hold all of a CTA's steps but one, let more CTAs share an SM, and those of
@@ -150,13 +186,14 @@ double mma_clocks(const LoraShape& s, const Machine& m) {
   constexpr MmaShape kShape = kMmaShapes[0];
   constexpr double kStart = 6000, kLeast = 400, kPerSm = 4;
   const auto tiles = static_cast<double>(max_tiles(s.num_tokens, s.num_adapters, 16));
-  const int columns = std::max(1, ceil_div(s.rank_rows(), kShape.rows()));
-  const double ctas = std::ceil(tiles * columns / m.sms);
-  const double tokens = std::min(16.0, static_cast<double>(s.num_tokens) / tiles);
-  const double bytes = 256 * (tokens + static_cast<double>(s.rank_rows()) / columns);
-  return stage_clocks(kCosts, ctas, kPerSm, bytes, kShape.stages - 1, 0, kLeast) *
-             std::ceil(static_cast<double>(s.hidden) / 128) +
-         std::ceil(ctas / kPerSm) * kStart;
+  return by_ranks(s, kShape.rows(), [&](const Columns& columns) {
+    const double ctas = std::ceil(tiles * columns.ctas / m.sms);
+    const double tokens = std::min(16.0, static_cast<double>(s.num_tokens) / tiles);
+    const double bytes = 256 * (tokens + columns.rows / columns.ctas);
+    return stage_clocks(kCosts, ctas, kPerSm, bytes, kShape.stages - 1, 0, kLeast) *
+               std::ceil(static_cast<double>(s.hidden) / 128) +
+           std::ceil(ctas / kPerSm) * kStart;
+  });
 }
 
 /// The shape of one 16-bit type that takes the fewest clocks, of those allowed.

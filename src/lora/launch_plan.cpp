@@ -86,7 +86,7 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
   }
   if (h_width(s) <= kExpandPrefillMaxRank && prefill_smem(s) + kPrefillStaticSmem <= m.max_smem) {
     ExpandPlan c = prefill_expand(s, m);
-    for (c.log_run = least_log_run(s); c.log_run <= 3; ++c.log_run) plans.push_back(c);
+    for (c.log_run = 0; c.log_run <= 3; ++c.log_run) plans.push_back(c);
   }
   if (runs_direct(s)) {
     for (int cols = kDirectCols; cols < 2 * s.max_width(); cols *= 2) {
@@ -213,8 +213,8 @@ void add_shape(Line& line, const LoraShape& s) {
   for (int i = 0; i < s.num_slices; ++i) {
     line.add("%s%lld", i == 0 ? "N " : "+", static_cast<long long>(s.widths[i]));
   }
-  line.add(", rank %d%s%s%s%s%s%s%s", s.max_rank, s.one_type ? "" : ", split-bf16",
-           s.float_h ? ", h of float32" : "",
+  line.add(", rank %d%s%s%s%s%s%s%s%s", s.max_rank, s.ragged ? " at most" : "",
+           s.one_type ? "" : ", split-bf16", s.float_h ? ", h of float32" : "",
            s.op != Op::kExpand || s.aligned_h ? "" : ", h of any rows",
            s.aligned_x ? "" : ", unaligned x or A", s.aligned_y ? "" : ", unaligned y",
            s.b_by_8 ? ", rows of B by 8 bytes" : "", s.segments ? ", by segments" : "");

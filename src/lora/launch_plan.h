@@ -40,6 +40,7 @@ struct LoraShape {
   bool aligned_y = true;  ///< the same for the slices of y
   bool b_by_8 = false;    ///< rows of stacked B start at multiples of 8 bytes, not of 16: rank 4
   bool segments = false;  ///< groups are no plan
+  bool ragged = false;    ///< adapters of stacked weights have ranks of their own
   /// Of lora_expand: h is float32; and it is that or of y's type, in rows that start at multiples
   /// of 16 bytes and have whole pieces.
   bool float_h = false, aligned_h = false;

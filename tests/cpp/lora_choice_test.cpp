@@ -216,6 +216,19 @@ TEST(LoraChoice, ExpandAddsChunksOfK) {
   EXPECT_EQ(choose(shape(1024, 8, 16, 14336, {4096}), {}).shrink.rows, 16);
 }
 
+/// Where adapters have ranks of their own, most fill no CTA of as many rank rows as the largest has.
+TEST(LoraChoice, RaggedRanksTakeNarrowCtas) {
+  const auto rows = [](LoraShape s, bool ragged) {
+    s.ragged = ragged;
+    return choose(s, {}).shrink.rows;
+  };
+  for (const LoraShape& s : {shape(2975, 40, 64, 2048, {2048, 512, 512}),
+                             shape(12612, 27, 64, 4096, {4096, 1024, 1024})}) {
+    EXPECT_EQ(rows(s, false), 192);
+    EXPECT_EQ(rows(s, true), 96);
+  }
+}
+
 /// Rings no longer than K, and runs no longer than an adapter has tiles.
 TEST(LoraChoice, CtasAreNoLargerThanTheirWork) {
   const LaunchPlan ring = choose(shape(775, 20, 64, 512, {2048}), {});
@@ -223,10 +236,16 @@ TEST(LoraChoice, CtasAreNoLargerThanTheirWork) {
   EXPECT_EQ(kWgmmaShapes[ring.shrink.shape].stages, 7);
   const auto run = [](const LoraShape& s) { return choose(s, {}).expand.log_run; };
   EXPECT_EQ(run(shape(541, 12, 128, 3584, {18944, 18944})), 1);
+  EXPECT_EQ(run(shape(1126, 3, 64, 3072, {1024})), 0);
+  EXPECT_EQ(run(shape(3385, 8, 16, 3584, {896, 128, 128})), 1);
   EXPECT_EQ(run(shape(681, 2, 128, 8192, {28672, 28672})), 2);
   LoraShape reused = shape(1313, 1, 128, 3584, {18944, 18944});
   reused.op = Op::kExpand;
   EXPECT_EQ(run(reused), 3);
+  EXPECT_EQ(choose(shape(431, 12, 16, 4096, {14336, 14336}), {}).expand.kernel,
+            ExpandKernel::kPrefill);
+  EXPECT_EQ(choose(shape(776, 22, 4, 4096, {4096, 1024, 1024}), {}).expand.kernel,
+            ExpandKernel::kDirect);
   const ExpandPlan blocks = choose(shape(32, 23, 128, 1024, {2048, 1024, 1024}), {}).expand;
   EXPECT_EQ(blocks.cols, 256);
   EXPECT_EQ(blocks.block_cols, 128);

@@ -115,6 +115,7 @@ LoraShape random_shape(std::mt19937& random) {
   s.aligned_h = s.op == Op::kExpand && (s.float_h || s.one_type) && random() % 4 != 0;
   s.aligned_x = random() % 4 != 0;
   s.aligned_y = random() % 4 != 0;
+  s.ragged = random() % 4 == 0;
   return s;
 }
 

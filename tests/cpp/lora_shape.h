@@ -23,6 +23,7 @@ inline lora::LoraShape shape_of(const LoraOperands& op) {
   s.aligned_x = s.aligned_y = !op.c.strided;
   s.b_by_8 = s.one_type && op.max_rank() % 8 == 4 && !op.c.strided;
   s.segments = op.c.segments;
+  s.ragged = !op.c.table;
   return s;
 }
 

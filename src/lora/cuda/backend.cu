@@ -67,6 +67,7 @@ LoraShape shape_of(Op op, std::int64_t num_tokens, const WeightsView& w, const G
   s.max_rank = s.h_columns = w.max_rank;
   s.one_type = is_half(w.dtype);
   s.segments = groups.ids != nullptr;
+  s.ragged = w.table == nullptr && w.ranks != nullptr;
   return s;
 }
 LoraShape shape_of(const ShrinkProblem& p) {

@@ -341,8 +341,8 @@ void launch_ranks(const ExpandParams& p, Stream stream) {
   device::Launch l;
   l.threads = kThreads;
   l.smem = Tr::kSmem;
-  check(p.cols == kCols && p.tiles.tile_tokens == kTokens && p.log_run >= Tr::kLeastLogRun,
-        "lora_expand: no prefill kernel for ", p.cols, " columns and runs of 2^", p.log_run);
+  check(p.cols == kCols && p.tiles.tile_tokens == kTokens, "lora_expand: no prefill kernel for ",
+        p.cols, " columns and tiles of ", p.tiles.tile_tokens);
   const int num_ctas = device::current_device().num_sms * p.per_sm;
   const std::int64_t steps = std::int64_t{p.tiles.num} * p.block_start[p.weights.num_slices];
   l.grid = dim3(static_cast<unsigned>(std::min<std::int64_t>(steps, num_ctas)));

@@ -34,7 +34,6 @@ struct Traits {
   /// Blocks of B. Fewer than stages: where B changes in every step, a block is copied only one step
   /// ahead, once its slot is free.
   static constexpr int kBSlots = kLogPieces_ == 1 ? 4 : 2;
-  static constexpr int kLeastLogRun = kBSlots < kStages ? 1 : 0;  ///< B lasts for two steps
   static constexpr int kStageBytes = kYBytes + kTokens * Ranks::kPitch * 2;
   static constexpr int kBBytes = kCols * Ranks::kPitch * 2;
   static constexpr int kSmem = kStages * kStageBytes + kBSlots * kBBytes;
