@@ -255,11 +255,9 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
   // A tile at a time only where all of them run at once. Runs of two have B for the second tile in
   // time, and longer ones reuse it, which pays above rank 64, if an adapter has so many tiles. (us,
   // runs of one tile and of two: 1,126 tokens of 3 adapters, rank 64, 3,072 to 1,024, 7.2 and 8.9;
-  // but 3,385 of 8, rank 16, 3,584 to 896 + 2 x 128, 17.2 and 16.7; of 39 random problems of ranks
-  // up to 16 whose adapters have several tiles those of two take 0.988 times as long. Runs of 2 and
-  // 8 tiles on an H100: 2,847 tokens of one adapter, rank 128, 2,048 to 2 x 8,192, 1.07 times as
-  // long; 541 of 12, rank 128, 3,584 to 2 x 18,944, 0.93 times; but 5,745 of 75, 16,384 to 2 x
-  // 53,248, 1.06 times.)
+  // but 3,385 of 8, rank 16, 3,584 to 896 + 2 x 128, 17.1 and 16.4. Runs of 2 and 8 on an H100:
+  // 2,847 tokens of one adapter, rank 128, 2,048 to 2 x 8,192, 1.07 times as long; 541 of 12, rank
+  // 128, 3,584 to 2 x 18,944, 0.93 times; but 5,745 of 75, 16,384 to 2 x 53,248, 1.06 times.)
   const std::int64_t ctas = m.sms * c.per_sm;
   c.log_run = steps > ctas ? 1 : 0;
   const int most = h_width(s) > 64 || !s.aligned_y ? 3 : 1;
