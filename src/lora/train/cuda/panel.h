@@ -109,8 +109,10 @@ struct PanelPlan {
   RowCut chunk;   ///< rows of a partial sum, whole stages
 };
 
-/// A thread block of whole_sums.cu has 64 columns and so many ranks. No bit depends on it.
-constexpr int whole_ranks(int width) { return width <= 16 ? 16 : 32; }
+/// A thread block of whole_sums.cu has 64 columns and so many ranks. No bit depends on it. Of 8
+/// three share an SM, of more two. (us of a backward of rank 8 on an H200, by 16 / 8: 512 x 4096 x
+/// 14336 21.5 / 17.4; 512 x 14336 x 4096 20.8 / 17.3; 512 x 4096 x 4096 13.2 / 11.3.)
+constexpr int whole_ranks(int width) { return width <= 8 ? 8 : width <= 16 ? 16 : 32; }
 
 /// The backward of a call.
 struct BackwardPlan {
@@ -120,8 +122,9 @@ struct BackwardPlan {
   /// whole_sums.cu: a thread block has all rows, and stores gradients.
   bool whole = false;
   int whole_ranks = 16;
-  bool together = true;  ///< dy_boxes.cu, if it takes the operands: no bit depends on it
-  bool boxes = true;     ///< the same of panel_boxes.cu
+  bool beside_ds = false;  ///< it starts beside ds, dB first: no bit depends on it
+  bool together = true;    ///< dy_boxes.cu, if it takes the operands: no bit depends on it
+  bool boxes = true;       ///< the same of panel_boxes.cu
   /// Of dA and dx in one pass by input_boxes.cu, the same.
   DxPanels with_dx = DxPanels::kNone;
   PanelPlan dy, x;
@@ -301,11 +304,22 @@ inline DxPanels dx_panels(const PanelProblem& x, const PanelPlan& plan, int sms,
   return fits_l2 ? k64Pairs : kNone;
 }
 
+/// Whether these start beside ds, where dB is most of the work: thread blocks of dA then wait for
+/// the end of dx, not beside it. (us of a backward on an H200, beside dx / ds: rank 8, 512 x 4096 x
+/// 14336 17.4 / 16.7, 1024 x 4096 x 14336 26.9 / 25.4; rank 16 19.4 / 17.8, 28.4 / 25.6, but 512 x
+/// 4096 x 4096 11.8 / 12.5, 1500 x 5120 x 5120 22.8 / 23.7.)
+inline bool starts_beside_ds(const PanelProblem& dy, const PanelProblem& x) {
+  std::int64_t dy_columns = 0;
+  for (int i = 0; i < dy.matrices; ++i) dy_columns += dy.columns[i];
+  return dy_columns >= 2 * x.columns[0];
+}
+
 /// The plan with which they do.
-inline BackwardPlan whole_plan(std::int64_t rows, int ranks) {
+inline BackwardPlan whole_plan(std::int64_t rows, int ranks, bool beside_ds) {
   BackwardPlan plan;
   plan.whole = true;
   plan.whole_ranks = ranks;
+  plan.beside_ds = beside_ds;
   plan.dy.chunk = plan.x.chunk = RowCut{static_cast<int>(rows)};
   return plan;
 }
