@@ -11,6 +11,27 @@ namespace {
 
 using namespace lora::train::cuda;
 
+TEST(LoraTrainSumsPlan, DyOfUpTo32RanksComesOnceWhereItsChunksCostLess) {
+  const auto once = [](std::int64_t rows, std::int64_t width, int rank) {
+    PanelProblem dy, x;
+    dy.rows = x.rows = rows;
+    dy.matrices = x.matrices = 1;
+    dy.columns[0] = width;
+    x.columns[0] = 4096;
+    dy.width = x.width = rank;
+    dy.products = x.products = true;
+    return choose_backward(dy, x, true, 227 * 1024).one_pass;
+  };
+  EXPECT_TRUE(once(12345, 2560, 24));
+  EXPECT_TRUE(once(2048, 13824, 32));
+  EXPECT_TRUE(once(4096, 4096, 32));
+  EXPECT_FALSE(once(4096, 1024, 32));
+  EXPECT_FALSE(once(20000, 1024, 32));  // 63 chunks
+  EXPECT_FALSE(once(8192, 14336, 40));  // no kernel makes ds of so many
+  EXPECT_TRUE(once(4096, 4096, 16));
+  EXPECT_FALSE(once(4096, 1024, 16));
+}
+
 TEST(LoraTrainSumsPlan, WholeSumsStartBesideDsWhereDyIsWide) {
   const auto beside = [](std::int64_t hidden, std::int64_t width) {
     PanelProblem dy, x;

@@ -324,6 +324,21 @@ inline BackwardPlan whole_plan(std::int64_t rows, int ranks, bool beside_ds) {
   return plan;
 }
 
+/// The same of one adapter where products would sum over rows, which is up to 32 ranks: dy that
+/// comes once, by panel_boxes.cu, saves half of the time that it takes from memory and more, and
+/// each chunk of rows costs its partials. (us of a backward on an H200, two passes / one: rank 24,
+/// 12345 x 2560 x 2560 84.7 / 74.2; 4096 x 4096 x 4096 51.8 / 45.9; 4096 x 4096 x 2048 43.1 / 42.1;
+/// 8192 x 4096 x 1024 69.3 / 71.3; rank 32, 2048 x 5120 x 13824 54.0 / 47.6; 8192 x 4096 x 14336
+/// 164 / 135; 4096 x 4096 x 4096 49.0 / 44.4; 20000 x 1024 x 1024 58.1 / 58.5; 4096 x 8192 x 1024
+/// 53.6 / 58.5.)
+inline bool pays_at_once(const PanelProblem& dy, const PanelPlan& one) {
+  constexpr double kChunkUs = 0.08, kLeastUs = 0.5;
+  double elements = 0;
+  for (int i = 0; i < dy.matrices; ++i) elements += static_cast<double>(dy.rows * dy.columns[i]);
+  const auto chunks = static_cast<double>(ceil_div<std::int64_t>(dy.rows, one.chunk.rows));
+  return elements / kBytesPerUs > kChunkUs * chunks + kLeastUs;
+}
+
 /// One pass over dy if its partials cost less than reading dy again. `needs_ds`: ds is wanted; that
 /// dB is too is taken for granted, as the bits of ds follow from the choice.
 inline BackwardPlan choose_backward(const PanelProblem& dy, const PanelProblem& x, bool needs_ds,
@@ -344,7 +359,8 @@ inline BackwardPlan choose_backward(const PanelProblem& dy, const PanelProblem& 
   }
   // The partials of ds are added by a launch of their own.
   constexpr double kSumUs = 2;
-  if (one.us + kSumUs < two.us + shrink) {
+  if (dy.adapters == 0 && dy.by_products() ? pays_at_once(dy, one.plan)
+                                           : one.us + kSumUs < two.us + shrink) {
     plan.one_pass = true;
     plan.dy = one.plan;
   }
