@@ -316,34 +316,6 @@ TEST(LoraTrainPlan, DxComesWithTheSumsOfXWhereThatPays) {
   EXPECT_EQ(panels(4096, 4096, 64, 8), kNone);  // no kernel has such panels
 }
 
-TEST(LoraTrainPlan, FewElementsAreSummedByThreadBlocksThatHaveAllRows) {
-  const auto whole = [](std::int64_t rows, std::int64_t hidden, std::int64_t width, int rank,
-                        std::int64_t adapters = 0) {
-    PanelProblem dy, x;
-    dy.rows = x.rows = rows;
-    dy.matrices = x.matrices = 1;
-    dy.columns[0] = width;
-    x.columns[0] = hidden;
-    dy.width = x.width = rank;
-    dy.adapters = x.adapters = adapters;
-    return sums_whole(dy, x);
-  };
-  EXPECT_TRUE(whole(512, 4096, 4096, 16));
-  EXPECT_TRUE(whole(768, 4096, 4096, 64));
-  EXPECT_TRUE(whole(1024, 4096, 14336, 32));
-  EXPECT_TRUE(whole(1536, 4096, 4096, 32));
-  EXPECT_TRUE(whole(2048, 4096, 4096, 16));
-  EXPECT_TRUE(whole(2048, 64, 64, 16));
-  EXPECT_FALSE(whole(2048, 2048, 8192, 16));
-  EXPECT_FALSE(whole(2048, 1024, 4096, 32));
-  EXPECT_FALSE(whole(3072, 2048, 2048, 8));
-  EXPECT_FALSE(whole(512, 4096, 14336, 64));
-  EXPECT_FALSE(whole(1024, 7168, 2048, 64));
-  EXPECT_FALSE(whole(512, 4096, 4096, 128));
-  EXPECT_FALSE(whole(512, 4096, 4096, 16, 2));
-  EXPECT_FALSE(whole(0, 4096, 4096, 16));
-}
-
 TEST(LoraTrainPlan, EvenTilesAreNoMoreThanThereIsRoomFor) {
   std::mt19937_64 rng(9);
   for (int i = 0; i < 2000; ++i) {

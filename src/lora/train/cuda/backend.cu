@@ -312,14 +312,14 @@ class Call {
     e.max_tiles = most_tiles(p_, e.plan.tile_rows);
     e.ahead = looks_ahead(e.pairs, e.rows);
     e.lean = leaves_room(e);
+    e.starts_next = plan_ != nullptr && starts_beside_ds(p_, *plan_);
     return e;
   }
 
   void run_expand(Side side, int slice, int num_slices, const HiddenForms& h, const Matrix& base,
                   const Matrix& out, std::int64_t columns, bool masked, const MaskParams& mask) {
     if (columns == 0) return;  // of no panel, by whose number plans divide
-    const ExpandParams e =
-        expand_params(side, slice, num_slices, h, base, out, columns, masked, mask);
+    const auto e = expand_params(side, slice, num_slices, h, base, out, columns, masked, mask);
     const Policy policy =
         in_part_columns(out.dtype, p_.weight) ? Policy::kBFloat16 : policy_of(p_.weight, p_.weight);
     switch (e.plan.kernel) {
