@@ -11,10 +11,12 @@
 // wrong  : few tokens and columns, so that a CTA has one step
 //
 // The grid is as large as fits at once. A CTA walks over steps of up to 128 tokens of one adapter
-// and 128 columns. h of the tokens stays in shared memory for as long as they and the slice do,
-// while B comes through a ring of 64 ranks a stage. y of a step comes to L2 during the step before,
-// and to the registers of the two warpgroups that multiply while they do. The sum is one chain over
-// ranks from zero, as in the other kernels; the permutation of columns is theirs too.
+// and 128 columns. Warps of their own describe steps, others copy: h of the tokens stays in shared
+// memory for as long as they and the slice do, while B comes through a ring of 64 ranks a stage. y
+// of a step comes to L2 during the step before, and to the registers of the two warpgroups that
+// multiply while they do; or (kStaged), for ranks up to 256 and many tokens, to shared memory two
+// steps ahead. The sum is one chain over ranks from zero, as in the other kernels; the permutation
+// of columns is theirs too.
 #include <algorithm>
 #include <cstdint>
 
@@ -28,141 +30,12 @@
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_tile.cuh"
 #include "lora/cuda/expand_wide_walk.cuh"
+#include "lora/cuda/expand_wide_walk_copies.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
 
 using namespace wide_walk;
-
-/// A producer's part of the copies: 16 bytes of every 16th row.
-template <class T>
-struct Copier {
-  static constexpr int kStep = kProducers / 8, kCopies = kTokens / kStep;
-  static_assert(kStep == 16);
-  int piece, row0;
-  std::uint32_t to;
-
-  __device__ __forceinline__ explicit Copier(std::uint32_t ring) {
-    const int thread = static_cast<int>(threadIdx.x) - kConsumers;
-    piece = thread % 8;
-    row0 = thread / 8;
-    to = ring + device::swizzled(row0, piece);
-  }
-  __device__ __forceinline__ void h(int slot, int first, const Step& t, std::int64_t stride) const {
-    const int left = t.rank - first - piece * 8, bytes = piece_bytes(left), count = t.count;
-    const T* from = static_cast<const T*>(t.h) + (left > 0 ? first + piece * 8 : 0) + row0 * stride;
-    const std::uint32_t dst = to + slot * kBlockBytes;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i, from += kStep * stride) {
-      if (row0 + i * kStep < count) {
-        device::cp_async_16(dst + i * kStep * device::kSwizzleBytes, from, bytes);
-      }
-    }
-  }
-};
-
-/// A producer's part of the columns of a step, worked out once for all blocks of its ranks: with
-/// addresses of its own a block took 230 instructions in place of 50, some 0.6 us.
-template <class T>
-struct Columns {
-  const T* first;          ///< the row that lies in place row0
-  std::int64_t near, far;  ///< elements from it to those 4 and 32 columns on
-  int rank, there;         ///< columns from that row's on that there are
-  bool vector;
-
-  __device__ __forceinline__ Columns(const Copier<T>& copy, const Step& t) {
-    // Rows kStep places further are those of 4 and 28 columns on.
-    const int row0 = copy.row0, column = (row0 >> 1 & 3) * 8 + (row0 >> 3) * 2 + (row0 & 1);
-    const std::int64_t stride = t.b_stride;
-    first = static_cast<const T*>(t.b) + column * stride;
-    near = 4 * stride;
-    far = 32 * stride;
-    rank = t.rank - copy.piece * 8;
-    there = t.cols - column;
-    vector = t.vector;
-  }
-  /// 64 ranks from `from_rank` on.
-  __device__ __forceinline__ void copy(const Copier<T>& copy, int stage, int from_rank) const {
-    const int left = rank - from_rank;
-    const T* from = first + (left > 0 ? from_rank + copy.piece * 8 : 0);
-    const std::uint32_t dst = copy.to + (kHBlocks + stage) * kBlockBytes;
-    constexpr int kBytes = Copier<T>::kStep * device::kSwizzleBytes, kPairs = kCopies / 2;
-    if (!vector) {
-#pragma unroll 1
-      for (int i = 0; i < kCopies; ++i) {
-        if (i / 2 * 32 + i % 2 * 4 >= there) continue;
-        *static_cast<uint4*>(__cvta_shared_to_generic(dst + i * kBytes)) =
-            device::load_some<T, 8>(from + i / 2 * far + i % 2 * near, left).piece(0);
-      }
-      return;
-    }
-    const int bytes = piece_bytes(left);
-    if (there > (kPairs - 1) * 32 + 4) {
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i, from += far) {
-        device::cp_async_16(dst + 2 * i * kBytes, from, bytes);
-        device::cp_async_16(dst + (2 * i + 1) * kBytes, from + near, bytes);
-      }
-      return;
-    }
-#pragma unroll 1
-    for (int i = 0; i < kPairs; ++i, from += far) {
-      if (i * 32 < there) device::cp_async_16(dst + 2 * i * kBytes, from, bytes);
-      if (i * 32 + 4 < there) device::cp_async_16(dst + (2 * i + 1) * kBytes, from + near, bytes);
-    }
-  }
-
- private:
-  static constexpr int kCopies = Copier<T>::kCopies;
-};
-
-template <class T>
-__device__ __forceinline__ void produce(const ExpandParams& p, Shared& shared, std::uint32_t ring) {
-  const Copier<T> copy(ring);
-  device::RingCursor<kSteps> now;
-  device::RingCursor<kStages> at;
-  device::RingCursor<kHBlocks> h_at;
-  shared.told[0].wait(0);
-  // B of the first step does not depend on the predecessor.
-  const int ahead = min(ceil_div(shared.steps[0].rank, kStepRanks), kStages);
-#pragma unroll 1
-  for (int i = 0; i < ahead; ++i) {
-    Columns<T>(copy, shared.steps[0]).copy(copy, i, i * kStepRanks);
-  }
-  device::pdl_wait();
-  bool first = true;
-#pragma unroll 1
-  for (;; now.next()) {
-    shared.told[now.stage].wait(now.round & 1);
-    const Step& t = shared.steps[now.stage];
-    const int ranks = t.rank;
-    if (ranks == 0) return;
-    const Columns<T> columns(copy, t);
-    const bool fresh = t.fresh;
-#pragma unroll 1
-    for (int rank = 0; rank < ranks; rank += kStepRanks, at.next()) {
-      if (fresh) {
-        if (h_at.round > 0) shared.h_empty[h_at.stage].wait((h_at.round - 1) & 1);
-        copy.h(h_at.stage, rank, t, p.h.row_stride);
-        shared.h_full[h_at.stage].arrive_after_copies();
-        h_at.next();
-      }
-      if (!first || rank >= ahead * kStepRanks) {
-        if (at.round > 0) shared.empty[at.stage].wait((at.round - 1) & 1);
-        columns.copy(copy, at.stage, rank);
-      }
-      if (columns.vector) {
-        shared.full[at.stage].arrive_after_copies();
-      } else {
-        device::cp_async_commit();
-        device::cp_async_wait<0>();
-        shared.full[at.stage].arrive();
-      }
-    }
-    first = false;
-    shared.used[now.stage].arrive();
-  }
-}
 
 /// y of a thread's two rows, 8 columns of each group of 32.
 struct YPart {
@@ -182,18 +55,32 @@ struct YPart {
       }
     }
   }
+  /// Of what lies in shared memory.
+  __device__ __forceinline__ void load(const unsigned char* rows, int row0, int col0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        v[half][g] = *reinterpret_cast<const uint4*>(rows + (row0 + 8 * half) * kYPitch +
+                                                     2 * (g * kGroupCols + col0));
+      }
+    }
+  }
 };
 
-template <class T>
+template <class T, bool kStaged>
 struct Consumer {
+  static constexpr int kHBlocks = Room<kStaged>::kHBlocks, kStages = Room<kStaged>::kStages;
   const ExpandParams& p;
   Shared& shared;
   std::uint32_t ring;
+  const unsigned char* y_rows;
   T* y;
   int row0, col0;
   device::RingCursor<kSteps> now;
   device::RingCursor<kStages> at;
   device::RingCursor<kHBlocks> h_first;
+  device::RingCursor<kYStages> y_at;
 
   /// acc = h B^T of a warpgroup's 64 tokens and all columns.
   __device__ __forceinline__ void multiply(const Step& t, float (&acc)[kCols / 2]) {
@@ -254,9 +141,17 @@ struct Consumer {
     shared.told[now.stage].wait(now.round & 1);
     const Step& coming = shared.steps[now.stage];
     const bool more = coming.rank > 0;
-    ask_for(coming);
+    if constexpr (!kStaged) ask_for(coming);
     float acc[kCols / 2];
     multiply(t, acc);
+    if constexpr (kStaged) {
+      if (p.add_inputs) {
+        shared.y_full[y_at.stage].wait(y_at.round & 1);
+        own.load(y_rows + y_at.stage * kTokens * kYPitch, row0, col0);
+        shared.y_empty[y_at.stage].arrive();
+        y_at.next();
+      }
+    }
     // Store
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -271,17 +166,20 @@ struct Consumer {
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.used[slot].arrive();
-    if (more) own.load(y, coming, row0, col0, p.add_inputs);
+    if constexpr (!kStaged) {
+      if (more) own.load(y, coming, row0, col0, p.add_inputs);
+    }
     return more;
   }
 };
 
-template <class T>
+template <class T, bool kStaged>
 __global__ void __launch_bounds__(kThreads, 1)
     expand_wide_walk_kernel(const __grid_constant__ ExpandParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char smem[];
-  auto& shared = *reinterpret_cast<Shared*>(smem + kRing);
+  using Own = Room<kStaged>;
+  auto& shared = *reinterpret_cast<Shared*>(smem + Own::kRing);
   const std::uint32_t ring = device::smem_address(smem);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   device::pdl_begin(p.early);
@@ -320,14 +218,19 @@ __global__ void __launch_bounds__(kThreads, 1)
       shared.told[i].init(kScouts);
       shared.used[i].init(kConsumers / 32 + kProducers);
     }
-    for (int i = 0; i < kHBlocks; ++i) {
+    for (int i = 0; i < Own::kHBlocks; ++i) {
       shared.h_full[i].init(kProducers);
       shared.h_empty[i].init(kConsumers / 32);
     }
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < Own::kStages; ++i) {
       shared.full[i].init(kProducers);
       shared.empty[i].init(kConsumers / 32);
     }
+    for (int i = 0; i < kYStages; ++i) {
+      shared.y_full[i].init(kScouts);
+      shared.y_empty[i].init(kConsumers);
+    }
+    device::Mbarrier::fence_init();
   }
   __syncthreads();
 
@@ -343,6 +246,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                 range.begin,
                 range.end};
     scout.find_run();
+    if (kStaged && p.add_inputs) {
+      tell_and_copy<T>(p, shared, scout, ring + Own::kY);
+      return;
+    }
 #pragma unroll 1
     while (scout.tell()) {
     }
@@ -352,47 +259,59 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Load
   if (thread >= kConsumers) {
     device::fewer_registers<kProducerRegisters>();
-    produce<T>(p, shared, ring);
+    produce<T, kStaged>(p, shared, ring);
     return;
   }
 
   // Compute
   device::more_registers<kConsumerRegisters>();
   T* const y = static_cast<T*>(p.y.data);
-  Consumer<T> consumer{p, shared, ring, y, thread / 32 * 16 + thread % 32 / 4, thread % 4 * 8};
+  Consumer<T, kStaged> consumer{
+      p, shared, ring, smem + Own::kY, y, thread / 32 * 16 + thread % 32 / 4, thread % 4 * 8};
   shared.told[0].wait(0);
   const Step& first = shared.steps[0];
   consumer.ask_for(first);
   device::pdl_wait();
   if (first.rank == 0) return;
   YPart own;
-  own.load(y, first, consumer.row0, consumer.col0, p.add_inputs);
+  if (!kStaged || !p.add_inputs) {
+    own.load(y, first, consumer.row0, consumer.col0, p.add_inputs);
+  }
 #pragma unroll 1
   while (consumer.step(own)) {
   }
 #endif
 }
 
-}  // namespace
-
-// ---- host ---------------------------------------------------------------------------------------
-
-void expand_wide_walk(const ExpandParams& p, Stream stream) {
-  check(p.groups.plan != nullptr && p.h.by_position && p.h.vector && p.vector_y &&
-            p.tiles.first == 0 && p.cols == kCols,
-        "lora_apply: the persistent wide kernel needs a plan, its own h and aligned y");
-  static_assert(kSmem + 1024 <= 228 * 1024, "a CTA fits an SM");
+template <class T, bool kStaged>
+void launch_kernel(const ExpandParams& p, Stream stream) {
+  static_assert(kSmem<kStaged> + 1024 <= 228 * 1024, "a CTA fits an SM");
   const std::int64_t steps = max_tiles(p.tiles.num_tokens, p.weights.num_adapters, kTokens) *
                              p.block_start[p.weights.num_slices];
   device::Launch l;
   l.grid =
       dim3(static_cast<unsigned>(std::min<std::int64_t>(steps, device::current_device().num_sms)));
   l.threads = kThreads;
-  l.smem = kSmem;
+  l.smem = kSmem<kStaged>;
   l.stream = stream;
   l.pdl = true;
+  device::launch<expand_wide_walk_kernel<T, kStaged>>("lora_expand", l, p);
+}
+
+}  // namespace
+
+// ---- host ---------------------------------------------------------------------------------------
+
+void expand_wide_walk(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
+  check(
+      p.groups.plan != nullptr && p.h.by_position && p.h.vector && p.vector_y &&
+          p.tiles.first == 0 && p.cols == kCols &&
+          (c.shape == kWideWalkShape || p.h.width <= kWideStagedMaxRank),
+      "lora_apply: the persistent wide kernel needs a plan, its own h, aligned y, and room for it");
   device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
-    device::launch<expand_wide_walk_kernel<typename decltype(tag)::type>>("lora_expand", l, p);
+    using T = typename decltype(tag)::type;
+    c.shape == kWideStagedShape ? launch_kernel<T, true>(p, stream)
+                                : launch_kernel<T, false>(p, stream);
   });
 }
 

@@ -15,18 +15,30 @@ namespace mortar::lora::cuda::wide_walk {
 
 using wide_expand::kGroupCols, wide_expand::kProducers, wide_expand::kStepRanks;
 
-inline constexpr WideShape kOf = kWideShapes[kWideWalkShape];
-inline constexpr int kTiles = 2, kTokens = 64 * kTiles, kCols = kOf.cols, kStages = kOf.stages;
+template <bool kStaged>
+inline constexpr WideShape kShapeOf = kWideShapes[kStaged ? kWideStagedShape : kWideWalkShape];
+inline constexpr WideShape kOf = kShapeOf<false>;
+inline constexpr int kTiles = 2, kTokens = 64 * kTiles, kCols = kOf.cols;
 /// Threads that multiply, that copy, and that describe steps. (With one warpgroup for both of the
 /// latter, a step of rank 128 took 2.4 us whatever y did, a fifth more than its share of DRAM.)
 inline constexpr int kConsumers = 128 * kTiles, kScouts = 128,
                      kFirstScout = kConsumers + kProducers, kThreads = kFirstScout + kScouts,
                      kWarps = kThreads / 32;
-static_assert(kOf.tiles == kTiles && kCols == kTokens && kTokens == kScouts,
+static_assert(kOf.tiles == kTiles && kShapeOf<true>.tiles == kTiles && kCols == kTokens &&
+                  kTokens == kScouts,
               "one size of blocks of h and B, a token a scout");
 inline constexpr int kBlockBytes = kTokens * device::kSwizzleBytes;  ///< 64 ranks of h, or of B
-inline constexpr int kHBlocks = kLoraMaxRank / kStepRanks;           ///< of h: the largest rank
-inline constexpr int kRing = (kHBlocks + kStages) * kBlockBytes;
+/// Where ranks leave room for it (kStaged), y of two steps lies in shared memory, in rows of which
+/// two neighbours' pieces of 64 bytes take all banks.
+inline constexpr int kYStages = 2, kYPitch = 2 * kCols + 64;
+template <bool kStaged>
+struct Room {
+  static constexpr int kHBlocks = (kStaged ? kWideStagedMaxRank : kLoraMaxRank) / kStepRanks;
+  static constexpr int kStages = kShapeOf<kStaged>.stages;  ///< of B
+  static constexpr int kY = (kHBlocks + kStages) * kBlockBytes;
+  static constexpr int kRing = kY + (kStaged ? kYStages * kTokens * kYPitch : 0);
+};
+inline constexpr int kMostHBlocks = kLoraMaxRank / kStepRanks, kMostStages = kOf.stages;
 inline constexpr int kSteps = 6;  ///< that are described ahead, with the one that is computed
 inline constexpr int kRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 72,
                      kScoutRegisters = 72;
@@ -51,11 +63,14 @@ struct Step {
 struct Shared {
   Step steps[kSteps];
   device::Mbarrier told[kSteps], used[kSteps];
-  device::Mbarrier h_full[kHBlocks], h_empty[kHBlocks], full[kStages], empty[kStages];
+  device::Mbarrier h_full[kMostHBlocks], h_empty[kMostHBlocks], full[kMostStages],
+      empty[kMostStages];
+  device::Mbarrier y_full[kYStages], y_empty[kYStages];
   int warp_leaders[kWarps];
   int first;  ///< tile of the first step
 };
-inline constexpr int kSmem = kRing + int{sizeof(Shared)};
+template <bool kStaged>
+inline constexpr int kSmem = Room<kStaged>::kRing + int{sizeof(Shared)};
 
 /// A CTA's steps. Of all steps, run of tokens by run and within it block of columns by block, every
 /// group of neighbouring CTAs has a range, whose steps its members take in turn.
