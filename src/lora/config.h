@@ -100,7 +100,8 @@ inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2},
                                             {1, 128, 1, 2, true},
                                             {2, 128, 2, 1, true},
                                             {2, 128, 5, 1, false, true},
-                                            {1, 128, 2, 2, true, true}};
+                                            {1, 128, 2, 2, true, true},
+                                            {2, 128, 4, 1, false, true}};
 /// Those of float32 weights: of one tile and of two.
 inline constexpr int kWidePartsShape = 2, kWidePairPartsShape = 3;
 static_assert(kWideShapes[kWidePartsShape].float_weights &&
@@ -113,6 +114,10 @@ inline constexpr int kWideKeptShape = 5, kWideKeptMaxRank = 64;
 static_assert(kWideShapes[kWideKeptShape].walks && kWideShapes[kWideKeptShape].float_weights);
 /// Its CTAs take runs of up to 2^kMostKeptRun tiles.
 inline constexpr int kMostKeptRun = 3;
+/// CTAs walk as in kWideWalkShape, of ranks that leave room for y of steps ahead.
+inline constexpr int kWideStagedShape = 6, kWideStagedMaxRank = 256;
+static_assert(kWideShapes[kWideStagedShape].walks &&
+              kWideShapes[kWideStagedShape].cols == kWideShapes[kWideWalkShape].cols);
 
 /// Blocks of B in the ring of the decode expand, and above rank 32 where four CTAs share an SM.
 inline constexpr int kDecodeExpandStages = 5, kDenseExpandStages = 3;

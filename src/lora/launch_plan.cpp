@@ -72,6 +72,7 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
   for (int i = 0; i < static_cast<int>(std::size(kWideShapes)) && runs_wide(s, m); ++i) {
     if (kWideShapes[i].float_weights != s.float_weights) continue;
     if (kWideShapes[i].walks && !s.float_weights && !runs_wide_walk(s, m)) continue;
+    if (i == kWideStagedShape && !has_room_for_y(s)) continue;
     if (i == kWideKeptShape) {
       for (int run = 0; run <= kMostKeptRun && runs_kept(s, m); ++run) {
         plans.push_back(kept_expand(run));
@@ -259,6 +260,7 @@ void add_expand(Line& line, const ExpandPlan& c) {
     line.add(", %d tiles, %d stages%s", kWideShapes[c.shape].tiles, kWideShapes[c.shape].stages,
              !kWideShapes[c.shape].walks          ? ""
              : kWideShapes[c.shape].float_weights ? ", B kept"
+             : c.shape == kWideStagedShape        ? ", persistent CTAs, y ahead"
                                                   : ", persistent CTAs");
   }
   const bool kept = c.kernel == ExpandKernel::kWide && c.shape == kWideKeptShape;

@@ -254,7 +254,8 @@ TEST(LoraChoice, CtasAreNoLargerThanTheirWork) {
 
 TEST(LoraChoice, WideExpandWalksOverManySteps) {
   const auto walks = [](const LoraShape& s, const Machine& m = {}) {
-    return choose(s, m).expand == wide_expand(kWideWalkShape);
+    const ExpandPlan expand = choose(s, m).expand;
+    return expand == wide_expand(kWideWalkShape) || expand == wide_expand(kWideStagedShape);
   };
   EXPECT_TRUE(walks(shape(8860, 5, 256, 1280, {5120})));
   EXPECT_TRUE(walks(shape(7000, 1, 128, 4096, {4096})));
@@ -266,6 +267,11 @@ TEST(LoraChoice, WideExpandWalksOverManySteps) {
   EXPECT_FALSE(walks(shape(8860, 5, 256, 1280, {5120}), kMachines[1]));
   EXPECT_TRUE(walks(shape(162, 283, 256, 14336, {4096})));
   EXPECT_FALSE(walks(shape(58, 277, 256, 3072, {1024})));
+  const auto expand = [](const LoraShape& s) { return choose(s, {}).expand; };
+  EXPECT_EQ(expand(shape(2106, 1, 128, 5120, {5120})), wide_expand(kWideStagedShape));
+  EXPECT_EQ(expand(shape(4096, 1, 256, 4096, {4096, 1024, 1024})), wide_expand(kWideStagedShape));
+  EXPECT_EQ(expand(shape(914, 110, 256, 2048, {8192, 8192})), wide_expand(kWideWalkShape));
+  EXPECT_EQ(expand(shape(7200, 1, 512, 3584, {18944})), wide_expand(kWideWalkShape));
 }
 
 /// One tile a CTA where CTAs of two would leave SMs idle.

@@ -179,8 +179,10 @@ INSTANTIATE_TEST_SUITE_P(Cases, LoraTrainCuda,
 std::vector<BackwardPlan> whole_plans(const TrainCase& c) {
   std::vector<BackwardPlan> all;
   if (c.by != RowsBy::kOne || c.w == DType::kFloat32) return all;
-  for (const int ranks : {16, 32}) {
-    all.push_back(lora::train::cuda::whole_plan(c.rows, ranks));
+  for (const int ranks : {8, 16, 32}) {
+    for (const bool beside_ds : {false, true}) {
+      all.push_back(lora::train::cuda::whole_plan(c.rows, ranks, beside_ds));
+    }
   }
   return all;
 }
@@ -290,6 +292,19 @@ TEST_P(LoraTrainGpu, StridesChangeNoBitOfWideRanks) {
     }
     expect_strides_change_no_bit(c, GetParam(), concat(rank));
   }
+}
+
+// Of so many partials a thread has more in flight.
+TEST_P(LoraTrainGpu, ManyChunksOfRowsAreAdded) {
+  TrainCase c = base_case();
+  c.rows = 1160;
+  c.hidden = 136;
+  c.widths = {72};
+  BackwardPlan plan;
+  plan.one_pass = plan.products = true;
+  plan.dy = {3, 32};  // 37 chunks
+  plan.x = {0, 64};   // 19
+  expect_within_bound(c, {plan});
 }
 
 // ds comes with dB in one pass over dy, or would if dB were wanted.

@@ -3,6 +3,7 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 
 #if MORTAR_HAS_CUDA
 #include "lora/train/cuda/forward_plan.h"
@@ -18,16 +19,21 @@ class LoraTrainForward : public ::testing::TestWithParam<Device> {};
 // Clusters of any size, ranks that fill no MMA step, rows and columns that fill no tile, and values
 // that are not finite.
 TEST_P(LoraTrainForward, OneLaunchChangesNoBit) {
+  constexpr DType kBF16 = DType::kBFloat16;
+  constexpr BaseIs kNone = BaseIs::kNone;
   struct Case {
     int rank;
     DType type = DType::kBFloat16;
     bool finite = true;
     BaseIs base = BaseIs::kNone;
+    bool float_weights = false;
   };
-  for (const auto& [rank, type, finite, base] :
+  for (const auto& [rank, type, finite, base, float_weights] :
        {Case{8}, Case{16, DType::kFloat16, true, BaseIs::kApart}, Case{24, DType::kBFloat16, false},
         Case{32, DType::kBFloat16, true, BaseIs::kInPlace}, Case{40},
-        Case{64, DType::kFloat16, false}}) {
+        Case{64, DType::kFloat16, false}, Case{16}, Case{32, DType::kFloat16, false},
+        Case{16, kBF16, true, kNone, true}, Case{8, kBF16, false, kNone, true},
+        Case{12, kBF16, false, kNone, true}}) {
     TrainCase c;
     c.rows = 333;
     c.hidden = 1104;
@@ -35,6 +41,7 @@ TEST_P(LoraTrainForward, OneLaunchChangesNoBit) {
     c.ranks = {rank};
     c.x = c.w = c.y = type;
     c.base = base;
+    if (float_weights) c.w = DType::kFloat32;
     const auto make = [&](const ForcedPlans& forced) {
       auto step = std::make_unique<TrainStep>(c, GetParam());
       if (!finite) {
@@ -51,11 +58,12 @@ TEST_P(LoraTrainForward, OneLaunchChangesNoBit) {
     const lora::cuda::ForwardPlan none{};
     const auto first = make({nullptr, nullptr, &none});
     for (int parts = 2; parts <= kLeaves; parts *= 2) {
-      lora::cuda::ForwardPlan once = forward_plan(c.hidden, kLeaves, parts);
-      for (const int clusters : {0, 2}) {
-        once.clusters = clusters;
+      for (const auto& [rows, clusters] : {std::pair{64, 0}, {64, 2}, {40, 0}, {24, 3}, {8, 0}}) {
+        if (float_weights && clusters > 0) continue;
+        const ForwardPlan once = forward_plan(c.hidden, kLeaves, parts, clusters, rows);
         expect_same_forward(*first, *make({nullptr, nullptr, &once}),
-                            "one launch of clusters of " + std::to_string(parts));
+                            "one launch of clusters of " + std::to_string(parts) + ", tiles of " +
+                                std::to_string(rows) + " rows");
       }
     }
   }

@@ -182,25 +182,40 @@ TEST(LoraTrainPlan, ColumnsOfPartsOfUpTo64RanksAreStoredByClusters) {
 
 // h and y of one launch.
 TEST(LoraTrainPlan, ClustersThatRunAtOnceMakeYToo) {
+  const auto tile = [](std::int64_t rows, std::int64_t columns, std::int64_t out, int width) {
+    const ForwardPlan plan = choose_forward(rows, columns, out, width, kH200.sms);
+    return std::pair(plan.parts, plan.parts > 0 ? plan.rows : 0);
+  };
+  using Tile = std::pair<int, int>;
+  EXPECT_EQ(tile(4096, 4096, 4096, 16), Tile(2, 64));
+  EXPECT_EQ(tile(4096, 4096, 4096, 64), Tile(2, 64));
+  EXPECT_EQ(tile(4096, 8192, 1024, 32), Tile(2, 64));
+  EXPECT_EQ(tile(4096, 4096, 8192, 32), Tile(2, 64));
+  EXPECT_EQ(tile(4225, 4096, 4096, 32), Tile(0, 0));
+  EXPECT_EQ(tile(3000, 5120, 5120, 32), Tile(2, 48));
+  EXPECT_EQ(tile(2500, 5120, 5120, 16), Tile(2, 40));
+  EXPECT_EQ(tile(2048, 4096, 4096, 64), Tile(2, 32));
+  EXPECT_EQ(tile(1024, 4096, 4096, 32), Tile(4, 40));
+  EXPECT_EQ(tile(512, 4096, 4096, 16), Tile(8, 40));
+  EXPECT_EQ(tile(1024, 7168, 2048, 64), Tile(4, 40));
+  EXPECT_EQ(tile(256, 4096, 4096, 16), Tile(8, 24));
+  EXPECT_EQ(tile(768, 3584, 14336, 32), Tile(8, 56));
+  EXPECT_EQ(tile(64, 14336, 14336, 16), Tile(0, 0));
+  EXPECT_EQ(tile(512, 4096, 14336, 8), Tile(0, 0));
+  EXPECT_EQ(tile(3000, 4096, 4096, 8), Tile(0, 0));
+  EXPECT_EQ(tile(2048, 5120, 13824, 32), Tile(0, 0));
+  EXPECT_EQ(tile(4096, 1024, 28672, 16), Tile(0, 0));
+  EXPECT_EQ(tile(4096, 4096, 4096, 72), Tile(0, 0));
+  EXPECT_EQ(choose_forward(8192, 4096, 4096, 64, kH200.sms).clusters, 66);
+  // Float32 weights.
   const auto parts = [](std::int64_t rows, std::int64_t columns, std::int64_t out, int width) {
-    return choose_forward(rows, columns, out, width, kH200.sms).parts;
+    return choose_forward(rows, columns, out, width, kH200.sms, true).parts;
   };
   EXPECT_EQ(parts(4096, 4096, 4096, 16), 2);
-  EXPECT_EQ(parts(4096, 4096, 4096, 64), 2);
-  EXPECT_EQ(parts(4096, 8192, 1024, 32), 2);
-  EXPECT_EQ(parts(4096, 4096, 8192, 32), 2);
-  EXPECT_EQ(parts(4225, 4096, 4096, 32), 0);
-  EXPECT_EQ(parts(1024, 4096, 4096, 32), 4);
-  EXPECT_EQ(parts(512, 4096, 4096, 16), 8);
-  EXPECT_EQ(parts(1024, 7168, 2048, 64), 4);
-  EXPECT_EQ(parts(256, 4096, 4096, 16), 8);
-  EXPECT_EQ(parts(256, 8192, 8192, 16), 0);
-  EXPECT_EQ(parts(64, 14336, 14336, 16), 0);
-  EXPECT_EQ(parts(512, 4096, 14336, 8), 0);
-  EXPECT_EQ(parts(2048, 5120, 13824, 32), 0);
-  EXPECT_EQ(parts(4096, 1024, 28672, 16), 0);
-  EXPECT_EQ(parts(4096, 4096, 4096, 72), 0);
-  EXPECT_EQ(choose_forward(8192, 4096, 4096, 64, kH200.sms).clusters, 66);
+  EXPECT_EQ(parts(512, 4096, 4096, 8), 8);
+  EXPECT_EQ(parts(2048, 4096, 4096, 16), 0);
+  EXPECT_EQ(parts(8192, 4096, 4096, 16), 0);
+  EXPECT_EQ(parts(4096, 4096, 4096, 24), 0);
   std::mt19937_64 rng(11);
   for (int i = 0; i < 3000; ++i) {
     const std::int64_t rows = 1 + rng() % 20000, columns = 1 + rng() % 20000;
@@ -211,6 +226,7 @@ TEST(LoraTrainPlan, ClustersThatRunAtOnceMakeYToo) {
     EXPECT_GE(plan.parts, 2);
     EXPECT_LE(plan.leaves, lora::cuda::kMostForwardLeaves);
     EXPECT_EQ(plan.leaf, leaf_columns(columns, plan.parts * plan.leaves));
+    EXPECT_TRUE(plan.rows > 0 && plan.rows <= lora::cuda::kForwardRows && plan.rows % 8 == 0);
   }
 }
 
@@ -314,34 +330,6 @@ TEST(LoraTrainPlan, DxComesWithTheSumsOfXWhereThatPays) {
   EXPECT_EQ(panels(4096, 4096, 16, 8), k256);
   EXPECT_EQ(panels(4096, 4096, 32, 8), k256);
   EXPECT_EQ(panels(4096, 4096, 64, 8), kNone);  // no kernel has such panels
-}
-
-TEST(LoraTrainPlan, FewElementsAreSummedByThreadBlocksThatHaveAllRows) {
-  const auto whole = [](std::int64_t rows, std::int64_t hidden, std::int64_t width, int rank,
-                        std::int64_t adapters = 0) {
-    PanelProblem dy, x;
-    dy.rows = x.rows = rows;
-    dy.matrices = x.matrices = 1;
-    dy.columns[0] = width;
-    x.columns[0] = hidden;
-    dy.width = x.width = rank;
-    dy.adapters = x.adapters = adapters;
-    return sums_whole(dy, x);
-  };
-  EXPECT_TRUE(whole(512, 4096, 4096, 16));
-  EXPECT_TRUE(whole(768, 4096, 4096, 64));
-  EXPECT_TRUE(whole(1024, 4096, 14336, 32));
-  EXPECT_TRUE(whole(1536, 4096, 4096, 32));
-  EXPECT_TRUE(whole(2048, 4096, 4096, 16));
-  EXPECT_TRUE(whole(2048, 64, 64, 16));
-  EXPECT_FALSE(whole(2048, 2048, 8192, 16));
-  EXPECT_FALSE(whole(2048, 1024, 4096, 32));
-  EXPECT_FALSE(whole(3072, 2048, 2048, 8));
-  EXPECT_FALSE(whole(512, 4096, 14336, 64));
-  EXPECT_FALSE(whole(1024, 7168, 2048, 64));
-  EXPECT_FALSE(whole(512, 4096, 4096, 128));
-  EXPECT_FALSE(whole(512, 4096, 4096, 16, 2));
-  EXPECT_FALSE(whole(0, 4096, 4096, 16));
 }
 
 TEST(LoraTrainPlan, EvenTilesAreNoMoreThanThereIsRoomFor) {

@@ -52,7 +52,7 @@ void expand_prefill(const ExpandParams& p, Stream stream);
 /// are for: a caller's h of float32, and float32 weights, with their shapes.
 void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream);
 void expand_wide_rounded(const ExpandParams& p, const ExpandPlan& c, Stream stream);
-void expand_wide_walk(const ExpandParams& p, Stream stream);
+void expand_wide_walk(const ExpandParams& p, const ExpandPlan& c, Stream stream);
 void expand_wide_kept(const ExpandParams& p, Stream stream);
 void expand_wide_parts(const ExpandParams& p, const ExpandPlan& c, Stream stream);
 /// The same for every pair of dtypes, on tensor cores that multiply parts of values.

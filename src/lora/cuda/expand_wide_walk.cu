@@ -11,10 +11,12 @@
 // wrong  : few tokens and columns, so that a CTA has one step
 //
 // The grid is as large as fits at once. A CTA walks over steps of up to 128 tokens of one adapter
-// and 128 columns. h of the tokens stays in shared memory for as long as they and the slice do,
-// while B comes through a ring of 64 ranks a stage. y of a step comes to L2 during the step before,
-// and to the registers of the two warpgroups that multiply while they do. The sum is one chain over
-// ranks from zero, as in the other kernels; the permutation of columns is theirs too.
+// and 128 columns. Warps of their own describe steps, others copy: h of the tokens stays in shared
+// memory for as long as they and the slice do, while B comes through a ring of 64 ranks a stage. y
+// of a step comes to L2 during the step before, and to the registers of the two warpgroups that
+// multiply while they do; or (kStaged), for ranks up to 256 and many tokens, to shared memory two
+// steps ahead. The sum is one chain over ranks from zero, as in the other kernels; the permutation
+// of columns is theirs too.
 #include <algorithm>
 #include <cstdint>
 
@@ -28,110 +30,12 @@
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_tile.cuh"
 #include "lora/cuda/expand_wide_walk.cuh"
+#include "lora/cuda/expand_wide_walk_copies.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
 
 using namespace wide_walk;
-
-/// A producer's part of the copies: 16 bytes of every 16th row.
-template <class T>
-struct Copier {
-  static constexpr int kStep = kProducers / 8, kCopies = kTokens / kStep;
-  static_assert(kStep == 16);
-  int piece, row0;
-  std::uint32_t to;
-
-  __device__ __forceinline__ explicit Copier(std::uint32_t ring) {
-    const int thread = static_cast<int>(threadIdx.x) - kConsumers;
-    piece = thread % 8;
-    row0 = thread / 8;
-    to = ring + device::swizzled(row0, piece);
-  }
-  __device__ __forceinline__ void h(int slot, int first, const Step& t, std::int64_t stride) const {
-    const int left = t.rank - first - piece * 8, bytes = piece_bytes(left), count = t.count;
-    const T* from = static_cast<const T*>(t.h) + (left > 0 ? first + piece * 8 : 0) + row0 * stride;
-    const std::uint32_t dst = to + slot * kBlockBytes;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      if (row0 + i * kStep < count) {
-        device::cp_async_16(dst + i * kStep * device::kSwizzleBytes, from + i * kStep * stride,
-                            bytes);
-      }
-    }
-  }
-  /// The column whose row lies in place row0; those kStep places further are 4 and 28 columns on.
-  __device__ __forceinline__ void b(int stage, int first, const Step& t) const {
-    const int left = t.rank - first - piece * 8, bytes = piece_bytes(left), cols = t.cols;
-    const std::int64_t stride = t.b_stride;
-    const int col0 = (row0 >> 1 & 3) * 8 + (row0 >> 3) * 2 + (row0 & 1);
-    const T* from = static_cast<const T*>(t.b) + (left > 0 ? first + piece * 8 : 0);
-    const std::uint32_t dst = to + (kHBlocks + stage) * kBlockBytes;
-    const auto column = [col0](int i) { return col0 + i / 2 * 32 + i % 2 * 4; };
-    if (!t.vector) {
-#pragma unroll 1
-      for (int i = 0; i < kCopies; ++i) {
-        if (column(i) >= cols) continue;
-        *static_cast<uint4*>(__cvta_shared_to_generic(dst + i * kStep * device::kSwizzleBytes)) =
-            device::load_some<T, 8>(from + column(i) * stride, left).piece(0);
-      }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      if (column(i) < cols) {
-        device::cp_async_16(dst + i * kStep * device::kSwizzleBytes, from + column(i) * stride,
-                            bytes);
-      }
-    }
-  }
-};
-
-template <class T>
-__device__ __forceinline__ void produce(const ExpandParams& p, Shared& shared, Scout& scout,
-                                        std::uint32_t ring) {
-  const Copier<T> copy(ring);
-  device::RingCursor<kSteps> now;
-  device::RingCursor<kStages> at;
-  device::RingCursor<kHBlocks> h_at;
-  scout.tell();
-  scout.tell();
-  shared.told[0].wait(0);
-  // B of the first step does not depend on the predecessor.
-  const int ahead = min(ceil_div(shared.steps[0].rank, kStepRanks), kStages);
-#pragma unroll 1
-  for (int i = 0; i < ahead; ++i) copy.b(i, i * kStepRanks, shared.steps[0]);
-  device::pdl_wait();
-  bool first = true;
-#pragma unroll 1
-  for (;; now.next()) {
-    shared.told[now.stage].wait(now.round & 1);
-    const Step& t = shared.steps[now.stage];
-    if (t.rank == 0) return;
-#pragma unroll 1
-    for (int rank = 0; rank < t.rank; rank += kStepRanks, at.next()) {
-      if (t.fresh) {
-        if (h_at.round > 0) shared.h_empty[h_at.stage].wait((h_at.round - 1) & 1);
-        copy.h(h_at.stage, rank, t, p.h.row_stride);
-        shared.h_full[h_at.stage].arrive_after_copies();
-        h_at.next();
-      }
-      if (!first || rank >= ahead * kStepRanks) {
-        if (at.round > 0) shared.empty[at.stage].wait((at.round - 1) & 1);
-        copy.b(at.stage, rank, t);
-      }
-      if (t.vector) {
-        shared.full[at.stage].arrive_after_copies();
-      } else {
-        device::cp_async_commit();
-        device::cp_async_wait<0>();
-        shared.full[at.stage].arrive();
-      }
-    }
-    first = false;
-    scout.tell();
-  }
-}
 
 /// y of a thread's two rows, 8 columns of each group of 32.
 struct YPart {
@@ -151,18 +55,32 @@ struct YPart {
       }
     }
   }
+  /// Of what lies in shared memory.
+  __device__ __forceinline__ void load(const unsigned char* rows, int row0, int col0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        v[half][g] = *reinterpret_cast<const uint4*>(rows + (row0 + 8 * half) * kYPitch +
+                                                     2 * (g * kGroupCols + col0));
+      }
+    }
+  }
 };
 
-template <class T>
+template <class T, bool kStaged>
 struct Consumer {
+  static constexpr int kHBlocks = Room<kStaged>::kHBlocks, kStages = Room<kStaged>::kStages;
   const ExpandParams& p;
   Shared& shared;
   std::uint32_t ring;
+  const unsigned char* y_rows;
   T* y;
   int row0, col0;
   device::RingCursor<kSteps> now;
   device::RingCursor<kStages> at;
   device::RingCursor<kHBlocks> h_first;
+  device::RingCursor<kYStages> y_at;
 
   /// acc = h B^T of a warpgroup's 64 tokens and all columns.
   __device__ __forceinline__ void multiply(const Step& t, float (&acc)[kCols / 2]) {
@@ -223,9 +141,17 @@ struct Consumer {
     shared.told[now.stage].wait(now.round & 1);
     const Step& coming = shared.steps[now.stage];
     const bool more = coming.rank > 0;
-    ask_for(coming);
+    if constexpr (!kStaged) ask_for(coming);
     float acc[kCols / 2];
     multiply(t, acc);
+    if constexpr (kStaged) {
+      if (p.add_inputs) {
+        shared.y_full[y_at.stage].wait(y_at.round & 1);
+        own.load(y_rows + y_at.stage * kTokens * kYPitch, row0, col0);
+        shared.y_empty[y_at.stage].arrive();
+        y_at.next();
+      }
+    }
     // Store
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -240,17 +166,20 @@ struct Consumer {
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.used[slot].arrive();
-    if (more) own.load(y, coming, row0, col0, p.add_inputs);
+    if constexpr (!kStaged) {
+      if (more) own.load(y, coming, row0, col0, p.add_inputs);
+    }
     return more;
   }
 };
 
-template <class T>
+template <class T, bool kStaged>
 __global__ void __launch_bounds__(kThreads, 1)
     expand_wide_walk_kernel(const __grid_constant__ ExpandParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char smem[];
-  auto& shared = *reinterpret_cast<Shared*>(smem + kRing);
+  using Own = Room<kStaged>;
+  auto& shared = *reinterpret_cast<Shared*>(smem + Own::kRing);
   const std::uint32_t ring = device::smem_address(smem);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   device::pdl_begin(p.early);
@@ -286,23 +215,28 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (thread == 0) {
     for (int i = 0; i < kSteps; ++i) {
-      shared.told[i].init(kProducers);
-      shared.used[i].init(kConsumers / 32);
+      shared.told[i].init(kScouts);
+      shared.used[i].init(kConsumers / 32 + kProducers);
     }
-    for (int i = 0; i < kHBlocks; ++i) {
+    for (int i = 0; i < Own::kHBlocks; ++i) {
       shared.h_full[i].init(kProducers);
       shared.h_empty[i].init(kConsumers / 32);
     }
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < Own::kStages; ++i) {
       shared.full[i].init(kProducers);
       shared.empty[i].init(kConsumers / 32);
     }
+    for (int i = 0; i < kYStages; ++i) {
+      shared.y_full[i].init(kScouts);
+      shared.y_empty[i].init(kConsumers);
+    }
+    device::Mbarrier::fence_init();
   }
   __syncthreads();
 
-  // Load
-  if (thread >= kConsumers) {
-    device::fewer_registers<kProducerRegisters>();
+  // Look up
+  if (thread >= kFirstScout) {
+    device::fewer_registers<kScoutRegisters>();
     Scout scout{p,
                 shared,
                 num_tiles,
@@ -312,47 +246,72 @@ __global__ void __launch_bounds__(kThreads, 1)
                 range.begin,
                 range.end};
     scout.find_run();
-    produce<T>(p, shared, scout, ring);
+    if (kStaged && p.add_inputs) {
+      tell_and_copy<T>(p, shared, scout, ring + Own::kY);
+      return;
+    }
+#pragma unroll 1
+    while (scout.tell()) {
+    }
+    return;
+  }
+
+  // Load
+  if (thread >= kConsumers) {
+    device::fewer_registers<kProducerRegisters>();
+    produce<T, kStaged>(p, shared, ring);
     return;
   }
 
   // Compute
   device::more_registers<kConsumerRegisters>();
   T* const y = static_cast<T*>(p.y.data);
-  Consumer<T> consumer{p, shared, ring, y, thread / 32 * 16 + thread % 32 / 4, thread % 4 * 8};
+  Consumer<T, kStaged> consumer{
+      p, shared, ring, smem + Own::kY, y, thread / 32 * 16 + thread % 32 / 4, thread % 4 * 8};
   shared.told[0].wait(0);
   const Step& first = shared.steps[0];
   consumer.ask_for(first);
   device::pdl_wait();
   if (first.rank == 0) return;
   YPart own;
-  own.load(y, first, consumer.row0, consumer.col0, p.add_inputs);
+  if (!kStaged || !p.add_inputs) {
+    own.load(y, first, consumer.row0, consumer.col0, p.add_inputs);
+  }
 #pragma unroll 1
   while (consumer.step(own)) {
   }
 #endif
 }
 
-}  // namespace
-
-// ---- host ---------------------------------------------------------------------------------------
-
-void expand_wide_walk(const ExpandParams& p, Stream stream) {
-  check(p.groups.plan != nullptr && p.h.by_position && p.h.vector && p.vector_y &&
-            p.tiles.first == 0 && p.cols == kCols,
-        "lora_apply: the persistent wide kernel needs a plan, its own h and aligned y");
-  static_assert(kSmem + 1024 <= 228 * 1024, "a CTA fits an SM");
+template <class T, bool kStaged>
+void launch_kernel(const ExpandParams& p, Stream stream) {
+  static_assert(kSmem<kStaged> + 1024 <= 228 * 1024, "a CTA fits an SM");
   const std::int64_t steps = max_tiles(p.tiles.num_tokens, p.weights.num_adapters, kTokens) *
                              p.block_start[p.weights.num_slices];
   device::Launch l;
   l.grid =
       dim3(static_cast<unsigned>(std::min<std::int64_t>(steps, device::current_device().num_sms)));
   l.threads = kThreads;
-  l.smem = kSmem;
+  l.smem = kSmem<kStaged>;
   l.stream = stream;
   l.pdl = true;
+  device::launch<expand_wide_walk_kernel<T, kStaged>>("lora_expand", l, p);
+}
+
+}  // namespace
+
+// ---- host ---------------------------------------------------------------------------------------
+
+void expand_wide_walk(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
+  check(
+      p.groups.plan != nullptr && p.h.by_position && p.h.vector && p.vector_y &&
+          p.tiles.first == 0 && p.cols == kCols &&
+          (c.shape == kWideWalkShape || p.h.width <= kWideStagedMaxRank),
+      "lora_apply: the persistent wide kernel needs a plan, its own h, aligned y, and room for it");
   device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
-    device::launch<expand_wide_walk_kernel<typename decltype(tag)::type>>("lora_expand", l, p);
+    using T = typename decltype(tag)::type;
+    c.shape == kWideStagedShape ? launch_kernel<T, true>(p, stream)
+                                : launch_kernel<T, false>(p, stream);
   });
 }
 

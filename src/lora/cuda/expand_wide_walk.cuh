@@ -15,19 +15,35 @@ namespace mortar::lora::cuda::wide_walk {
 
 using wide_expand::kGroupCols, wide_expand::kProducers, wide_expand::kStepRanks;
 
-inline constexpr WideShape kOf = kWideShapes[kWideWalkShape];
-inline constexpr int kTiles = 2, kTokens = 64 * kTiles, kCols = kOf.cols, kStages = kOf.stages;
-inline constexpr int kConsumers = 128 * kTiles, kThreads = kConsumers + kProducers,
+template <bool kStaged>
+inline constexpr WideShape kShapeOf = kWideShapes[kStaged ? kWideStagedShape : kWideWalkShape];
+inline constexpr WideShape kOf = kShapeOf<false>;
+inline constexpr int kTiles = 2, kTokens = 64 * kTiles, kCols = kOf.cols;
+/// Threads that multiply, that copy, and that describe steps. (With one warpgroup for both of the
+/// latter, a step of rank 128 took 2.4 us whatever y did, a fifth more than its share of DRAM.)
+inline constexpr int kConsumers = 128 * kTiles, kScouts = 128,
+                     kFirstScout = kConsumers + kProducers, kThreads = kFirstScout + kScouts,
                      kWarps = kThreads / 32;
-static_assert(kOf.tiles == kTiles && kCols == kTokens && kTokens == kProducers,
-              "one size of blocks of h and B, a token a producer");
+static_assert(kOf.tiles == kTiles && kShapeOf<true>.tiles == kTiles && kCols == kTokens &&
+                  kTokens == kScouts,
+              "one size of blocks of h and B, a token a scout");
 inline constexpr int kBlockBytes = kTokens * device::kSwizzleBytes;  ///< 64 ranks of h, or of B
-inline constexpr int kHBlocks = kLoraMaxRank / kStepRanks;           ///< of h: the largest rank
-inline constexpr int kRing = (kHBlocks + kStages) * kBlockBytes;
+/// Where ranks leave room for it (kStaged), y of two steps lies in shared memory, in rows of which
+/// two neighbours' pieces of 64 bytes take all banks.
+inline constexpr int kYStages = 2, kYPitch = 2 * kCols + 64;
+template <bool kStaged>
+struct Room {
+  static constexpr int kHBlocks = (kStaged ? kWideStagedMaxRank : kLoraMaxRank) / kStepRanks;
+  static constexpr int kStages = kShapeOf<kStaged>.stages;  ///< of B
+  static constexpr int kY = (kHBlocks + kStages) * kBlockBytes;
+  static constexpr int kRing = kY + (kStaged ? kYStages * kTokens * kYPitch : 0);
+};
+inline constexpr int kMostHBlocks = kLoraMaxRank / kStepRanks, kMostStages = kOf.stages;
 inline constexpr int kSteps = 6;  ///< that are described ahead, with the one that is computed
-inline constexpr int kRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 96;
+inline constexpr int kRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 72,
+                     kScoutRegisters = 72;
 inline constexpr int kConsumerRegisters =
-    kRegisters + (kRegisters - kProducerRegisters) / kTiles / 8 * 8;
+    kRegisters + (2 * kRegisters - kProducerRegisters - kScoutRegisters) / kTiles / 8 * 8;
 
 /// A step as its consumers need it, and those who copy.
 struct Step {
@@ -47,11 +63,14 @@ struct Step {
 struct Shared {
   Step steps[kSteps];
   device::Mbarrier told[kSteps], used[kSteps];
-  device::Mbarrier h_full[kHBlocks], h_empty[kHBlocks], full[kStages], empty[kStages];
+  device::Mbarrier h_full[kMostHBlocks], h_empty[kMostHBlocks], full[kMostStages],
+      empty[kMostStages];
+  device::Mbarrier y_full[kYStages], y_empty[kYStages];
   int warp_leaders[kWarps];
   int first;  ///< tile of the first step
 };
-inline constexpr int kSmem = kRing + int{sizeof(Shared)};
+template <bool kStaged>
+inline constexpr int kSmem = Room<kStaged>::kRing + int{sizeof(Shared)};
 
 /// A CTA's steps. Of all steps, run of tokens by run and within it block of columns by block, every
 /// group of neighbouring CTAs has a range, whose steps its members take in turn.
@@ -78,7 +97,7 @@ struct Range {
 /// Whether a run of tokens begins with the tile of this entry of the plan.
 __device__ __forceinline__ bool leads(const int4& entry) { return entry.w % kTiles == 0; }
 
-/// Describes the steps of a CTA, one after the other. By all producers, who agree.
+/// Describes the steps of a CTA, one after the other. By all scouts, who agree.
 struct Scout {
   const ExpandParams& p;
   Shared& shared;
@@ -91,7 +110,7 @@ struct Scout {
   device::RingCursor<kSteps> at;
 
   __device__ __forceinline__ void find_run() {
-    const int thread = static_cast<int>(threadIdx.x) - kConsumers;
+    const int thread = static_cast<int>(threadIdx.x) - kFirstScout;
     const auto* list = reinterpret_cast<const int4*>(p.groups.plan + p.tiles.list);
     const int4 first = __ldcg(list + index);
     const bool more = index + 1 < num_tiles;
@@ -114,9 +133,9 @@ struct Scout {
       find_run();
     }
   }
-  /// The next step that has weights.
-  __device__ __forceinline__ void tell() {
-    const int thread = static_cast<int>(threadIdx.x) - kConsumers;
+  /// The next step that has weights; false: there is none.
+  __device__ __forceinline__ bool tell() {
+    const int thread = static_cast<int>(threadIdx.x) - kFirstScout;
     if (at.round > 0) shared.used[at.stage].wait((at.round - 1) & 1);
     Step& to = shared.steps[at.stage];
     bool fresh = false;
@@ -130,7 +149,8 @@ struct Scout {
       }
       if (weights.rank > 0) break;
     }
-    if (step < end) {
+    const bool more = step < end;
+    if (more) {
       using Half = std::uint16_t;
       const auto* b = static_cast<const Half*>(weights.b);
       to.y[thread] = token < 0 ? -1 : token * p.y.row_stride + own.y_col;
@@ -153,6 +173,7 @@ struct Scout {
     }
     shared.told[at.stage].arrive();
     at.next();
+    return more;
   }
 };
 

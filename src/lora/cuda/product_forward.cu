@@ -6,16 +6,17 @@
 // FLOP   = 2 M R (K + N): never the limit
 // 4096 rows, K = N = 4096, R = 64: 68 MB, 15.8 us at 4.28 TB/s
 // limit  : DRAM, which mostly reads at first and writes at the end
-// wrong  : so many rows that clusters have several tiles each (12345 x 2560 x 2560, rank 24: 49 us
-//          for 43 apart), and few thread blocks for a wide y, of which each stores some 25 KB/us
-//          (512 x 4096 x 14336, rank 8: 14.8 us for 10.7)
+// wrong  : so many rows that clusters have several tiles each (12345 x 2560 x 2560, rank 24: 50 us
+//          for 43 apart), and few thread blocks for a wide y, of which each takes 0.3 to 0.5 us for
+//          128 columns whatever its rows are (512 x 4096 x 14336, rank 8: 14.1 us for 10.6)
 //
-// A cluster has 64 rows, and each of its thread blocks some of the leaves of K, as in
-// product_split.cu: stages come by TMA, sums pass by st.async. A thread block rounds h of some
-// rows, stores it and sends it to all others of the cluster; then each makes every so many columns
-// of y. B comes through the same ring and is there before h is, and so does a base. Apart, y begins
-// some 3 us after the last sum of h: h's stores, the end of a kernel, the start of the next, and h
-// from L2. x leaves L2 first, as nobody reads it again: 1 us of 23.
+// A cluster has up to 64 rows, as few as let all tiles run at once (an MMA's other rows are not
+// looked at), and each of its thread blocks some of the leaves of K, as in product_split.cu: stages
+// come by TMA, sums pass by st.async. A thread block rounds h of some rows, stores it and sends it
+// to all others of the cluster; then each makes every so many columns of y. B comes through the
+// same ring and is there before h is, and so does a base. Apart, y begins some 3 us after the last
+// sum of h: h's stores, the end of a kernel, the start of the next, and h from L2. x leaves L2
+// first, as nobody reads it again: 1 us of 23.
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -23,6 +24,7 @@
 #include "device/stmatrix.cuh"
 #include "device/wgmma.cuh"
 #include "lora/cuda/product_forward.h"
+#include "lora/cuda/product_forward_lines.cuh"
 #include "lora/cuda/product_multiply.cuh"
 #include "lora/cuda/product_params.cuh"
 #include "lora/cuda/product_split.cuh"
@@ -37,14 +39,15 @@ constexpr int kForwardThreads = kConsumers + 32;
 /// before are not in their way.
 constexpr int kMostAheadSteps = 8, kAheadSteps = 3;
 
-/// `kRanks`: 32 or 64. A stage has room for 64 columns of x and A, or for 128 columns of B.
-template <class T_, int kRanks>
+/// kRanks: 32 or 64. A stage has room for 64 columns of x and A, or for 128 columns of B.
+/// kShare: columns of B that share a row of 128 bytes, as they lie side by side.
+template <class T_, int kRanks, int kShare_>
 struct ForwardShape
     : Shape<T_, kRanks, Major::kDepth, Major::kDepth, ProductEnd::kStore, 2, true, false, true> {
+  static constexpr int kShare = kShare_, kLines = kForwardColumns / kShare;
   static constexpr int kStageBytes = kForwardColumns * device::kSwizzleBytes;
   static constexpr int kSumBytes = kForwardRows * kRanks * 4;
   static constexpr int kHiddenBytes = kForwardRows * device::kSwizzleBytes;
-  static constexpr int kShareBytes = kForwardRows * kRanks * 2;  ///< of h, from all blocks
   /// Two blocks of 64 rows and columns of each warpgroup, on their way out.
   static constexpr int kOutBytes = 4 * kBlockBytes;
   static constexpr int kTileBytes = kHiddenBytes + kOutBytes + kSumBytes;
@@ -58,21 +61,32 @@ struct ForwardParams {
   Params h;
   CUtensorMap weights, out;
   int column_tiles;  ///< of y
+  int rows;          ///< of a tile
   bool adds_base;    ///< h.base_map
   int ahead_steps;
   const void *x, *a;
   std::int64_t x_stride, a_stride;
 };
 
+/// A cluster's tile of rows.
+template <class S>
+__device__ __forceinline__ Unit<S> unit_of(const ForwardParams& q, const Segments& segments,
+                                           int index) {
+  Unit<S> unit(q.h, segments, index);
+  unit.row = index * q.rows;
+  return unit;
+}
+
 /// Asks for the first steps of x and A in L2, before what is before this kernel has ended.
 template <class S>
 __device__ __forceinline__ void ask(const ForwardParams& q, const Segments& segments, int index) {
-  const Unit<S> unit(q.h, segments, index);
+  const auto unit = unit_of<S>(q, segments, index);
   const int lines = min(unit.steps, q.ahead_steps);
   const std::int64_t first = unit.first_step * kProductStep;
   for (int i = threadIdx.x; i < (S::kRows + S::kColumns) * kMostAheadSteps; i += kConsumers) {
     const int row = i / kMostAheadSteps, line = i % kMostAheadSteps, rank = row - S::kRows;
-    if (line >= lines || (rank < 0 ? unit.row + row >= unit.end : rank >= q.h.live[0])) continue;
+    const bool there = rank < 0 ? row < q.rows && unit.row + row < unit.end : rank < q.h.live[0];
+    if (line >= lines || !there) continue;
     const auto* from = static_cast<const unsigned short*>(rank < 0 ? q.x : q.a) +
                        (rank < 0 ? (unit.row + row) * q.x_stride : rank * q.a_stride) + first;
     device::prefetch_l2(from + line * kProductStep);
@@ -86,7 +100,7 @@ __device__ __forceinline__ void share_hidden(const ForwardParams& q, const Unit<
                                              device::Mbarrier* came) {
   const Params& p = q.h;
   constexpr int kOctets = S::kColumns / 8;
-  const int own_rows = S::kRows / p.parts, plane = own_rows * S::kColumns;
+  const int own_rows = q.rows / p.parts, plane = own_rows * S::kColumns;
   const float factor = p.factor[0];
   const int live = p.live[0];
   for (int i = threadIdx.x; i < own_rows * kOctets; i += kConsumers) {
@@ -122,7 +136,7 @@ __device__ __forceinline__ void share_hidden(const ForwardParams& q, const Unit<
 /// y of this thread block's columns: a warpgroup has 64 of the 128 that a stage has weights of.
 template <class S>
 __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& unit, Ring<S>* ring,
-                                       const unsigned char* smem) {
+                                       unsigned char* smem) {
   using T = typename S::T;
   constexpr int kSums = 64 / 2;
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
@@ -138,17 +152,23 @@ __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& un
   const int row = 16 * warp + lane / 4;
   const std::uint32_t blocks = ring->tile + S::kHiddenBytes + 2 * warpgroup * kBlockBytes;
   const std::uint32_t put = device::swizzled(16 * warp + lane / 8 % 2 * 8 + lane % 8, lane / 16);
+  [[maybe_unused]] unsigned char* const tile_bytes = smem + S::kStages * S::kStageBytes;
   std::uint32_t block = blocks;
   for (int tile = unit.part; tile < q.column_tiles; tile += q.h.parts) {
     take_stage();
-    const auto b = device::wgmma_descriptor(ring->stage() + warpgroup * kBlockBytes, kBlockBytes);
+    const auto b =
+        device::wgmma_descriptor(ring->stage() + warpgroup * kBlockBytes / S::kShare, kBlockBytes);
     float sum[kSums];
     device::wgmma_keep(sum);
     device::wgmma_fence();
+    if constexpr (S::kShare > 1) {
+      multiply_lines<S>(a, b, sum);
+    } else {
 #pragma unroll
-    for (int k = 0; k < S::kColumns / 16; ++k) {
-      device::wgmma<T, 64, Major::kDepth, Major::kDepth>(sum, a + k * device::kDescriptorStep,
-                                                         b + k * device::kDescriptorStep, k > 0);
+      for (int k = 0; k < S::kColumns / 16; ++k) {
+        device::wgmma<T, 64, Major::kDepth, Major::kDepth>(sum, a + k * device::kDescriptorStep,
+                                                           b + k * device::kDescriptorStep, k > 0);
+      }
     }
     device::wgmma_commit();
     if (asks) device::store_boxes_wait_read<1>();
@@ -156,7 +176,7 @@ __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& un
     device::wgmma_wait<0>();
     device::wgmma_keep(sum);
     free_stage();
-    if (q.adds_base) {
+    if (S::kShare == 1 && q.adds_base) {
       take_stage();
       const unsigned char* base =
           smem + ring->at.stage * S::kStageBytes + warpgroup * kBlockBytes + lane % 4 * 4;
@@ -171,15 +191,20 @@ __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& un
       __syncwarp();
       free_stage();
     }
+    if constexpr (S::kShare > 1) {
+      if (16 * warp < q.rows) put_lines<S>(tile_bytes + (block - ring->tile), sum);
+    } else {
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      std::uint32_t words[4];
+      for (int j = 0; j < 8; j += 2) {
+        if (16 * warp >= q.rows) break;
+        std::uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* v = sum + 4 * j + 2 * i;
-        words[i] = device::pack2<T>(v[0], v[1]);
+        for (int i = 0; i < 4; ++i) {
+          const float* v = sum + 4 * j + 2 * i;
+          words[i] = device::pack2<T>(v[0], v[1]);
+        }
+        device::stmatrix_x4((block + put) ^ j * 16, words);
       }
-      device::stmatrix_x4((block + put) ^ j * 16, words);
     }
     device::fence_async_proxy();
     meet_warpgroup(warpgroup);
@@ -196,17 +221,17 @@ __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& un
 template <class S>
 __device__ __forceinline__ void produce_weights(const ForwardParams& q, Ring<S>& ring,
                                                 const Unit<S>& unit) {
-  const auto next = [&] {
+  const auto next = [&](int rows) {
     ring.empty[ring.at.stage].wait((ring.at.round & 1) ^ 1);
-    ring.full[ring.at.stage].arrive_and_expect(S::kStageBytes);
+    ring.full[ring.at.stage].arrive_and_expect(rows * device::kSwizzleBytes);
     return ring.full + ring.at.stage;
   };
   for (int tile = unit.part; tile < q.column_tiles; tile += q.h.parts) {
     const int column = tile * kForwardColumns;
-    device::copy_box(ring.stage(), q.weights, 0, column, next());
+    device::copy_box(ring.stage(), q.weights, 0, tile * S::kLines, next(S::kLines));
     ring.at.next();
     if (!q.adds_base) continue;
-    device::Mbarrier* full = next();
+    device::Mbarrier* full = next(2 * q.rows);
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       device::copy_box(ring.stage() + block * kBlockBytes, q.h.base_map, column + 64 * block,
@@ -224,13 +249,14 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   __shared__ device::Mbarrier received, came;
   const Params& p = q.h;
   Ring<S> ring(smem);
+  const int sum_bytes = q.rows * S::kColumns * 4, share_bytes = q.rows * S::kColumns * 2;
   if (threadIdx.x == 0) {
     ring.init_barriers();
     received.init(1);
     came.init(1);
     device::Mbarrier::fence_init();
-    received.arrive_and_expect(S::kSumBytes);
-    came.arrive_and_expect(S::kShareBytes);
+    received.arrive_and_expect(sum_bytes);
+    came.arrive_and_expect(share_bytes);
   }
   if (threadIdx.x == kConsumers) {
     device::prefetch_tensor_map(p.a[0]);
@@ -245,8 +271,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   if (threadIdx.x >= kConsumers) {
     if (threadIdx.x == kConsumers) {
       for (int i = blockIdx.x; i < p.units; i += static_cast<int>(gridDim.x)) {
-        const Unit<S> unit(p, *ring.segments, i);
-        produce<S, true>(p, ring, unit);
+        const auto unit = unit_of<S>(q, *ring.segments, i);
+        produce<S, true>(p, ring, unit, q.rows);
         produce_weights<S>(q, ring, unit);
       }
     }
@@ -257,21 +283,29 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   std::uint32_t parity = 0;
 #pragma unroll 1
   for (int i = blockIdx.x; i < p.units; i += static_cast<int>(gridDim.x), parity ^= 1) {
-    const Unit<S> unit(p, *ring.segments, i);
+    const auto unit = unit_of<S>(q, *ring.segments, i);
     float sum[S::kSums];
     multiply(p, unit, &ring, sum);
-    send_sums<S>(unit, p.parts, sums, sum, &received);
+    send_sums<S>(unit.part, p.parts, sums, sum, &received, q.rows);
     received.wait(parity);
     // For the next tile, whose sums others send once they have this thread's share of h.
-    if (threadIdx.x == 0) received.arrive_and_expect(S::kSumBytes);
+    if (threadIdx.x == 0) received.arrive_and_expect(sum_bytes);
     share_hidden(q, unit, sums, hidden, &came);
     came.wait(parity);
     // The same: others send theirs once they have this thread's sums of the next tile.
-    if (threadIdx.x == 0) came.arrive_and_expect(S::kShareBytes);
+    if (threadIdx.x == 0) came.arrive_and_expect(share_bytes);
     device::fence_async_proxy();
     make_y(q, unit, &ring, smem);
   }
 #endif
+}
+
+/// Rows of B that are a line of 128 bytes together, where these are 16 or 32 ranks side by side. Of
+/// few rows of x the longer way of a column's sums to their place costs more than the copies.
+int rows_of_line(const ForwardProduct& product, const ForwardPlan& plan) {
+  const ProductOperand& b = product.b;
+  const int share = b.depth == 16 && plan.parts == 2 ? 4 : b.depth == 32 && plan.rows >= 56 ? 2 : 1;
+  return b.stride == b.depth && b.rows % share == 0 && product.base.data == nullptr ? share : 1;
 }
 
 template <class S>
@@ -283,15 +317,20 @@ void launch_shape(const char* op, const ForwardProduct& product, const ForwardPl
   h.leaf = plan.leaf;
   h.leaves = plan.leaves;
   h.rows = kForwardRows;
-  ForwardParams q{make_params<S>(op, product.h, h), {}, {}, 0, false, 0, nullptr, nullptr, 0, 0};
+  ForwardParams q{
+      make_params<S>(op, product.h, h), {}, {}, 0, plan.rows, false, 0, nullptr, nullptr, 0, 0};
+  set_map(q.h.a[0], product.h, product.h.a[0], plan.rows, kProductStep);
+  q.h.units = static_cast<int>(ceil_div<std::int64_t>(q.h.rows, plan.rows));
   const ProductOperand& b = product.b;
-  set_map(q.weights, product.h, b, kForwardColumns, kProductStep);
+  ProductOperand lines = b;
+  if (S::kShare > 1) lines = {b.data, b.rows / S::kShare, kProductStep, kProductStep, false};
+  set_map(q.weights, product.h, lines, S::kLines, kProductStep);
   device::set_tensor_map(q.out, product.h.dtype, product.y, b.rows, product.h.a[0].rows,
-                         product.y_stride, kForwardRows);
+                         product.y_stride, plan.rows);
   q.adds_base = product.base.data != nullptr;
   if (q.adds_base) {
     device::set_tensor_map(q.h.base_map, product.h.dtype, product.base.data, b.rows,
-                           product.h.a[0].rows, product.base.stride, kForwardRows);
+                           product.h.a[0].rows, product.base.stride, plan.rows);
   }
   q.ahead_steps = q.h.part_steps <= kMostAheadSteps ? q.h.part_steps : kAheadSteps;
   q.x = product.h.a[0].data;
@@ -313,8 +352,11 @@ void launch_shape(const char* op, const ForwardProduct& product, const ForwardPl
 template <class T>
 void launch_type(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
                  Stream stream) {
-  product.h.columns[0] <= 32 ? launch_shape<ForwardShape<T, 32>>(op, product, plan, stream)
-                             : launch_shape<ForwardShape<T, 64>>(op, product, plan, stream);
+  const int share = rows_of_line(product, plan);
+  if (share == 4) return launch_shape<ForwardShape<T, 32, 4>>(op, product, plan, stream);
+  if (share == 2) return launch_shape<ForwardShape<T, 32, 2>>(op, product, plan, stream);
+  product.h.columns[0] <= 32 ? launch_shape<ForwardShape<T, 32, 1>>(op, product, plan, stream)
+                             : launch_shape<ForwardShape<T, 64, 1>>(op, product, plan, stream);
 }
 
 }  // namespace
@@ -331,8 +373,9 @@ bool takes_forward(const ForwardProduct& product) {
 
 void launch_forward(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
                     Stream stream) {
-  check(takes_forward(product) && plan.parts > 1 && plan.parts <= kMostProductParts, op,
-        ": no h and y in one launch");
+  check(takes_forward(product) && plan.parts > 1 && plan.parts <= kMostProductParts &&
+            plan.rows > 0 && plan.rows <= kForwardRows && plan.rows % kForwardRowUnit == 0,
+        op, ": no h and y in one launch");
   product.h.dtype == DType::kFloat16 ? launch_type<__half>(op, product, plan, stream)
                                      : launch_type<__nv_bfloat16>(op, product, plan, stream);
 }

@@ -6,17 +6,20 @@
 
 namespace mortar::lora::cuda {
 
-inline constexpr int kForwardRows = kProductRows / 2;  ///< of a cluster's tile
+inline constexpr int kForwardRows = kProductRows / 2;  ///< of a cluster's tile, at most
+inline constexpr int kForwardRowUnit = 8;              ///< tiles have a multiple of it
 inline constexpr int kForwardRanks = 64;               ///< at most
+inline constexpr int kPartsForwardRanks = 16;          ///< of float32 weights
 inline constexpr int kForwardColumns = 128;  ///< of y, that a thread block makes at a time
 
 inline constexpr int kMostForwardLeaves = 4;  ///< of a thread block
 
 struct ForwardPlan {
-  int parts = 0;          ///< thread blocks of a cluster, 2, 4 or 8; 0: not by one launch
-  std::int64_t leaf = 0;  ///< columns of a leaf
-  int leaves = 1;         ///< of a thread block
-  int clusters = 0;       ///< of the launch, which have tiles in turns; 0: one for each tile
+  int parts = 0;            ///< thread blocks of a cluster, 2, 4 or 8; 0: not by one launch
+  std::int64_t leaf = 0;    ///< columns of a leaf
+  int leaves = 1;           ///< of a thread block
+  int clusters = 0;         ///< of the launch, which have tiles in turns; 0: one for each tile
+  int rows = kForwardRows;  ///< of a tile
 };
 
 struct ForwardProduct {
@@ -26,6 +29,22 @@ struct ForwardProduct {
   void* y = nullptr;
   std::int64_t y_stride = 0;
 };
+
+/// The same of float32 weights, dense along A's columns and B's ranks, beside bfloat16 x and y.
+struct PartsForward {
+  std::int64_t rows = 0, columns = 0, out_columns = 0;  ///< of x; of y
+  int rank = 0;                                         ///< 0: of other strides
+  const void *x = nullptr, *a = nullptr, *b = nullptr;
+  std::int64_t x_stride = 0, a_stride = 0, b_stride = 0;
+  float factor = 1;
+  float* h = nullptr;  ///< or null
+  std::int64_t h_stride = 0;
+  void* y = nullptr;
+  std::int64_t y_stride = 0;
+};
+bool takes_forward(const PartsForward& product);
+void launch_forward(const char* op, const PartsForward& product, const ForwardPlan& plan,
+                    Stream stream);
 
 /// Whether y's rows can be stored in boxes.
 bool takes_forward(const ForwardProduct& product);

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto* const sums = reinterpret_cast<float*>(smem + S::kStages * S::kStageBytes);
   float sum[S::kSums];
   multiply(p, unit, &ring, sum);
-  send_sums<S>(unit, p.parts, sums, sum, &received);
+  send_sums<S>(unit.part, p.parts, sums, sum, &received);
   received.wait(0);
   // Made anew: kept, what it has would take registers of sums.
   int same = index;

@@ -31,7 +31,6 @@
 namespace mortar::lora::train::cuda {
 namespace {
 
-/// One call.
 class Call {
  public:
   /// `plan` null: a forward.
@@ -53,7 +52,9 @@ class Call {
       hidden_.first[s] = p.slices[s].first_hidden;
       hidden_.rank[s] = p.slices[s].rank;
     }
-    const PartNeeds needs = part_choice().needs(work_.weights.needs());
+    PartNeeds needs = part_choice().needs(work_.weights.needs());
+    once_ = plan_once();
+    if (once_.parts > 0 && p.weight == DType::kFloat32) needs = {};  // splits them itself
     part_choice().leave_out(&work_, plan == nullptr);
     SavedHidden saved;
     if (plan_ != nullptr && p.h != nullptr && work_.h.sum_columns != nullptr &&
@@ -66,7 +67,7 @@ class Call {
   }
 
   void forward() {
-    if (runs_once()) return;
+    if (once_.parts > 0 && runs_once()) return;
     make_h();
     for (int s = 0; s < p_.num_slices; ++s) {
       const SliceView& slice = p_.slices[s];
@@ -140,22 +141,21 @@ class Call {
     return {p_, forced_.expand, looks_ahead(table_, rows_), machine_};
   }
 
-  /// h and y of one adapter and slice in one launch, where that pays.
+  /// For h and y of one adapter and slice.
+  ForwardPlan plan_once() const {
+    const bool may = plan_ == nullptr && forced_.shrink == nullptr && forced_.expand == nullptr &&
+                     looks_ahead(table_, rows_) && may_run_once(p_, machine_);
+    if (!may || forced_.once != nullptr) return may ? *forced_.once : ForwardPlan{};
+    return choose_once(p_, table_.own[0], machine_);
+  }
+
   bool runs_once() {
-    if (forced_.shrink != nullptr || forced_.expand != nullptr || !machine_.products ||
-        !may_run_once(p_) || !looks_ahead(table_, rows_)) {
-      return false;
-    }
-    const SliceView& slice = p_.slices[0];
-    const ForwardPlan plan =
-        forced_.once != nullptr
-            ? *forced_.once
-            : choose_forward(p_.num_rows, p_.hidden, slice.width, p_.hidden_width, machine_.sms);
-    if (plan.parts == 0) return false;
-    const bool taken = forward_products(
-        shrink_params(Side::kA, 0, 1, p_.x, p_.hidden, work_.h, false, {}),
-        expand_params(Side::kB, 0, 1, work_.h, slice.base, slice.y, slice.width, false, {}),
-        policy_of(p_.x.dtype, p_.weight), plan, stream_);
+    if (p_.weight == DType::kFloat32) return forward_parts(p_, table_.own[0], once_, stream_);
+    const SliceView& s = p_.slices[0];
+    const bool taken =
+        forward_products(shrink_params(Side::kA, 0, 1, p_.x, p_.hidden, work_.h, false, {}),
+                         expand_params(Side::kB, 0, 1, work_.h, s.base, s.y, s.width, false, {}),
+                         policy_of(p_.x.dtype, p_.weight), once_, stream_);
     check(taken || forced_.once == nullptr, "lora_train: no launch of h and y for these operands");
     return taken;
   }
@@ -244,7 +244,6 @@ class Call {
     h.partials = work_.partials;
     h.h = to.values;
     h.copies = s.copies;
-    // Float32 throughout, 2048 x 5120 x 13824 and rank 32 on an H100: 75.5 to 73.3 us.
     h.early = plan_ == nullptr && s.copies == 1;
     h.sum_columns = to.sum_columns;
     h.pair_columns = to.pair_columns;
@@ -312,14 +311,14 @@ class Call {
     e.max_tiles = most_tiles(p_, e.plan.tile_rows);
     e.ahead = looks_ahead(e.pairs, e.rows);
     e.lean = leaves_room(e);
+    e.starts_next = plan_ != nullptr && starts_beside_ds(p_, *plan_);
     return e;
   }
 
   void run_expand(Side side, int slice, int num_slices, const HiddenForms& h, const Matrix& base,
                   const Matrix& out, std::int64_t columns, bool masked, const MaskParams& mask) {
     if (columns == 0) return;  // of no panel, by whose number plans divide
-    const ExpandParams e =
-        expand_params(side, slice, num_slices, h, base, out, columns, masked, mask);
+    const auto e = expand_params(side, slice, num_slices, h, base, out, columns, masked, mask);
     const Policy policy =
         in_part_columns(out.dtype, p_.weight) ? Policy::kBFloat16 : policy_of(p_.weight, p_.weight);
     switch (e.plan.kernel) {
@@ -350,6 +349,7 @@ class Call {
   const ForcedPlans forced_;
   const Machine machine_ = current_machine();
   Work work_;
+  ForwardPlan once_;
   const Stream stream_;
   bool copies_h_ = true;  ///< by a launch of its own, where the backward is given h
   bool made_db_ = false;  ///< sums of dB, in the launch of ds

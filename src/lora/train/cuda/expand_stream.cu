@@ -80,6 +80,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (p.masked) threshold = pairs.threshold(p.first_slice, p.num_slices);
     weights.load(p, pairs, column, own);
   }
+  if (p.starts_next) device::pdl_trigger();
   device::pdl_begin(false);
   if (threshold != 0 && threshold < kDropAll && threadIdx.x == 0) draws.read(p.mask.rng);
 

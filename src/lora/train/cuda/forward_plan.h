@@ -12,49 +12,87 @@ namespace mortar::lora::train::cuda {
 
 using lora::cuda::ForwardPlan;
 
-/// A plan of so many thread blocks a cluster, one for each tile or `clusters` for all.
-inline ForwardPlan forward_plan(std::int64_t columns, int leaves, int parts, int clusters = 0) {
-  return {parts, leaf_columns(columns, leaves), leaves / parts, clusters};
+/// A plan of tiles of `rows` and so many thread blocks a cluster, one for each tile or `clusters`
+/// for all.
+inline ForwardPlan forward_plan(std::int64_t columns, int leaves, int parts, int clusters = 0,
+                                int rows = lora::cuda::kForwardRows) {
+  return {parts, leaf_columns(columns, leaves), leaves / parts, clusters, rows};
 }
 
-/// Whether one launch takes less than two by what a thread block takes of its own: steps of 64
-/// columns of x as fast as its shared memory fills, then 0.45 us for 128 columns of y. Two launches
-/// take 6 us and their bytes at 3.4 TB/s, and 1.5 us more where they are products.
-inline bool pays_in_one(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
-                        int width, int parts) {
-  const auto of_block = [&](std::int64_t all, int unit) {
-    return static_cast<double>(ceil_div<std::int64_t>(ceil_div<std::int64_t>(all, unit), parts));
-  };
+/// What a thread block has of so many columns, by `unit` columns.
+inline double units_of_block(std::int64_t columns, int unit, int parts) {
+  return static_cast<double>(ceil_div<std::int64_t>(ceil_div<std::int64_t>(columns, unit), parts));
+}
+
+/// What a thread block of a cluster of `parts` takes for a tile of `rows`, by steps of 64 columns of
+/// x and 128 columns of y at a time; and no less than all bytes take. Rows of B that are no whole
+/// sectors of L2 take longer where all SMs ask for them, or where eight share a line. Fitted to 110
+/// plans of 53 sizes (M of 64 to 4,200, K and N of 1,024 to 28,672, ranks 8 to 64) on an H200: what
+/// it chooses takes at most 1.05 times as long as the best of these plans and two launches.
+inline double forward_us(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
+                         int width, int parts, int tile_rows) {
+  constexpr double kStartUs = 3.64, kStepUs = 0.147, kStepRowUs = 0.00065;
+  constexpr double kColumnsUs = 0.315, kColumnsRowUs = 0.0027;
   const int ranks = width <= 32 ? 32 : lora::cuda::kForwardRanks;
-  const double step_us =
-      2.0 * lora::cuda::kProductStep * (lora::cuda::kForwardRows + ranks) / kStageBytesPerUs;
-  const double one = 3.5 + of_block(columns, lora::cuda::kProductStep) * step_us +
-                     of_block(out_columns, lora::cuda::kForwardColumns) * 0.45;
-  const auto wide = static_cast<double>(columns + out_columns);
-  return one < 6 + 2 * wide * static_cast<double>(rows + width) / 3.4e6 + (width > 32 ? 1.5 : 0);
+  const double part_sectors = width % 16 == 0 ? 0 : parts == 2 ? 0.5 : width < 16 ? 0.25 : 0;
+  const double own = kStartUs +
+                     units_of_block(columns, lora::cuda::kProductStep, parts) *
+                         (kStepUs + kStepRowUs * (tile_rows + ranks)) +
+                     units_of_block(out_columns, lora::cuda::kForwardColumns, parts) *
+                         (kColumnsUs + kColumnsRowUs * tile_rows + part_sectors);
+  return std::max(
+      own, 5 + 2 * static_cast<double>(columns + out_columns) * static_cast<double>(rows) / 4.1e6);
 }
 
-/// Tiles of 64 rows all run at once, or, of so many ranks that two launches take longer, in two
-/// full rounds. y has at most as many columns as x, or twice as many where clusters fill the
-/// device: few thread blocks that store much take longer than the same stores from all SMs.
+/// The same of float32 weights, whose boxes a warp splits.
+inline double parts_forward_us(std::int64_t columns, std::int64_t out_columns, int parts) {
+  constexpr double kStartUs = 4.6, kStepUs = 0.22, kColumnsUs = 0.7;
+  return kStartUs + kStepUs * units_of_block(columns, lora::cuda::kProductStep, parts) +
+         kColumnsUs * units_of_block(out_columns, lora::cuda::kForwardColumns, parts);
+}
+
+/// Two launches, of which products take 1.5 us more; of float32 weights, which another one splits,
+/// three.
+inline double apart_us(std::int64_t rows, std::int64_t columns, std::int64_t out_columns, int width,
+                       bool in_parts) {
+  const double bytes =
+      2.0 * static_cast<double>(columns + out_columns) * static_cast<double>(rows + width);
+  if (in_parts) return 8.5 + bytes / 3.1e6;
+  return 6.3 + bytes / (width <= 16 ? 3.75e6 : 3.4e6) + (width > 32 ? 1.5 : 0);
+}
+
+/// Tiles of as few rows as let all run at once, or, of so many ranks that two launches take longer,
+/// of 64 rows in two full rounds. y is no wider than four times x: where nearly all is written, two
+/// launches reach more of the DRAM (4096 x 1024 x 28672, rank 16: 65.4 us for 68.5).
 inline ForwardPlan choose_forward(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
-                                  int width, int sms) {
+                                  int width, int sms, bool in_parts = false) {
   using namespace lora::cuda;
   constexpr int kTwoRoundRanks = 64;
-  if (width > kForwardRanks) return {};
-  const int leaves = leaves_of(rows, columns, width, 0, false, false, ShrinkOperands::kOneType);
+  if (width > (in_parts ? kPartsForwardRanks : kForwardRanks)) return {};
+  if (out_columns > 4 * columns) return {};
+  const auto operands = in_parts ? ShrinkOperands::kPartColumns : ShrinkOperands::kOneType;
+  const int leaves = leaves_of(rows, columns, width, 0, false, false, operands);
   const int fewest = std::max(leaves / kMostForwardLeaves, 2);
-  const std::int64_t tiles = ceil_div<std::int64_t>(rows, kForwardRows);
+  ForwardPlan best;
+  double least = apart_us(rows, columns, out_columns, width, in_parts);
   for (int parts = leaves; parts >= fewest; parts /= 2) {
-    if (tiles > clusters_at_once(parts, 1, sms)) continue;
-    const bool fills = 4 * tiles * parts >= 3 * sms;
-    if (out_columns > (fills ? 2 : 1) * columns) return {};
-    if (!pays_in_one(rows, columns, out_columns, width, parts)) return {};
-    return forward_plan(columns, leaves, parts);
+    const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
+    const std::int64_t tile =
+        round_up<std::int64_t>(ceil_div<std::int64_t>(rows, at_once), kForwardRowUnit);
+    if (tile > kForwardRows) continue;
+    const double us =
+        in_parts ? parts_forward_us(columns, out_columns, parts)
+                 : forward_us(rows, columns, out_columns, width, parts, static_cast<int>(tile));
+    if (us >= least) continue;
+    least = us;
+    best = forward_plan(columns, leaves, parts, 0, static_cast<int>(tile));
   }
+  if (best.parts > 0) return best;
+  const std::int64_t tiles = ceil_div<std::int64_t>(rows, kForwardRows);
   const std::int64_t at_once = clusters_at_once(fewest, 1, sms);
   const bool two_rounds = tiles <= 2 * at_once && 10 * tiles >= 18 * at_once;
-  if (leaves < fewest || width < kTwoRoundRanks || !two_rounds || out_columns > columns) return {};
+  if (in_parts || leaves < fewest || width < kTwoRoundRanks || !two_rounds || out_columns > columns)
+    return {};
   return forward_plan(columns, leaves, fewest, static_cast<int>(at_once));
 }
 

@@ -124,6 +124,9 @@ struct ExpandParams {
   std::int64_t max_tiles;
   bool ahead;  ///< looks_ahead(); expand_float.cu alone
   bool lean;   ///< expand_stream.cu: all columns in vectors, and nothing is added
+  /// expand_stream.cu lets its successor start before its own wait: that one reads what the kernel
+  /// before this one writes only after a wait of its own.
+  bool starts_next;
 };
 void expand(const ExpandParams& p, Stream stream);
 /// The same for dense float32 h, weights, base and output of one adapter and one slice; false for
@@ -201,13 +204,14 @@ struct PanelParams {
   /// SMs that an early product takes, as the kernel before it leaves so many free for all its time;
   /// 0: all. Work is dealt out when it starts: to all SMs, half of it would wait for that kernel.
   int free_sms;
-  float* ds;   ///< partials, [panel of the operand][M][hidden_width]
-  bool ahead;  ///< looks_ahead(), and nothing is dropped; not if it is early
+  bool beside_ds;  ///< whole_sums.cu: BackwardPlan's; the kernel before it has not waited for ds
+  float* ds;       ///< partials, [panel of the operand][M][hidden_width]
+  bool ahead;      ///< looks_ahead(), and nothing is dropped; not if it is early
 };
 void panels(const PanelParams& p, Policy policy, Stream stream);
 /// The same sums over all rows of one adapter, stored as gradients: no partials, and no ds.
 /// Operands of both sides may come together.
-/// `ranks`: rank columns of a thread block, 16 or 32.
+/// `ranks`: rank columns of a thread block, 8, 16 or 32.
 void whole_sums(const PanelParams& p, int ranks, bool drops, Policy policy, Stream stream);
 bool takes_products(const PanelParams& p, Policy policy);
 void panel_products(const PanelParams& p, Policy policy, Stream stream);

@@ -40,8 +40,11 @@ __device__ __forceinline__ void fill_outer(const OuterParams& p, const CUtensorM
       [&](int step, std::uint32_t to, device::Mbarrier* barrier) {
 #pragma unroll 1
         for (int box = 0; box < Pipe::kWideBytes / kBoxBytes; ++box) {
-          device::copy_box(to + box * kBoxBytes, wide, 2 * (column + box * kBoxFloats),
-                           static_cast<int>(rows.start) + step * kPipeDepth, barrier);
+          const int at = 2 * (column + box * kBoxFloats);
+          const int row = static_cast<int>(rows.start) + step * kPipeDepth;
+          // x for the last time; dy is read by two thread blocks.
+          p.side == Side::kA ? device::copy_box_once(to + box * kBoxBytes, wide, at, row, barrier)
+                             : device::copy_box(to + box * kBoxBytes, wide, at, row, barrier);
         }
       });
 }

@@ -109,8 +109,10 @@ struct PanelPlan {
   RowCut chunk;   ///< rows of a partial sum, whole stages
 };
 
-/// A thread block of whole_sums.cu has 64 columns and so many ranks. No bit depends on it.
-constexpr int whole_ranks(int width) { return width <= 16 ? 16 : 32; }
+/// A thread block of whole_sums.cu has 64 columns and so many ranks. No bit depends on it. Of 8
+/// three share an SM, of more two. (us of a backward of rank 8 on an H200, by 16 / 8: 512 x 4096 x
+/// 14336 21.5 / 17.4; 512 x 14336 x 4096 20.8 / 17.3; 512 x 4096 x 4096 13.2 / 11.3.)
+constexpr int whole_ranks(int width) { return width <= 8 ? 8 : width <= 16 ? 16 : 32; }
 
 /// The backward of a call.
 struct BackwardPlan {
@@ -120,8 +122,9 @@ struct BackwardPlan {
   /// whole_sums.cu: a thread block has all rows, and stores gradients.
   bool whole = false;
   int whole_ranks = 16;
-  bool together = true;  ///< dy_boxes.cu, if it takes the operands: no bit depends on it
-  bool boxes = true;     ///< the same of panel_boxes.cu
+  bool beside_ds = false;  ///< it starts beside ds, dB first: no bit depends on it
+  bool together = true;    ///< dy_boxes.cu, if it takes the operands: no bit depends on it
+  bool boxes = true;       ///< the same of panel_boxes.cu
   /// Of dA and dx in one pass by input_boxes.cu, the same.
   DxPanels with_dx = DxPanels::kNone;
   PanelPlan dy, x;
@@ -301,13 +304,39 @@ inline DxPanels dx_panels(const PanelProblem& x, const PanelPlan& plan, int sms,
   return fits_l2 ? k64Pairs : kNone;
 }
 
+/// Whether these start beside ds, where dB is most of the work: thread blocks of dA then wait for
+/// the end of dx, not beside it. (us of a backward on an H200, beside dx / ds: rank 8, 512 x 4096 x
+/// 14336 17.4 / 16.7, 1024 x 4096 x 14336 26.9 / 25.4; rank 16 19.4 / 17.8, 28.4 / 25.6, but 512 x
+/// 4096 x 4096 11.8 / 12.5, 1500 x 5120 x 5120 22.8 / 23.7.)
+inline bool starts_beside_ds(const PanelProblem& dy, const PanelProblem& x) {
+  std::int64_t dy_columns = 0;
+  for (int i = 0; i < dy.matrices; ++i) dy_columns += dy.columns[i];
+  return dy_columns >= 2 * x.columns[0];
+}
+
 /// The plan with which they do.
-inline BackwardPlan whole_plan(std::int64_t rows, int ranks) {
+inline BackwardPlan whole_plan(std::int64_t rows, int ranks, bool beside_ds) {
   BackwardPlan plan;
   plan.whole = true;
   plan.whole_ranks = ranks;
+  plan.beside_ds = beside_ds;
   plan.dy.chunk = plan.x.chunk = RowCut{static_cast<int>(rows)};
   return plan;
+}
+
+/// The same of one adapter where products would sum over rows, which is up to 32 ranks: dy that
+/// comes once, by panel_boxes.cu, saves half of the time that it takes from memory and more, and
+/// each chunk of rows costs its partials. (us of a backward on an H200, two passes / one: rank 24,
+/// 12345 x 2560 x 2560 84.7 / 74.2; 4096 x 4096 x 4096 51.8 / 45.9; 4096 x 4096 x 2048 43.1 / 42.1;
+/// 8192 x 4096 x 1024 69.3 / 71.3; rank 32, 2048 x 5120 x 13824 54.0 / 47.6; 8192 x 4096 x 14336
+/// 164 / 135; 4096 x 4096 x 4096 49.0 / 44.4; 20000 x 1024 x 1024 58.1 / 58.5; 4096 x 8192 x 1024
+/// 53.6 / 58.5.)
+inline bool pays_at_once(const PanelProblem& dy, const PanelPlan& one) {
+  constexpr double kChunkUs = 0.08, kLeastUs = 0.5;
+  double elements = 0;
+  for (int i = 0; i < dy.matrices; ++i) elements += static_cast<double>(dy.rows * dy.columns[i]);
+  const auto chunks = static_cast<double>(ceil_div<std::int64_t>(dy.rows, one.chunk.rows));
+  return elements / kBytesPerUs > kChunkUs * chunks + kLeastUs;
 }
 
 /// One pass over dy if its partials cost less than reading dy again. `needs_ds`: ds is wanted; that
@@ -330,7 +359,8 @@ inline BackwardPlan choose_backward(const PanelProblem& dy, const PanelProblem& 
   }
   // The partials of ds are added by a launch of their own.
   constexpr double kSumUs = 2;
-  if (one.us + kSumUs < two.us + shrink) {
+  if (dy.adapters == 0 && dy.by_products() ? pays_at_once(dy, one.plan)
+                                           : one.us + kSumUs < two.us + shrink) {
     plan.one_pass = true;
     plan.dy = one.plan;
   }

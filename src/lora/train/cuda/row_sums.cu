@@ -47,7 +47,7 @@ BackwardPlan plan_backward(const Problem& p) {
   const device::DeviceInfo& device = device::current_device();
   if (sm90 && copies == 1) plan.with_dx = dx_panels(x, plan.x, device.num_sms, device.l2_bytes);
   if (p.weight != DType::kFloat32 && sums_whole(dy, x)) {
-    return whole_plan(p.num_rows, whole_ranks(p.hidden_width));
+    return whole_plan(p.num_rows, whole_ranks(p.hidden_width), starts_beside_ds(dy, x));
   }
   return plan;
 }
@@ -149,6 +149,7 @@ bool RowSums::sum_x_with_dx(const HiddenForms& ds) {
 void RowSums::sum_x(const HiddenForms& h, const HiddenForms& ds, bool early) {
   PanelParams all = panel_params(Side::kA, plan_.x, ds);
   all.early = early;
+  all.beside_ds = early && starts_beside_ds(p_, plan_);
   if (p_.wants_da && p_.hidden_width > 0) {
     if (takes_panels(p_, p_.x)) {
       add_operand(&all, Side::kA, 0, ds, da_);

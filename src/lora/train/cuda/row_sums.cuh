@@ -27,6 +27,12 @@ struct HiddenForms {
   char *values = nullptr, *sum_columns = nullptr, *pair_columns = nullptr;
 };
 
+/// Whether sums over rows, that is all of them, start beside ds. Other kernels of dA than panels'
+/// take it that ds is there when the kernel before them lets them start.
+inline bool starts_beside_ds(const Problem& p, const BackwardPlan& plan) {
+  return plan.whole && plan.beside_ds && takes_panels(p, p.x);
+}
+
 /// Whether ds of a slice comes with dB.
 inline bool makes_ds(const Problem& p, const BackwardPlan& plan, int slice) {
   return plan.one_pass && takes_panels(p, slice);

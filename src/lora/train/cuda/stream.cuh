@@ -14,9 +14,10 @@
 
 namespace mortar::lora::train::cuda {
 
-/// log2 of the 16-byte pieces in a row of so many 16-bit ranks: 16, 32, 64 or 128.
+/// log2 of the 16-byte pieces in a row of so many 16-bit ranks: 8, 16, 32, 64 or 128.
 template <int kRanks>
-inline constexpr int kLogPieces = kRanks == 16   ? 1
+inline constexpr int kLogPieces = kRanks == 8    ? 0
+                                  : kRanks == 16 ? 1
                                   : kRanks == 32 ? 2
                                   : kRanks == 64 ? 3
                                                  : 4;

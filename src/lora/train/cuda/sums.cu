@@ -22,6 +22,11 @@ constexpr int kVector = kGradVector;  ///< sums of a thread
 /// (us, a backward, 4 and 8: 8192 x 4096 x 4096, rank 256, 4 partials, 153 and 163; 4096 x 4096 x
 /// 4096, rank 16, 16 partials, 49.3 and 48.0, and with 16 in flight 48.2.)
 inline constexpr int kFewLoads = 4, kMostLoads = 8;
+/// The same of more partials than twice as many, of one adapter, where thread blocks with an SM
+/// each have all sums. (us, a backward on an H200, rank 16, 8 and 16: 16384 x 2048 x 2048 72.2 and
+/// 69.1, 8192 x 1024 x 1024 29.0 and 27.1; but 4096 x 1024 x 28672, whose dB is wide, 91.0 and
+/// 94.6.)
+inline constexpr int kManyLoads = 16;
 
 /// The sum of four neighbours over `count` partials that are `stride` floats apart, in order, of
 /// which kLoads are in flight together.
@@ -214,6 +219,9 @@ void sum_weight_grads(WeightGradParams* p, Stream stream) {
   }
   if (most <= kFewLoads) {
     return device::launch<weight_grad_kernel<kFewLoads, 1>>("lora_train", l, *p);
+  }
+  if (p->num_adapters == 1 && most > 2 * kMostLoads && 4 * l.grid.x <= one_wave) {
+    return device::launch<weight_grad_kernel<kManyLoads, 1>>("lora_train", l, *p);
   }
   device::launch<weight_grad_kernel<kMostLoads, 1>>("lora_train", l, *p);
 }

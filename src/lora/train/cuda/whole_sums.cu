@@ -15,7 +15,7 @@
 // kernel follows that adds them.
 //
 // It starts beside the expand before it, which writes none of its operands, and waits for that one
-// before it stores.
+// before it stores; or (PanelParams::beside_ds) beside ds, for which thread blocks of x wait.
 #include <algorithm>
 
 #include "device/convert.cuh"
@@ -38,7 +38,7 @@ struct Whole {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int kBlocks = 1;
 #else
-  static constexpr int kBlocks = kDrops && kRanks == 32 ? 1 : 2;
+  static constexpr int kBlocks = kDrops ? (kRanks == 32 ? 1 : 2) : (kRanks == 8 ? 3 : 2);
 #endif
   static constexpr int kWideBytes = block_bytes(kRows);
   static constexpr int kStageBytes = kWideBytes + kRows * 2 * kRanks;
@@ -81,9 +81,25 @@ __global__ void __launch_bounds__(kThreads, Whole<kRanks, kDrops>::kBlocks)
   const auto wide_at = [&](int step, int i) {
     return stage_of(step) + piece_at(first_row + i * kRowStep, piece);
   };
-  const auto fetch = [&](int step) {
+  const auto fetch_rows = [&](int step) {
     part.fetch_wide<kPieces, kRowStep>([&](int i) { return wide_at(step, i); },
                                        place_of(step) + first_row, c);
+  };
+  // What the end needs of the parameters is in the constant cache then.
+  const auto read_end = [&] {
+    const PairEntry first = p.pairs.get(0, own.slice);
+    const Matrix first_out = first.grad(own.side == Side::kA);
+    asm volatile("" ::"r"(first.rank), "r"(first.adds), "l"(first_out.data));
+  };
+  const bool waits = p.beside_ds && own.side == Side::kA;
+  if (waits) {
+#pragma unroll 1
+    for (int step = 0; step < min(kRing, steps); ++step) fetch_rows(step);
+    read_end();
+    device::pdl_wait();
+  }
+  const auto fetch = [&](int step) {
+    if (!waits || step >= kRing) fetch_rows(step);
     part.fetch_ranks<kRows, kRanks>(stage_of(step) + W::kWideBytes, place_of(step));
   };
 #pragma unroll 1
@@ -91,11 +107,7 @@ __global__ void __launch_bounds__(kThreads, Whole<kRanks, kDrops>::kBlocks)
     if (step < steps) fetch(step);
     device::cp_async_commit();
   }
-
-  // What the end needs of the parameters is in the constant cache then.
-  const PairEntry first = p.pairs.get(0, own.slice);
-  const Matrix first_out = first.grad(own.side == Side::kA);
-  asm volatile("" ::"r"(first.rank), "r"(first.adds), "l"(first_out.data));
+  if (!waits) read_end();
 
   // Compute
   float sums[kTiles][kRankTiles][4] = {};
@@ -114,13 +126,14 @@ __global__ void __launch_bounds__(kThreads, Whole<kRanks, kDrops>::kBlocks)
       std::uint32_t b[4];
       device::ldmatrix_x4_transposed(
           b,
-          tile + W::kWideBytes + rank_piece_at<kRanks>(lane % 8 + matrix % 2 * 8, n + matrix / 2));
+          tile + W::kWideBytes +
+              rank_piece_at<kRanks>(lane % 8 + matrix % 2 * 8, kRanks == 8 ? 0 : n + matrix / 2));
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         std::uint32_t a[4];
         load_a_transposed(a, tile, 16 * t, 0);
         device::mma_16816<T>(sums[t][n], a, b[0], b[1]);
-        device::mma_16816<T>(sums[t][n + 1], a, b[2], b[3]);
+        if constexpr (kRanks > 8) device::mma_16816<T>(sums[t][n + 1], a, b[2], b[3]);
       }
     }
     __syncwarp();
@@ -194,6 +207,8 @@ void launch_shape(const PanelParams& p, Stream stream) {
 
 template <class T>
 void launch_type(const PanelParams& p, int ranks, bool drops, Stream stream) {
+  if (ranks == 8 && drops) return launch_shape<T, 8, true>(p, stream);
+  if (ranks == 8) return launch_shape<T, 8, false>(p, stream);
   if (ranks == 16 && drops) return launch_shape<T, 16, true>(p, stream);
   if (ranks == 16) return launch_shape<T, 16, false>(p, stream);
   drops ? launch_shape<T, 32, true>(p, stream) : launch_shape<T, 32, false>(p, stream);

@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+// What product_forward_parts.cu copies and splits: its shared memory, the work of a thread block,
+// and how float32 weights become bfloat16 parts where they lie.
+#pragma once
+
+#include "core/int_math.h"
+#include "device/parts.cuh"
+#include "lora/cuda/product_forward.h"
+#include "lora/cuda/product_shape.cuh"
+#include "lora/train/cuda/part_columns.cuh"
+
+namespace mortar::lora::cuda::forward_parts {
+
+using namespace product;
+using train::cuda::kPairCopies;
+using train::cuda::kSumCopies;
+using train::cuda::PartWords;
+
+inline constexpr int kSplitThreads = 2 * kWarpgroup;
+inline constexpr int kSplitters = kSplitThreads / 32;  ///< warps, which have boxes in turns
+inline constexpr int kCopyAt = kConsumers + kSplitThreads, kPartsThreads = kCopyAt + kWarpgroup;
+inline constexpr int kBoxFloats = 32;  ///< columns of a box of float32
+inline constexpr int kAheadSteps = 3;  ///< of x, asked for before the wait
+
+/// As the products' own shapes say it.
+struct PartsShape {
+  static constexpr int kRanks = kPartsForwardRanks, kOctets = kRanks / 8;
+  static constexpr int kRows = kForwardRows;
+  static constexpr int kColumns = 64;  ///< of h's parts, 48; no MMA has 24
+  static constexpr int kMmaColumns = kColumns / 2, kSums = kMmaColumns / 2;
+  /// 64 columns of A, or half of 64 rows of B.
+  static constexpr int kSlotBytes = kColumns * device::kSwizzleBytes;
+  static constexpr int kSlots = 16;
+  static constexpr int kPairs = kSlots / 2;  ///< slots of 64 rows of B
+  static constexpr int kPairBytes = 2 * kSlotBytes;
+  static constexpr int kStages = 9;  ///< of x
+  static constexpr int kSlotsAt = kStages * kBlockBytes;
+  static constexpr int kSumsAt = kSlotsAt + kSlots * kSlotBytes;
+  static constexpr int kHiddenAt = kSumsAt + kRows * kColumns * 4;
+  static constexpr int kSmem = kHiddenAt + kRows * kRanks * 4;
+  /// Each warp has its own slots: a barrier's phase that is two ahead would be taken for the one
+  /// that has ended.
+  static_assert(kSlots % kSplitters == 0 && kPairs % kSplitters == 0);
+  static_assert(kOctets * kPairCopies <= 16, "two blocks of parts of B");
+  static_assert(kRanks <= kBoxFloats);
+  static_assert(kStages >= 4, "y leaves from where x was");
+};
+using S = PartsShape;
+
+struct PartsParams {
+  CUtensorMap x, a, b, y;
+  const void* x_data;
+  std::int64_t x_stride;
+  std::int64_t rows;
+  int rank, width;  ///< of the adapter, and in whole octets
+  int tile_rows, parts, leaves, leaf_steps, part_steps, steps;
+  int column_tiles;  ///< of 128 columns of y
+  float factor;
+  float* h;
+  std::int64_t h_stride;
+};
+
+struct Barriers {
+  device::Mbarrier x_full[S::kStages], x_empty[S::kStages];
+  device::Mbarrier a_full[S::kSlots], a_ready[S::kSlots], a_empty[S::kSlots];
+  device::Mbarrier b_full[S::kPairs], b_ready[S::kPairs], b_empty[S::kPairs];
+  device::Mbarrier received, came;
+
+  __device__ __forceinline__ void init() {
+    for (int i = 0; i < S::kStages; ++i) {
+      x_full[i].init(1);
+      x_empty[i].init(kConsumers / 32);
+    }
+    for (int i = 0; i < S::kSlots; ++i) {
+      a_full[i].init(1);
+      a_ready[i].init(32);
+      a_empty[i].init(kConsumers / 32);
+    }
+    for (int i = 0; i < S::kPairs; ++i) {
+      b_full[i].init(1);
+      b_ready[i].init(32);
+      b_empty[i].init(kWarpgroup / 32);
+    }
+    received.init(1);
+    came.init(1);
+    device::Mbarrier::fence_init();
+  }
+};
+
+/// What a thread block does: steps of 64 columns of x, then 64 columns of y at a time.
+struct Work {
+  int part, row, first_step, steps, units, first_pair;
+
+  __device__ __forceinline__ explicit Work(const PartsParams& p) {
+    part = static_cast<int>(blockIdx.y);
+    row = static_cast<int>(blockIdx.x) * p.tile_rows;
+    first_step = part * p.part_steps;
+    steps = max(0, min(p.part_steps, p.steps - first_step));
+    units = 2 * ((p.column_tiles - part + p.parts - 1) / p.parts);
+    first_pair = (steps + 1) / 2 % S::kPairs;  // whose slots are free first
+  }
+  __device__ __forceinline__ int column(const PartsParams& p, int unit) const {
+    return ((unit / 2 * p.parts + part) * 2 + unit % 2) * 64;
+  }
+  __device__ __forceinline__ int pair(int unit) const { return (first_pair + unit) % S::kPairs; }
+};
+
+/// Copies x and A, then B; by one thread.
+__device__ __forceinline__ void produce(const PartsParams& p, const Work& work, std::uint32_t smem,
+                                        Barriers* bars) {
+  constexpr int kABytes = S::kRanks * device::kSwizzleBytes;  // of a box
+  constexpr int kAAt = S::kSlotBytes - 2 * kABytes;
+  for (int i = 0; i < work.steps; ++i) {
+    const int column = (work.first_step + i) * kProductStep, stage = i % S::kStages,
+              slot = i % S::kSlots;
+    bars->a_empty[slot].wait((i / S::kSlots & 1) ^ 1);
+    bars->a_full[slot].arrive_and_expect(2 * kABytes);
+    const std::uint32_t to = smem + S::kSlotsAt + slot * S::kSlotBytes + kAAt;
+    device::copy_box(to, p.a, 2 * column, 0, bars->a_full + slot);
+    device::copy_box(to + kABytes, p.a, 2 * (column + kBoxFloats), 0, bars->a_full + slot);
+    bars->x_empty[stage].wait((i / S::kStages & 1) ^ 1);
+    bars->x_full[stage].arrive_and_expect(p.tile_rows * device::kSwizzleBytes);
+    device::copy_box_once(smem + stage * kBlockBytes, p.x, column, work.row, bars->x_full + stage);
+  }
+  for (int unit = 0; unit < work.units; ++unit) {
+    const int pair = work.pair(unit);
+    if (unit < S::kPairs) {
+      for (int slot = 2 * pair; slot < 2 * pair + 2; ++slot) {
+        const int uses = (work.steps - slot + S::kSlots - 1) / S::kSlots;
+        if (slot < work.steps) bars->a_empty[slot].wait((uses - 1) & 1);
+      }
+    } else {
+      bars->b_empty[pair].wait((unit / S::kPairs & 1) ^ 1);
+    }
+    bars->b_full[pair].arrive_and_expect(kBlockBytes);
+    device::copy_box(smem + S::kSlotsAt + (pair + 1) * S::kPairBytes - kBlockBytes, p.b, 0,
+                     work.column(p, unit), bars->b_full + pair);
+  }
+}
+
+/// Eight neighbouring floats, two pieces of a row.
+__device__ __forceinline__ void read_eight(const unsigned char* from, int row, int piece,
+                                           float (&v)[8]) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const float4 four = *reinterpret_cast<const float4*>(from + device::swizzled(row, piece + k));
+    v[4 * k] = four.x, v[4 * k + 1] = four.y, v[4 * k + 2] = four.z, v[4 * k + 3] = four.w;
+  }
+}
+
+/// The parts of eight values, packed: those of a value that is not finite are its first alone.
+struct EightParts {
+  uint4 whole, first, second, third;  ///< `first`: zeros for what is not finite
+
+  __device__ __forceinline__ explicit EightParts(const float (&v)[8]) {
+    std::uint32_t part[4][3];
+    float zero = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      device::split2(v[2 * i], v[2 * i + 1], part[i]);
+      zero = fmaf(v[2 * i], 0.0f, fmaf(v[2 * i + 1], 0.0f, zero));
+    }
+    whole = first = make_uint4(part[0][0], part[1][0], part[2][0], part[3][0]);
+    second = make_uint4(part[0][1], part[1][1], part[2][1], part[3][1]);
+    third = make_uint4(part[0][2], part[1][2], part[2][2], part[3][2]);
+    if (zero == 0) return;
+    const PartWords two[4] = {{v[0], v[1]}, {v[2], v[3]}, {v[4], v[5]}, {v[6], v[7]}};
+    first = make_uint4(two[0].weight[0], two[1].weight[0], two[2].weight[0], two[3].weight[0]);
+    second = make_uint4(two[0].sum[1], two[1].sum[1], two[2].sum[1], two[3].sum[1]);
+    third = make_uint4(two[0].sum[2], two[1].sum[2], two[2].sum[2], two[3].sum[2]);
+  }
+};
+
+/// Splits 64 columns of A where they lie, by a warp.
+__device__ __forceinline__ void split_a(unsigned char* slot) {
+  constexpr int kABytes = S::kRanks * device::kSwizzleBytes;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const unsigned char* from = slot + S::kSlotBytes - 2 * kABytes;
+  float v[S::kOctets][2][8];
+#pragma unroll
+  for (int i = 0; i < S::kOctets; ++i) {
+#pragma unroll
+    for (int box = 0; box < 2; ++box) {
+      read_eight(from + box * kABytes, 8 * i + lane % 8, lane / 8 * 2, v[i][box]);
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < S::kOctets; ++i) {
+#pragma unroll
+    for (int box = 0; box < 2; ++box) {
+      const EightParts parts(v[i][box]);
+      unsigned char* to =
+          slot + device::swizzled(8 * kSumCopies * i + lane % 8, 4 * box + lane / 8);
+      *reinterpret_cast<uint4*>(to) = parts.whole;
+      *reinterpret_cast<uint4*>(to + 8 * device::kSwizzleBytes) = parts.second;
+      *reinterpret_cast<uint4*>(to + 16 * device::kSwizzleBytes) = parts.third;
+    }
+  }
+}
+
+/// Splits 64 rows of B where they lie, by a warp.
+__device__ __forceinline__ void split_b(unsigned char* pair) {
+  constexpr int kRowsAtOnce = 32 / S::kOctets, kItems = 64 / kRowsAtOnce;
+  const int lane = static_cast<int>(threadIdx.x) % 32, octet = lane / 8 % S::kOctets;
+  const int first_row = lane / 8 / S::kOctets * 8 + lane % 8;
+  const unsigned char* from = pair + S::kPairBytes - kBlockBytes;
+  float v[kItems][8];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) read_eight(from, first_row + i * kRowsAtOnce, octet * 2, v[i]);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const EightParts parts(v[i]);
+    const uint4 pieces[kPairCopies] = {parts.first, parts.third,  parts.second,
+                                       parts.first, parts.second, parts.whole};
+#pragma unroll
+    for (int q = 0; q < kPairCopies; ++q) {
+      const int piece = octet * kPairCopies + q;
+      *reinterpret_cast<uint4*>(pair + piece / 8 * kBlockBytes +
+                                device::swizzled(first_row + i * kRowsAtOnce, piece % 8)) =
+          pieces[q];
+    }
+  }
+}
+
+/// Splits every kSplitters-th box of A, then of B; by a warp of its own number.
+__device__ __forceinline__ void split(const Work& work, unsigned char* smem, Barriers* bars) {
+  const int warp = static_cast<int>(threadIdx.x) / 32 % kSplitters;
+  for (int i = warp; i < work.steps; i += kSplitters) {
+    const int slot = i % S::kSlots;
+    bars->a_full[slot].wait(i / S::kSlots & 1);
+    split_a(smem + S::kSlotsAt + slot * S::kSlotBytes);
+    device::fence_async_proxy();
+    bars->a_ready[slot].arrive();
+  }
+  for (int unit = warp; unit < work.units; unit += kSplitters) {
+    const int pair = work.pair(unit);
+    bars->b_full[pair].wait(unit / S::kPairs & 1);
+    split_b(smem + S::kSlotsAt + pair * S::kPairBytes);
+    device::fence_async_proxy();
+    bars->b_ready[pair].arrive();
+  }
+}
+
+}  // namespace mortar::lora::cuda::forward_parts

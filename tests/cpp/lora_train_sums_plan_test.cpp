@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which kernels the sums over rows of a backward take, by sizes.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+
+#include "lora/train/cuda/panel.h"
+
+namespace mortar::testing {
+namespace {
+
+using namespace lora::train::cuda;
+
+TEST(LoraTrainSumsPlan, DyOfUpTo32RanksComesOnceWhereItsChunksCostLess) {
+  const auto once = [](std::int64_t rows, std::int64_t width, int rank) {
+    PanelProblem dy, x;
+    dy.rows = x.rows = rows;
+    dy.matrices = x.matrices = 1;
+    dy.columns[0] = width;
+    x.columns[0] = 4096;
+    dy.width = x.width = rank;
+    dy.products = x.products = true;
+    return choose_backward(dy, x, true, 227 * 1024).one_pass;
+  };
+  EXPECT_TRUE(once(12345, 2560, 24));
+  EXPECT_TRUE(once(2048, 13824, 32));
+  EXPECT_TRUE(once(4096, 4096, 32));
+  EXPECT_FALSE(once(4096, 1024, 32));
+  EXPECT_FALSE(once(20000, 1024, 32));  // 63 chunks
+  EXPECT_FALSE(once(8192, 14336, 40));  // no kernel makes ds of so many
+  EXPECT_TRUE(once(4096, 4096, 16));
+  EXPECT_FALSE(once(4096, 1024, 16));
+}
+
+TEST(LoraTrainSumsPlan, WholeSumsStartBesideDsWhereDyIsWide) {
+  const auto beside = [](std::int64_t hidden, std::int64_t width) {
+    PanelProblem dy, x;
+    dy.matrices = x.matrices = 1;
+    dy.columns[0] = width;
+    x.columns[0] = hidden;
+    return starts_beside_ds(dy, x);
+  };
+  EXPECT_TRUE(beside(4096, 14336));
+  EXPECT_FALSE(beside(4096, 4096));
+  EXPECT_FALSE(beside(14336, 4096));
+}
+
+TEST(LoraTrainSumsPlan, FewElementsAreSummedByThreadBlocksThatHaveAllRows) {
+  const auto whole = [](std::int64_t rows, std::int64_t hidden, std::int64_t width, int rank,
+                        std::int64_t adapters = 0) {
+    PanelProblem dy, x;
+    dy.rows = x.rows = rows;
+    dy.matrices = x.matrices = 1;
+    dy.columns[0] = width;
+    x.columns[0] = hidden;
+    dy.width = x.width = rank;
+    dy.adapters = x.adapters = adapters;
+    return sums_whole(dy, x);
+  };
+  EXPECT_TRUE(whole(512, 4096, 4096, 16));
+  EXPECT_TRUE(whole(768, 4096, 4096, 64));
+  EXPECT_TRUE(whole(1024, 4096, 14336, 32));
+  EXPECT_TRUE(whole(1536, 4096, 4096, 32));
+  EXPECT_TRUE(whole(2048, 4096, 4096, 16));
+  EXPECT_TRUE(whole(2048, 64, 64, 16));
+  EXPECT_FALSE(whole(2048, 2048, 8192, 16));
+  EXPECT_FALSE(whole(2048, 1024, 4096, 32));
+  EXPECT_FALSE(whole(3072, 2048, 2048, 8));
+  EXPECT_FALSE(whole(512, 4096, 14336, 64));
+  EXPECT_FALSE(whole(1024, 7168, 2048, 64));
+  EXPECT_FALSE(whole(512, 4096, 4096, 128));
+  EXPECT_FALSE(whole(512, 4096, 4096, 16, 2));
+  EXPECT_FALSE(whole(0, 4096, 4096, 16));
+}
+
+}  // namespace
+}  // namespace mortar::testing
