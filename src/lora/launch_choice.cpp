@@ -8,9 +8,6 @@
 namespace mortar::lora {
 namespace {
 
-/// Up to here tiles have 16 tokens, as a rule: the loads of weights are the work.
-constexpr std::int64_t kSmallTileTokens = 256;
-
 /// Tokens times ranks from which on tiles of 64 pay for fewer tokens than that. (200 tokens of one
 /// adapter, qkv: rank 64 11.8 us against 12.4, rank 128 16.7 against 34.5; but 128 tokens, rank 64,
 /// 11.9 against 9.8.)
@@ -148,15 +145,20 @@ std::int64_t decode_per_sm(const LoraShape& s, const Machine& m, int rows, int s
 
 /// Fewer stages of the ring where that lets more CTAs share an SM and the others did not run at
 /// once: a few that come last take as long as all before them. (us a call behind a matrix product
-/// on an H100, two stages and four: 256 tokens of 64 adapters, rank 16, qkv, 22.5 and 25.4. Ranks
-/// whose CTAs have more rows were not measured.)
+/// on an H100, two stages and four: 256 tokens of 64 adapters, rank 16, qkv, 22.5 and 25.4.) CTAs of
+/// 64 rows, two an SM, where even four were too few. (Ragged ranks, 32 tokens of 32 adapters, qkv,
+/// 16.4 and 17.0; 209 of 51, 2,048 to 512 + 2 x 128, 10.5 and 10.8; but 67 of 61, rank 32, 7.6 and
+/// 7.1, 167 of 10 6.9 and 5.4.)
 int decode_ring_stages(const LoraShape& s, const Machine& m, int rows) {
-  constexpr int kMostRows = 64;
+  constexpr int kManyRows = 64;
   const std::int64_t ctas = decode_shrink_ctas(s, rows);
   const std::int64_t most = decode_per_sm(s, m, rows, kDecodeStages);
-  const bool fewer = leaf_size(s.hidden) < kDecodeK && rows <= kMostRows && ctas > most * m.sms &&
-                     decode_per_sm(s, m, rows, kFewDecodeStages) > most;
-  return fewer ? kFewDecodeStages : kDecodeStages;
+  const std::int64_t fewer = decode_per_sm(s, m, rows, kFewDecodeStages);
+  const bool small = s.num_tokens <= kSmallTileTokens;
+  const std::int64_t round = (small && rows == kManyRows ? fewer : most) * m.sms;
+  const bool suits = leaf_size(s.hidden) < kDecodeK && (small || rows <= kManyRows) &&
+                     ctas > round && fewer > most;
+  return suits ? kFewDecodeStages : kDecodeStages;
 }
 
 ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
@@ -176,38 +178,22 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
     c.rows = kMmaShapes[0].rows();
     return c;
   }
-  if (const int rows = room_rows(s, m, expand, c.partials); rows > 0) {
+  if (const int rows = room_rows(s, m, expand); rows > 0) {
     c.kernel = ShrinkKernel::kDecode;
     c.rows = rows;
     return c;
   }
   if (suits_leaves(s, m)) return leaf_shrink(s, m, c.partials);
   c.kernel = ShrinkKernel::kDecode;
-  // Of very many rows, or of long K, a CTA takes few, all of them in flight at once. (us, 32 rows
-  // and all: 9 tokens of 191 adapters, rank 512, 5,120 to 3 x 1,280, 71 and 85; 8 of 11, rank 256,
-  // 1,024 to 2,048 + 2 x 1,024, 13.6 and 20.4; on an H100, 29 of 78, rank 32, 8,192 to 2,048 + 2 x
-  // 256, 15 and 20; 15 of 31, rank 128, 28,672 to 8,192, 64 and 77; but 256 of 64, rank 64, qkv, 66
-  // and 61; 22 of 42, rank 16, 8,192 to 2,048 + 2 x 256, 8.5 and 7.2.)
-  constexpr int kManyRows = 192, kFewRows = 32;
-  const bool longer = s.op == Op::kApply && leaf_size(s.hidden) == kDecodeK && s.rank_rows() > 48;
-  const int most = longer || s.rank_rows() > kManyRows ? kFewRows : decode_most_rows(s, m);
-  // Where there are few tiles and leaves, rank rows are shared out as well: two CTAs per SM.
-  const auto share = [&](std::int64_t ctas_per_tile) {
-    const std::int64_t ctas = max_tiles(s.num_tokens, s.num_adapters, 16) * ctas_per_tile;
-    const std::int64_t shares = std::clamp<std::int64_t>(
-        2 * m.sms / std::max<std::int64_t>(ctas, 1), 1, ceil_div(s.rank_rows(), 16));
-    const auto own = static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares));
-    c.rows = std::min(round_up(own, 16), most);
-  };
   // A cluster holds K at once or not at all: chunks that its CTAs take in turn cost more than a
   // second kernel. (us, with lora_expand, in clusters and with partials: 8 tokens of 8 adapters,
   // rank 16, 14,336 to 4,096, 9.5 and 5.9; 32 tokens of one, qkv, 4.9 and 5.5.)
   const int cluster = decode_cluster(s.hidden);
-  share(cluster);
+  c.rows = shared_rows(s, m, cluster);
   if (decode_turns(s.hidden, cluster) == 1 && fits_clusters(s, m, c.rows)) {
     c.partials = Partials::kNone;
   } else {
-    share(ceil_div<std::int64_t>(s.hidden, kDecodeK));
+    c.rows = shared_rows(s, m, ceil_div<std::int64_t>(s.hidden, kDecodeK));
     c.stages = decode_ring_stages(s, m, c.rows);
   }
   return c;
@@ -324,11 +310,17 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   if (s.max_rank > 32 && s.max_rank <= 64 && resident > 2 * m.sms && resident <= 3 * m.sms) {
     cols = resident_cols;
   }
-  // (One token, gate_up, rank 64: 4.2 us with 128 columns against 4.6 with 64; qkv 4.25 and 4.13.)
-  if (cols < c.block_cols && (s.max_rank <= 16 || 2 * cols <= c.block_cols)) {
-    c.block_cols = std::max(32, c.block_cols / 2);
+  // Of low ranks half a block, or one CTA for it. (us, of 128 columns and 256: 6 tokens of one
+  // adapter, rank 8, 5,120 to 2 x 13,824, 3.6 and 3.7; but 44 of 325, 3,072 to 1,024, 256 columns
+  // in halves of a block 4.3, in a whole one 4.0. Of ranks 17 to 64, 64 columns and 128: one token,
+  // qkv of 3,584, 3.6 and 2.9; 146 of one, rank 32, 4,096 to 1,024 + 2 x 256, 6.6 and 6.0.)
+  const int whole_block = c.block_cols;
+  if (cols < whole_block && s.max_rank <= 16) c.block_cols = whole_block / 2;
+  if (cols < whole_block && s.max_rank > 64 && 2 * cols <= whole_block) {
+    c.block_cols = std::max(32, whole_block / 2);
   }
   c.cols = even_cols(s, cols, c.block_cols);
+  if (c.cols % whole_block == 0) c.block_cols = whole_block;
   // Up to a quarter of a stage is no stage more, if the CTAs that makes more of run at once, too.
   // (us, 512 columns and 768: 24 tokens of 8 adapters, rank 16, 16,384 to 16,384, 5.2 and 6.2.)
   const int even = even_cols(s, cols, 1), whole = even / c.block_cols * c.block_cols;
@@ -341,7 +333,8 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   if (likely >= kManyTiles && s.max_rank <= kFewRanks && runs_dense(s)) {
     c.per_sm = kDenseExpandPerSm;
   }
-  if (s.max_rank > kFewRanks && runs_dense(s)) {
+  constexpr std::int64_t kFewTiles = 4;
+  if (s.max_rank > kFewRanks && (s.max_rank > 64 || tiles > kFewTiles) && runs_dense(s)) {
     const std::int64_t own =
         ceil_div<std::int64_t>(s.sum_widths() * likely, kDenseExpandPerSm * m.sms);
     if (own * s.max_rank >= kDenseElements) {
@@ -350,6 +343,7 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
       c.cols = even_cols(s, own <= kOneRoundCols ? own : kMostDenseCols, c.block_cols);
     }
   }
+  fit_many(s, m, c);
   fit_round(s, m, c);
   if (!s.aligned_y) c.block_cols = 32;  // two kernels for all ranks, whose blocks are narrow
   c.stages = decode_stages(s, c, m);

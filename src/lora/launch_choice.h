@@ -11,6 +11,9 @@ inline constexpr int kMmaStaticSmem = 8 * 1024;      ///< of shrink_mma.cu: rank
 inline constexpr std::int64_t kExpandPerSm = 3;      ///< CTAs of the decode expand that fit an SM
 inline constexpr int kExpandCluster = 4;             ///< CTAs of it that make h together
 
+/// Up to here tiles have 16 tokens, as a rule: the loads of weights are the work.
+inline constexpr std::int64_t kSmallTileTokens = 256;
+
 /// Tiles of 16 start sooner and waste less of a tile on few tokens of an adapter; tiles of 64 read
 /// weights less often.
 int best_tile_tokens(const LoraShape& s);
@@ -25,6 +28,8 @@ bool knows_tiles(const LoraShape& s);
 /// Gives the decode expand of ranks up to 16 the fewest columns a CTA then with which all run at
 /// once, at most five on two SMs.
 void fit_round(const LoraShape& s, const Machine& m, ExpandPlan& c);
+/// Gives that of more adapters, ranks up to 64, fewer columns a CTA where all still run at once.
+void fit_many(const LoraShape& s, const Machine& m, ExpandPlan& c);
 /// Columns per CTA, close to `cols`, that cut the widest slice into blocks of equal width, so that
 /// the last CTA does not get a narrow remainder. The number of blocks is max_width / cols, rounded
 /// up where its fraction is 0.4 or more. The result is a multiple of `multiple`.
@@ -118,7 +123,9 @@ std::int64_t decode_shrink_ctas(const LoraShape& s, int rows);
 Partials tile_partials(const LoraShape& s, const Machine& m, const ExpandPlan& expand);
 /// The fewest rank rows of a CTA of the decode shrink with which its CTAs find an SM each beside
 /// expand's; 0: none do.
-int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand, Partials partials);
+int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand);
+/// Rank rows of a CTA of it elsewhere, of so many CTAs a tile if each took all of them.
+int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile);
 /// Whether the decode expand adds the partials of the wgmma shrink's chunks, two kernels in place
 /// of three, and then how.
 bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand);

@@ -17,6 +17,9 @@ constexpr std::int64_t kFinishBytes = 56 << 10;
 /// each: HSum in cuda/h_sum.cuh.
 constexpr std::int64_t kPieces = 64, kLeaves = 32;
 
+/// Rank rows that the decode shrink multiplies side by side, at most: its ring of short leaves.
+const int kRowsAtOnce = decode_ring_rows(1);
+
 /// Row of kWgmmaShapes: K chunks in the smallest CTAs.
 constexpr int kSmallLeaf = 7;
 static_assert(kWgmmaShapes[kSmallLeaf].rows == 16 &&
@@ -76,6 +79,36 @@ void fit_round(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   }
 }
 
+/// Up to rank 32 CTAs of four blocks of B and more, four an SM in fewer registers; above, three of
+/// these, which leave room for those of the next shrink. (us: 11 tokens of 22 adapters, rank 32,
+/// 4,096 to 2 x 14,336, 640 columns, 3.8 CTAs an SM, 7.2, 896 8.5; 13 of 29, 3,584 to 2 x 18,944,
+/// 10.0 and 11.4; 32 of 32, gate_up, rank 16, 1,792 columns 15.1, 2,560 16.4; 25 of 178, ranks up to
+/// 64, 2,048 to 2,048, 128 columns 4.1, 256 4.4; but 67 of 6, rank 32, 5,120 to 2 x 13,824, 10.3 and
+/// 9.1. Three an SM in more registers: 13 of 274, rank 32, qkv, 8.1 and 6.1; 32 of 32, rank 16, 512
+/// columns 10.3, 768 9.1.)
+void fit_many(const LoraShape& s, const Machine& m, ExpandPlan& c) {
+  constexpr int kFewRanks = 32, kMostRank = 64, kMostCols = 4096, kLongBlocks = 4;
+  constexpr double kThree = 3.2;  // CTAs an SM; as a rule there are fewer tiles than may be
+  constexpr std::int64_t kFewTiles = 4, kManyTiles = 112;
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
+  const bool low = s.max_rank <= kFewRanks;
+  if (knows_tiles(s) || s.num_tokens > kSmallTileTokens || s.max_rank > kMostRank ||
+      !runs_dense(s) || c.per_sm != 0 || tiles >= kManyTiles || (!low && tiles <= kFewTiles)) {
+    return;
+  }
+  const int block = s.max_rank <= 16 ? 256 : 128;
+  const double per_sm = low ? kDenseExpandPerSm : kThree;
+  int cols = low ? kLongBlocks * block : block;
+  while (cols <= kMostCols &&
+         static_cast<double>(tiles * column_blocks(s, cols)) > per_sm * m.sms) {
+    cols += block;
+  }
+  if (cols > kMostCols || cols >= c.cols) return;
+  c.cols = cols;
+  c.block_cols = block;
+  c.per_sm = kDenseExpandPerSm;
+}
+
 std::int64_t decode_shrink_ctas(const LoraShape& s, int rows) {
   return max_tiles(s.num_tokens, s.num_adapters, 16) * ceil_div<std::int64_t>(s.hidden, kDecodeK) *
          ceil_div(s.rank_rows(), rows);
@@ -101,7 +134,8 @@ int h_cluster(const LoraShape& s, const Machine& m, const ExpandPlan& c) {
   constexpr std::int64_t kMostReads = 6 << 20;
   constexpr int kAlone = 2;
   if (s.op != Op::kApply || m.arch != 90 || c.kernel != ExpandKernel::kDecode || !s.aligned_y ||
-      num_leaves(s.hidden) > kLeaves || trips(s) <= kAlone || trips(s) > kExpandCluster) {
+      trips(s) * ceil_div<std::int64_t>(num_leaves(s.hidden), kLeaves) <= kAlone ||
+      trips(s) > kExpandCluster) {
     return 1;
   }
   std::int64_t blocks = 0;
@@ -130,17 +164,48 @@ Partials tile_partials(const LoraShape& s, const Machine& m, const ExpandPlan& e
 /// Where an adapter has several tiles, fewer CTAs of more rows, with an SM each, are faster than
 /// two an SM or than chunks of K on wgmma. (us on an H100: 64 tokens of one adapter, qkv, rank 32,
 /// 5.5 and 6.4, rank 16, 4.1 and 5.1; 31, rank 64, 14,336 to 4,096, 5.7 and 6.3; but 8 of 8, qkv,
-/// rank 16, 4.4 and 4.3; one token, gate_up, rank 64, 3.8 and 3.7. Where a kernel adds partials, up
-/// to 32 rows: 49 of one, rank 128, 2,048 to 1,024, 5.3 and 6.8; but 64 rows, 36 of two, 3,584 to
-/// 3,584, 7.2 and 6.3.)
-int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand, Partials partials) {
-  const int most = partials == Partials::kExpand ? 64 : 32;
+/// rank 16, 4.4 and 4.3; one token, gate_up, rank 64, 3.8 and 3.7. Where a kernel adds partials, 49
+/// of one, rank 128, 2,048 to 1,024, 5.3 and 6.8; on an H200 52 of one, rank 64, 16,384 to 16,384,
+/// 64 rows 8.2, 32 8.7.)
+int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand) {
   if (s.op != Op::kApply || tokens_per_adapter(s) <= 16 || !decodes(expand)) return 0;
-  for (int rows = 16; rows <= std::min(most, decode_most_rows(s, m)); rows += 16) {
+  for (int rows = 16; rows <= kRowsAtOnce; rows += 16) {
     if (shrink_fits(s, m, rows, expand)) return rows;
     if (rows >= s.rank_rows()) break;
   }
   return 0;
+}
+
+/// As many rows as stay in the ring and are multiplied at once, at most: ragged ranks have CTAs
+/// that would stream for long. Of long K no fewer, where all CTAs run at once or nearly so, as
+/// their chains of MMAs are long. (us, 64 rows and all: ragged ranks up to 64, 32 tokens of 32
+/// adapters, qkv, 16.7 and 18.6; 209 of 51, 2,048 to 512 + 2 x 128, 10.6 and 14.5; 77 of 469, 1,024
+/// to 2 x 768, 8.4 and 9.6; but rank 64, 32 of 32, qkv, 25.7 and 22.2, 256 of 64 45.2 and 44.6. Of
+/// long K, 64 and 32: 6 of 12, ranks up to 64, 18,944 to 3,584, 5.0 and 5.6; one token, 16,384 to 2
+/// x 53,248, 5.4 and 6.4; but 15 of 18, 18,944 to 3,584, 8.4 and 8.3; rank 64, 32 of 32, down, 27.7
+/// and 26.0. Of very many rows, 32 and all: 9 of 191, rank 512, 5,120 to 3 x 1,280, 71 and 85; 8 of
+/// 11, rank 256, 1,024 to 2,048 + 2 x 1,024, 13.6 and 20.4.)
+int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile) {
+  constexpr int kManyRows = 192, kFewRows = 32, kLongRows = 48, kLongRank = 64, kMoreRows = 96;
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16), four = 4 * m.sms;
+  const std::int64_t chunks = tiles * ceil_div<std::int64_t>(s.hidden, kDecodeK);
+  const auto ctas = [&](int rows) { return chunks * ceil_div(s.rank_rows(), rows); };
+  const bool small = s.num_tokens <= kSmallTileTokens;
+  int least = 16, most = small ? kRowsAtOnce : decode_most_rows(s, m);
+  if (s.op == Op::kApply && leaf_size(s.hidden) == kDecodeK && s.rank_rows() > kLongRows) {
+    const bool all_run = small && s.max_rank <= kLongRank && chunks <= four;
+    most = all_run ? kRowsAtOnce : kFewRows;
+    if (all_run) least = most;
+  } else if (s.rank_rows() > kManyRows) {
+    most = kFewRows;
+  } else if (small && ctas(kRowsAtOnce) > four && ctas(kMoreRows) <= four) {
+    most = kMoreRows;
+  }
+  // Where there are few tiles and leaves, rank rows are shared out as well: two CTAs per SM.
+  const std::int64_t shares = std::clamp<std::int64_t>(
+      2 * m.sms / std::max<std::int64_t>(tiles * ctas_per_tile, 1), 1, ceil_div(s.rank_rows(), 16));
+  const auto own = static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares));
+  return std::clamp(round_up(own, 16), least, most);
 }
 
 /// Up to rank 32 where all CTAs of expand, of so many columns, run at once. (us on an H100, two

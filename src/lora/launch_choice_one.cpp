@@ -54,10 +54,11 @@ bool fills_chip(const LoraShape& s) { return s.num_tokens >= kManyTokens; }
 
 /// us a call of the one kernel, and of two, on an H100, fitted to choose well among 822 problems of
 /// up to 146 tokens and ranks of 4 to 64 in 19 layers, calls back to back: what it chooses takes
-/// 0.873 times as long as two kernels do on average, and the best choice would 0.854. For the one
-/// counts how many CTAs start, what each of them reads and how many read at once, and whether the
-/// next call's CTAs find room beside them; for two, what all CTAs read, and the split-K partials
-/// that each of expand's adds. From kManyTokens on fitted anew to 440 problems of up to 600 tokens
+/// 0.873 times as long as two kernels do on average, and the best choice would 0.854. Of the one,
+/// up to 64 tokens, fitted anew on an H200 to 154 plans of seeds 1 to 4. For the one counts how
+/// many CTAs start, what each of them reads and how many read at once, and whether the next call's
+/// CTAs find room beside them; for two, what all CTAs read, and the split-K partials that each of
+/// expand's adds. From kManyTokens on fitted anew to 440 problems of up to 600 tokens
 /// and 64 adapters. (us, one kernel and two: 146 tokens of one adapter, rank 32, 4,096 to 1,024 + 2
 /// x 256, 5.7 and 7.0; 91 of 4, rank 64, 3,584 to 3,584, 4.3 and 6.2; 422 of 2, rank 16, 2,048 to
 /// 1,024, 3.6 and 4.8; but 74 of one, rank 32, 1,024 to 2,048 + 2 x 1,024, 256 columns a CTA 3.2,
@@ -71,8 +72,8 @@ double us_of_one(const LoraShape& s, const Machine& m, int cols, double ctas) {
     return 1.4 + 0.052 * leaves + 0.0026 * ctas + (0.0086 + 0.00007 * ctas) * kb +
            2.24 * std::max(0.0, full - 0.5);
   }
-  return 1.43 + 0.035 * leaves + 0.0052 * ctas + (0.0082 + 0.0001 * ctas) * kb +
-         (full > 0.5 ? 1.2 : 0);
+  return 1.5 + 0.043 * leaves + 0.0035 * ctas + (0.006 + 0.0001 * ctas) * kb +
+         (full > 0.5 ? 0.29 : 0);
 }
 double us_of_two(const LoraShape& s, double tiles) {
   const auto rank = static_cast<double>(s.max_rank), tokens = static_cast<double>(likely_tile(s));
@@ -83,16 +84,20 @@ double us_of_two(const LoraShape& s, double tiles) {
   return 2.6 + tiles * (0.4e-6 * a + 0.96e-6 * x + 0.48e-6 * b + 0.8e-6 * y) + 3.8e-5 * partials;
 }
 
-/// Most CTAs: after more, the next matrix product of a model takes longer. From how many tiles on
-/// there are as many of them as that allows: behind a matrix product they are the faster ones (8
-/// tokens of 8 adapters, 4,096 to 4,096, rank 16, us a layer of bench/model.py on an H100: 2.1 less
-/// than two kernels with 128 CTAs, 0.9 more with 64). And most tiles where a CTA takes K in turns.
-/// Both of tiles that are not half full: 50 tokens of 4 adapters, rank 32, 8,192 to 2,048, 40 CTAs,
-/// take 3.6 us, two kernels 4.9; 36 of 5, rank 16, 2,048 to 1,024, 2.35 with 40 CTAs, 2.55 with 80.
+/// Most CTAs, unless each tile and slice has one cluster alone: after more, the next matrix product
+/// of a model takes longer. From how many tiles on there are as many of them as that allows: behind
+/// a matrix product they are the faster ones (8 tokens of 8 adapters, 4,096 to 4,096, rank 16, us a
+/// layer of bench/model.py on an H100: 2.1 less than two kernels with 128 CTAs, 0.9 more with 64).
+/// Of tiles that are half full as few as they like: 50 tokens of 4 adapters, rank 32, 8,192 to
+/// 2,048, 40 CTAs, take 3.6 us, two kernels 4.9; 36 of 5, rank 16, 2,048 to 1,024, 2.35 with 40
+/// CTAs, 2.55 with 80. (us, one cluster a tile and slice, and two kernels: 40 of 369, rank 8, 4,096
+/// to 4,096, 3.4 and 4.4; 30 of 11, rank 64, 768 to 1,024, 3.6 and 4.9; 32 of 32, rank 16, 4,096 to
+/// 4,096, behind a matrix product, 6.2 and 7.3.)
 constexpr std::int64_t kHalfTile = 8;
 constexpr double kMostCtas = 128, kSpreadTiles = 5, kMostTilesOfTurns = 4;
-/// Ranks above which tiles of few tokens take two kernels: every CTA that adds up a part of K reads
-/// all rank rows, which those of the decode shrink share out (1.1 to 1.4 times as long).
+constexpr int kRankOfTurns = 8;
+/// Ranks above which tiles of few tokens of long K take two kernels: every CTA that adds up a part
+/// of K reads all rank rows, which those of the decode shrink share out (1.1 to 1.4 times as long).
 constexpr int kMostRankOfFew = 32;
 constexpr std::int64_t kFewTokens = 7;
 /// Ranks of which many tokens take it with one turn and so many columns of all tiles alone: those
@@ -108,8 +113,11 @@ bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   if (s.num_tokens <= 0 || !runs_one(s, m, 32)) return false;
   const double tiles = likely_tiles(s);
   const bool fills = fills_chip(s), few = likely_tile(s) < kHalfTile;
-  if (few && !fills && one_turns(s.hidden) > 1 && tiles > kMostTilesOfTurns) return false;
-  if (s.max_rank > kMostRankOfFew && likely_tile(s) <= kFewTokens) return false;
+  const bool turns = one_turns(s.hidden) > 1;
+  if (few && !fills && turns && s.max_rank > kRankOfTurns && tiles > kMostTilesOfTurns) {
+    return false;
+  }
+  if (turns && s.max_rank > kMostRankOfFew && likely_tile(s) <= kFewTokens) return false;
   if (fills && s.max_rank <= kLowRank &&
       (one_turns(s.hidden) > 1 || tiles * static_cast<double>(s.sum_widths()) > kLowColumns)) {
     return false;
@@ -119,13 +127,14 @@ bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   for (int cols = 32; runs_one(s, m, cols); cols *= 2) {
     const double ctas =
         tiles * kOneCluster * static_cast<double>(column_blocks(s, cols * kOneCluster));
-    if (ctas > room_for_one(s, m, cols) || (!fills && ctas > kMostCtas)) continue;
+    const bool spread = column_blocks(s, cols * kOneCluster) > s.num_slices;
+    if (ctas > room_for_one(s, m, cols) || (!fills && spread && ctas > kMostCtas)) continue;
     if (const double us = us_of_one(s, m, cols, ctas); us < least) {
       least = us;
       c = one_expand(cols);
       suits = true;
     }
-    if (few && !fills && tiles >= kSpreadTiles) break;
+    if (few && !fills && !turns && tiles >= kSpreadTiles) break;
   }
   return suits;
 }

@@ -27,7 +27,8 @@ TEST(LoraChoice, OneKernelIsChosenWhereItIsFaster) {
                                                {8, 8, 256},
                                                {16, 1, 256},
                                                {64, 1, 512},
-                                               {64, 16, 512}}) {
+                                               {64, 16, 512},
+                                               {32, 32, 512}}) {
     EXPECT_EQ(cols(shape(tokens, adapters, 16, 4096, o)), most) << tokens << " " << adapters;
   }
   EXPECT_EQ(cols(shape(1, 1, 16, 4096, qkv)), 256);
@@ -35,16 +36,20 @@ TEST(LoraChoice, OneKernelIsChosenWhereItIsFaster) {
   EXPECT_EQ(cols(shape(146, 1, 64, 4096, o)), 512);
   EXPECT_EQ(cols(shape(1, 1, 16, 4096, gate_up)), 512);
   EXPECT_EQ(cols(shape(30, 5, 4, 768, {1024})), 64);
+  // A cluster for each tile and slice is no more than there must be.
+  EXPECT_EQ(cols(shape(8, 8, 16, 4096, qkv)), 512);
+  EXPECT_EQ(cols(shape(40, 369, 8, 4096, o)), 512);
+  EXPECT_EQ(cols(shape(13, 7, 4, 18944, {3584})), 512);
   // As many CTAs as the chip holds, where a model's decode step has no such batch.
   EXPECT_EQ(cols(shape(146, 1, 32, 4096, {1024, 256, 256})), 128);
   EXPECT_EQ(cols(shape(415, 13, 64, 4096, o)), 0);
   EXPECT_EQ(cols(shape(422, 2, 16, 2048, {1024})), 128);
   EXPECT_EQ(cols(shape(223, 1, 32, 8192, {2048})), 256);
   for (const LoraShape& s :
-       {shape(32, 32, 16, 4096, o), shape(8, 8, 16, 4096, qkv), shape(146, 1, 32, 4096, qkv),
-        shape(1, 1, 64, 4096, o), shape(8, 8, 64, 4096, o), shape(64, 1, 16, 4096, gate_up),
-        shape(8, 8, 16, 14336, o), shape(1, 1, 128, 4096, o), shape(88, 12, 4, 4096, qkv),
-        shape(152, 6, 4, 14336, o), shape(256, 64, 16, 4096, o)}) {
+       {shape(32, 32, 16, 4096, qkv), shape(146, 1, 32, 4096, qkv), shape(32, 32, 64, 4096, qkv),
+        shape(5, 1, 64, 7168, o), shape(64, 1, 16, 4096, gate_up), shape(8, 8, 16, 14336, o),
+        shape(1, 1, 128, 4096, o), shape(88, 12, 4, 4096, qkv), shape(152, 6, 4, 14336, o),
+        shape(256, 64, 16, 4096, o)}) {
     EXPECT_EQ(cols(s), 0) << describe(choose(s, {}));
   }
   EXPECT_EQ(cols(shape(1, 1, 16, 4096, o), kMachines[1]), 0);
@@ -61,7 +66,8 @@ TEST(LoraChoice, StagesOfTheDecodeShrinkFollowItsCtas) {
   const auto stages = [](const LoraShape& s) { return choose(s, {}).shrink.stages; };
   EXPECT_EQ(stages(shape(256, 64, 16, 4096, {4096, 1024, 1024})), kFewDecodeStages);
   EXPECT_EQ(stages(shape(32, 32, 16, 4096, {4096, 1024, 1024})), kDecodeStages);
-  EXPECT_EQ(stages(shape(256, 64, 64, 4096, {4096, 1024, 1024})), kDecodeStages);
+  EXPECT_EQ(stages(shape(256, 64, 64, 4096, {4096, 1024, 1024})), kFewDecodeStages);
+  EXPECT_EQ(stages(shape(67, 61, 32, 2048, {512, 128, 128})), kDecodeStages);
   EXPECT_EQ(stages(shape(256, 64, 16, 14336, {4096})), kDecodeStages);
   const std::string text = describe(choose(shape(256, 64, 16, 4096, {4096, 1024, 1024}), {}));
   EXPECT_NE(text.find("48 rank rows, 2 stages"), std::string::npos) << text;
@@ -79,7 +85,8 @@ TEST(LoraChoice, ManyColumnsOfHigherRanksShareAnSm) {
   const ExpandPlan ragged = expand(shape(242, 222, 64, 3584, {3584, 512, 512}));
   EXPECT_EQ(ragged.per_sm, kDenseExpandPerSm);
   EXPECT_EQ(ragged.cols, 1792 / 2);
-  EXPECT_EQ(expand(shape(45, 71, 64, 768, {1024})).per_sm, 0);
+  EXPECT_EQ(expand(shape(45, 71, 64, 768, {1024})).per_sm, kDenseExpandPerSm);
+  EXPECT_EQ(expand(shape(6, 1, 64, 16384, {53248, 53248})).per_sm, 0);
   EXPECT_EQ(expand(shape(512, 256, 16, 4096, {14336, 14336})).per_sm, kDenseExpandPerSm);
   const LoraShape high = shape(150, 83, 128, 5120, {5120});
   EXPECT_EQ(expand(high).per_sm, kDenseExpandPerSm);
@@ -174,12 +181,36 @@ TEST(LoraChoice, CtasOfSeveralTilesFindAnSmEach) {
     EXPECT_EQ(c.per_sm, 1);
     EXPECT_EQ(c.partials, Partials::kExpand);
   }
-  EXPECT_EQ(shrink(shape(8, 8, 16, 4096, qkv)).rows, 16);
   const ShrinkPlan finished = shrink(shape(49, 1, 128, 2048, {1024}));
   EXPECT_EQ(finished.partials, Partials::kFinish);
   EXPECT_EQ(finished.rows, 32);
   EXPECT_EQ(finished.per_sm, 1);
   EXPECT_EQ(shrink(shape(90, 1, 128, 1024, {3072, 3072})).partials, Partials::kFinish);
+}
+
+/// Rank rows that a CTA of shrink multiplies at once: of long K where all CTAs run at once, of short
+/// K no more but where that makes them one round.
+TEST(LoraChoice, CtasOfShrinkTakeTheRowsOfOneChain) {
+  const auto rows = [](const LoraShape& s) { return choose(s, {}).shrink.rows; };
+  EXPECT_EQ(rows(shape(6, 12, 64, 18944, {3584})), 64);
+  EXPECT_EQ(rows(shape(1, 25, 64, 16384, {53248, 53248})), 64);
+  EXPECT_EQ(rows(shape(32, 32, 64, 14336, {4096})), 32);
+  EXPECT_EQ(rows(shape(3, 119, 128, 5120, {5120})), 16);
+  EXPECT_EQ(rows(shape(77, 469, 64, 1024, {768, 768})), 64);
+  EXPECT_EQ(rows(shape(32, 32, 64, 4096, {4096, 1024, 1024})), 96);
+}
+
+/// Of more adapters CTAs of expand are narrow enough to fill the chip.
+TEST(LoraChoice, CtasOfManyAdaptersFillTheChip) {
+  const auto expand = [](const LoraShape& s) { return choose(s, {}).expand; };
+  const ExpandPlan dense = expand(shape(30, 215, 32, 2048, {8192, 8192}));
+  EXPECT_EQ(dense.cols, 1024);
+  EXPECT_EQ(dense.per_sm, kDenseExpandPerSm);
+  EXPECT_EQ(expand(shape(32, 32, 16, 4096, {14336, 14336})).cols, 1792);
+  EXPECT_EQ(expand(shape(32, 32, 16, 4096, {4096, 1024, 1024})).cols, 768);
+  EXPECT_EQ(expand(shape(25, 178, 64, 2048, {2048})).cols, 128);
+  EXPECT_EQ(expand(shape(64, 1, 64, 28672, {8192})).block_cols, 128);
+  EXPECT_EQ(expand(shape(23, 4, 64, 18944, {3584})).cluster, kExpandCluster);
 }
 
 /// Of few adapters all CTAs of expand run at once, whole stages of columns each.

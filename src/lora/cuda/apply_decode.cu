@@ -15,6 +15,8 @@
 // leaf_size in problem.h says, and every CTA expands its own columns: the bits of shrink_decode.cu
 // and expand_decode.cu, without a second kernel that waits for the first to end. B and y are on
 // their way by then.
+#include <type_traits>
+
 #include "device/barrier.cuh"
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
@@ -119,7 +121,8 @@ __global__ void __launch_bounds__(kThreads, kOnePerSm)
   const bool live = find_cta_tile(p.groups, p.tiles, p.weights.num_adapters, index, &tile);
   const int token = tile_token(p.groups, p.tiles, tile, lane % kTokens, early);
   Block block = find_block(p, static_cast<int>(blockIdx.x));
-  const int own_cols = p.cols / kCtas;
+  const int own_cols =
+      (block.cols + kCtas * 32 - 1) / (kCtas * 32) * 32;  // of the last columns fewer
   block.first += cta * own_cols;
   block.y_col += cta * own_cols;
   block.cols = min(block.cols - cta * own_cols, own_cols);
@@ -216,34 +219,54 @@ __global__ void __launch_bounds__(kThreads, kOnePerSm)
   __syncthreads();
   device::cluster_wait();  // all CTAs run, and their barriers are there
 
-  // Shrink: a warp takes a leaf and 8 rank rows at a time.
+  // Shrink: a warp takes a leaf and 8 rank rows at a time, or twice 8 rows of the same leaf side by
+  // side, as each step of a chain waits for the one before it.
+  const int log_leaves = log_turns + log_turn_leaves;
+  const int next_octet = kWarps >> log_leaves, tasks = octets << log_leaves;
 #pragma unroll 1
-  for (int task = warp; task < octets << (log_turns + log_turn_leaves); task += kWarps) {
+  for (int task = warp; task < tasks; task += (kRanks == 64 ? 2 : 1) * kWarps) {
     const int leaf = task & ((1 << log_turn_leaves) - 1);
     const int turn = (task >> log_turn_leaves) & ((1 << log_turns) - 1);
-    const int octet = task >> (log_turns + log_turn_leaves);
+    const int octet = task >> log_leaves;
     const int which = ((turn * kCtas + cta) << log_turn_leaves) + leaf;
     if (turn >= turns || which >= leaves) continue;
-    std::uint32_t x_from = device::smem_address(x_tile + (turn * kTokens + lane % 16) * kPitch +
-                                                lane / 16 * 8 + leaf * leaf_steps * 16);
-    std::uint32_t a_from =
+    const std::uint32_t x_from = device::smem_address(
+        x_tile + (turn * kTokens + lane % 16) * kPitch + lane / 16 * 8 + leaf * leaf_steps * 16);
+    const std::uint32_t a_from =
         device::smem_address(a_tile + (turn * kRanks + octet * 8 + lane % 8) * kPitch +
                              lane / 8 * 8 + leaf * leaf_steps * 16);
-    float sum[4] = {};
+    const auto multiply = [&](auto at_once) {
+      constexpr int kAtOnce = decltype(at_once)::value;
+      float sum[kAtOnce][4] = {};
+      std::uint32_t x_next = x_from, a_next = a_from;
+      const std::uint32_t a_step = next_octet * (8 * kPitch * 2);
 #pragma unroll 1
-    for (int step = 0; step < leaf_steps; step += kStepsAtOnce) {
+      for (int step = 0; step < leaf_steps; step += kStepsAtOnce) {
 #pragma unroll
-      for (int i = 0; i < kStepsAtOnce; i += 2, x_from += 64, a_from += 64) {
-        std::uint32_t a[4], x[2][4];
-        device::ldmatrix_x4(a, a_from);
-        device::ldmatrix_x4(x[0], x_from);
-        device::ldmatrix_x4(x[1], x_from + 32);
-        device::mma_16816<T>(sum, x[0], a[0], a[1]);
-        device::mma_16816<T>(sum, x[1], a[2], a[3]);
+        for (int i = 0; i < kStepsAtOnce; i += 2, x_next += 64, a_next += 64) {
+          std::uint32_t x[2][4];
+          device::ldmatrix_x4(x[0], x_next);
+          device::ldmatrix_x4(x[1], x_next + 32);
+#pragma unroll
+          for (int g = 0; g < kAtOnce; ++g) {
+            std::uint32_t a[4];
+            device::ldmatrix_x4(a, a_next + g * a_step);
+            device::mma_16816<T>(sum[g], x[0], a[0], a[1]);
+            device::mma_16816<T>(sum[g], x[1], a[2], a[3]);
+          }
+        }
       }
+#pragma unroll
+      for (int g = 0; g < kAtOnce; ++g) {
+        send_leaf<Ranks>(sum[g], sums + which * S::kLeafElts, octet + g * next_octet, octets,
+                         tile.count, to_all, &all_sent);
+      }
+    };
+    if (kRanks == 64 && task + kWarps < tasks) {
+      multiply(std::integral_constant<int, 2>{});
+    } else {
+      multiply(std::integral_constant<int, 1>{});
     }
-    send_leaf<Ranks>(sum, sums + which * S::kLeafElts, octet, octets, tile.count, to_all,
-                     &all_sent);
   }
   all_sent.wait(0);
 

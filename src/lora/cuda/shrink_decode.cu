@@ -13,7 +13,8 @@
 // A CTA takes a tile of 16 tokens of one adapter, 512 elements of K and a run of its rank rows. x
 // waits in shared memory (and in MMA fragments) while rank rows stream past it through a ring of
 // cp.async stages that is filled before the predecessor has ended. A warp owns one leaf and 8 rank
-// rows of a stage: no sum crosses warps, and a leaf is one MMA chain as in the other kernels.
+// rows of a stage: no sum crosses warps, and a leaf is one MMA chain as in the other kernels. Of 33
+// to 64 rows, which are in shared memory at once, it has the chains of all stages side by side.
 //
 // Whole: the CTAs of a cluster take turns at all of K, 512 elements each. They send the sums of
 // their leaves to the CTA of the cluster that looks after the token, through distributed shared
@@ -41,19 +42,22 @@ constexpr int kPitch = kK + 8;   ///< elements; 1040 B rows make ldmatrix free o
 constexpr int kPieces = kK / 8;  ///< 16-byte pieces of a row
 constexpr int kRowStep = kThreads / kPieces;
 
-template <class T_, bool kWhole_, int kLeaves_, int kStages_ = kDecodeStages>
+template <class T_, bool kWhole_, int kLeaves_, int kStages_ = kDecodeStages, int kAtOnce_ = 1>
 struct Traits {
   using T = T_;
   static constexpr bool kWhole = kWhole_;                  ///< h, not slabs
   static constexpr int kLeaves = kLeaves_;                 ///< leaves per CTA
   static constexpr int kStages = kStages_;                 ///< of the ring of rank rows
+  static constexpr int kAtOnce = kAtOnce_;                 ///< stages multiplied side by side
   static constexpr int kSteps = kK / 16 / kLeaves;         ///< MMA steps of a leaf
   static constexpr int kStageRows = 8 * kWarps / kLeaves;  ///< rank rows per stage
   static constexpr int kStageElts = kStageRows * kPitch;
-  /// Fragments of x stay in registers while a leaf's fit.
-  static constexpr bool kKeepX = kSteps <= 16;
+  /// Fragments of x stay in registers while a leaf's fit, for the stages that stream past them.
+  static constexpr bool kKeepX = kSteps <= 16 && kAtOnce == 1;
   /// Two leaves per CTA are those of K up to 4,096, which a cluster holds at once.
   static constexpr bool kTurns = kWhole && kLeaves == 1;
+  /// Of long leaves as few registers as they need, so that CTAs of expand find room beside them.
+  static constexpr int kPerSm = kAtOnce == 2 ? 8 : 4;
 };
 
 /// Adds the leaves of the tokens that this CTA of the cluster looks after, and writes their h.
@@ -81,7 +85,7 @@ __device__ __forceinline__ void write_whole(const ShrinkParams& p, const Rows& r
 }
 
 template <class Tr>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, Tr::kPerSm)
     shrink_decode_kernel(const __grid_constant__ ShrinkParams p) {
   using T = typename Tr::T;
   extern __shared__ __align__(128) unsigned char smem[];
@@ -194,39 +198,53 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
   device::cp_async_commit();
 
-  // Compute
-  std::uint32_t x_frags[Tr::kKeepX ? Tr::kSteps : 1][4];
+  // Compute: several stages side by side, as each step of a chain waits for the one before it.
+  std::uint32_t x_frags[Tr::kKeepX ? Tr::kSteps : 2][4];
   const auto multiply = [&](int stage, auto load_x) {
     const int turn = turn_of(stage), row = (stage - turn * turn_stages) * Tr::kStageRows + rows8;
     if (row >= num_rows) return;
     const std::uint32_t x = x_at + turn * kTokens * kPitch * 2;
     const std::uint32_t at = a_at + stage % Tr::kStages * stage_elts * 2;
-    float sum[4] = {};
+    std::uint32_t own[Tr::kAtOnce];  // of rows past the last those of the first stage
+#pragma unroll
+    for (int g = 0; g < Tr::kAtOnce; ++g) {
+      own[g] = at + (row + g * Tr::kStageRows < num_rows ? g * Tr::kStageElts * 2 : 0);
+    }
+    float sum[Tr::kAtOnce][4] = {};
 #pragma unroll
     for (int i = 0; i < Tr::kSteps; i += 2) {
-      std::uint32_t a[4];
-      device::ldmatrix_x4(a, at + i * 32);
+      auto* const frag = &x_frags[Tr::kKeepX ? i : 0];
+      if (!Tr::kKeepX || load_x) {
+        device::ldmatrix_x4(frag[0], x + i * 32);
+        device::ldmatrix_x4(frag[1], x + (i + 1) * 32);
+      }
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        auto& frag = x_frags[Tr::kKeepX ? i + j : 0];
-        if (!Tr::kKeepX || load_x) device::ldmatrix_x4(frag, x + (i + j) * 32);
-        device::mma_16816<T>(sum, frag, a[2 * j], a[2 * j + 1]);
+      for (int g = 0; g < Tr::kAtOnce; ++g) {
+        std::uint32_t a[4];
+        device::ldmatrix_x4(a, own[g] + i * 32);
+        device::mma_16816<T>(sum[g], frag[0], a[0], a[1]);
+        device::mma_16816<T>(sum[g], frag[1], a[2], a[3]);
       }
     }
     // Store
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if constexpr (Tr::kWhole) {
-        const int r = row + lane % 4 * 2;
-        if (r < num_rows && out[half] != nullptr) {
-          *reinterpret_cast<float2*>(out[half] + turn * Tr::kLeaves * kTokens * p.rows_per_cta +
-                                     r) = make_float2(sum[half * 2], sum[half * 2 + 1]);
-        }
-      } else {
+    for (int g = 0; g < Tr::kAtOnce; ++g) {
+      const int first = row + g * Tr::kStageRows + lane % 4 * 2;
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int r = row + lane % 4 * 2 + c;
-          if (r < num_rows && out[half] != nullptr) out[half][rows.place[r]] = sum[half * 2 + c];
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (Tr::kWhole) {
+          if (first < num_rows && out[half] != nullptr) {
+            *reinterpret_cast<float2*>(out[half] + turn * Tr::kLeaves * kTokens * p.rows_per_cta +
+                                       first) = make_float2(sum[g][half * 2], sum[g][half * 2 + 1]);
+          }
+        } else {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int r = first + c;
+            if (r < num_rows && out[half] != nullptr) {
+              out[half][rows.place[r]] = sum[g][half * 2 + c];
+            }
+          }
         }
       }
     }
@@ -235,12 +253,14 @@ __global__ void __launch_bounds__(kThreads, 4)
   __syncthreads();
   if constexpr (Tr::kWhole) device::cluster_wait();  // all CTAs run, so their memory is there
   multiply(0, std::true_type{});
+  if constexpr (Tr::kAtOnce == 1) {
 #pragma unroll 1
-  for (int stage = 1; stage < num_stages; ++stage) {
-    device::next_stage<Tr::kStages>([&] {
-      if (stage + Tr::kStages - 1 < num_stages) copy_rows(stage + Tr::kStages - 1);
-    });
-    multiply(stage, std::false_type{});
+    for (int stage = 1; stage < num_stages; ++stage) {
+      device::next_stage<Tr::kStages>([&] {
+        if (stage + Tr::kStages - 1 < num_stages) copy_rows(stage + Tr::kStages - 1);
+      });
+      multiply(stage, std::false_type{});
+    }
   }
   if constexpr (Tr::kWhole) {
     device::cluster_arrive();
@@ -276,16 +296,21 @@ void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
 
 template <class T, bool kWhole>
 void launch_leaves(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
-  if (leaf_size(p.weights.hidden) == kK) {
-    return launch_traits<Traits<T, kWhole, 1>>(p, c, stream);
-  }
+  // More rows than a stage of long leaves has, and no more than the ring of short ones.
+  const bool at_once = c.rows > kThreads / 4 && c.rows <= decode_ring_rows(1);
+  const bool leaves_of_k = leaf_size(p.weights.hidden) == kK;
   static_assert(leaf_size(1) * 2 == kK && leaf_size(1 << 20) == kK);
   if constexpr (!kWhole) {
-    if (c.stages == kFewDecodeStages) {
+    if (!leaves_of_k && c.stages == kFewDecodeStages) {
       return launch_traits<Traits<T, kWhole, 2, kFewDecodeStages>>(p, c, stream);
     }
+    if (at_once && leaves_of_k) {
+      return launch_traits<Traits<T, kWhole, 1, kDecodeStages, 2>>(p, c, stream);
+    }
+    if (at_once) return launch_traits<Traits<T, kWhole, 2, kDecodeStages, 4>>(p, c, stream);
   }
-  launch_traits<Traits<T, kWhole, 2>>(p, c, stream);
+  leaves_of_k ? launch_traits<Traits<T, kWhole, 1>>(p, c, stream)
+              : launch_traits<Traits<T, kWhole, 2>>(p, c, stream);
 }
 
 }  // namespace
