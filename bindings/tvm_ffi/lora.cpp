@@ -8,14 +8,15 @@
 //
 //   GROUPS   plan, num_tokens, num_adapters
 //            or None, sorted_tokens, ids, counts, starts, None, num_groups, no_lora
-//            or None, sorted_tokens, ids, counts, starts, a tensor on the CPU that holds num_groups,
-//               no_lora
+//            or None, sorted_tokens, ids, counts, starts, a tensor on the CPU that holds
+//               num_groups, no_lora
 //   WEIGHTS  None, ranks, scales, len(a), *a, *b    or table, dtype, max_rank, hidden, *widths
 //            or handle: the same, read and checked before; whoever made it keeps the memory alive
 //
 // num_groups: only the first that many segments are looked at. no_lora: a bool or uint8 on the
 // CPU: where it is not zero, the op returns without any write, and torch_<op> -1; or None, but for
-// torch_<op>. A stacked tensor may have an extra dimension of size 1 after its first ([L, 1, R, K]).
+// torch_<op>. A stacked tensor may have an extra dimension of size 1 after its first
+// ([L, 1, R, K]).
 //
 // A workspace that is None is memory of the framework's allocator, for the time of the call; the
 // torch_ functions say how much they need instead (packed_call.h), and take in front of their other

@@ -145,10 +145,10 @@ std::int64_t decode_per_sm(const LoraShape& s, const Machine& m, int rows, int s
 
 /// Fewer stages of the ring where that lets more CTAs share an SM and the others did not run at
 /// once: a few that come last take as long as all before them. (us a call behind a matrix product
-/// on an H100, two stages and four: 256 tokens of 64 adapters, rank 16, qkv, 22.5 and 25.4.) CTAs of
-/// 64 rows, two an SM, where even four were too few. (Ragged ranks, 32 tokens of 32 adapters, qkv,
-/// 16.4 and 17.0; 209 of 51, 2,048 to 512 + 2 x 128, 10.5 and 10.8; but 67 of 61, rank 32, 7.6 and
-/// 7.1, 167 of 10 6.9 and 5.4.)
+/// on an H100, two stages and four: 256 tokens of 64 adapters, rank 16, qkv, 22.5 and 25.4.) CTAs
+/// of 64 rows, two an SM, where even four were too few. (Ragged ranks, 32 tokens of 32 adapters,
+/// qkv, 16.4 and 17.0; 209 of 51, 2,048 to 512 + 2 x 128, 10.5 and 10.8; but 67 of 61, rank 32, 7.6
+/// and 7.1, 167 of 10 6.9 and 5.4.)
 int decode_ring_stages(const LoraShape& s, const Machine& m, int rows) {
   constexpr int kManyRows = 64;
   const std::int64_t ctas = decode_shrink_ctas(s, rows);

@@ -82,10 +82,10 @@ void fit_round(const LoraShape& s, const Machine& m, ExpandPlan& c) {
 /// Up to rank 32 CTAs of four blocks of B and more, four an SM in fewer registers; above, three of
 /// these, which leave room for those of the next shrink. (us: 11 tokens of 22 adapters, rank 32,
 /// 4,096 to 2 x 14,336, 640 columns, 3.8 CTAs an SM, 7.2, 896 8.5; 13 of 29, 3,584 to 2 x 18,944,
-/// 10.0 and 11.4; 32 of 32, gate_up, rank 16, 1,792 columns 15.1, 2,560 16.4; 25 of 178, ranks up to
-/// 64, 2,048 to 2,048, 128 columns 4.1, 256 4.4; but 67 of 6, rank 32, 5,120 to 2 x 13,824, 10.3 and
-/// 9.1. Three an SM in more registers: 13 of 274, rank 32, qkv, 8.1 and 6.1; 32 of 32, rank 16, 512
-/// columns 10.3, 768 9.1.)
+/// 10.0 and 11.4; 32 of 32, gate_up, rank 16, 1,792 columns 15.1, 2,560 16.4; 25 of 178, ranks up
+/// to 64, 2,048 to 2,048, 128 columns 4.1, 256 4.4; but 67 of 6, rank 32, 5,120 to 2 x 13,824, 10.3
+/// and 9.1. Three an SM in more registers: 13 of 274, rank 32, qkv, 8.1 and 6.1; 32 of 32, rank 16,
+/// 512 columns 10.3, 768 9.1.)
 void fit_many(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   constexpr int kFewRanks = 32, kMostRank = 64, kMostCols = 4096, kLongBlocks = 4;
   constexpr double kThree = 3.2;  // CTAs an SM; as a rule there are fewer tiles than may be

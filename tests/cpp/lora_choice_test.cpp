@@ -188,8 +188,8 @@ TEST(LoraChoice, CtasOfSeveralTilesFindAnSmEach) {
   EXPECT_EQ(shrink(shape(90, 1, 128, 1024, {3072, 3072})).partials, Partials::kFinish);
 }
 
-/// Rank rows that a CTA of shrink multiplies at once: of long K where all CTAs run at once, of short
-/// K no more but where that makes them one round.
+/// Rank rows that a CTA of shrink multiplies at once: of long K where all CTAs run at once, of
+/// short K no more but where that makes them one round.
 TEST(LoraChoice, CtasOfShrinkTakeTheRowsOfOneChain) {
   const auto rows = [](const LoraShape& s) { return choose(s, {}).shrink.rows; };
   EXPECT_EQ(rows(shape(6, 12, 64, 18944, {3584})), 64);
@@ -247,7 +247,8 @@ TEST(LoraChoice, ExpandAddsChunksOfK) {
   EXPECT_EQ(choose(shape(1024, 8, 16, 14336, {4096}), {}).shrink.rows, 16);
 }
 
-/// Where adapters have ranks of their own, most fill no CTA of as many rank rows as the largest has.
+/// Where adapters have ranks of their own, most fill no CTA of as many rank rows as the largest
+/// has.
 TEST(LoraChoice, RaggedRanksTakeNarrowCtas) {
   const auto rows = [](LoraShape s, bool ragged) {
     s.ragged = ragged;

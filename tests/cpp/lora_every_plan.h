@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launch plans of LoRA, each forced by injection, on one problem: their outputs have the bits of the
-// plan that is chosen, which agrees with fp64.
+// Launch plans of LoRA, each forced by injection, on one problem: their outputs have the bits of
+// the plan that is chosen, which agrees with fp64.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -116,17 +116,23 @@ class DotReduction {
     odd_ = -odd_;
     if (threadIdx.x % 32 == 0) sums_[own_] = v;
     row_group_barrier(group_, row_threads_);
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kMostWarps / 4; ++i) {
-      if (128 * i >= row_threads_) break;
-      const float4 quad = reinterpret_cast<const float4*>(sums_)[i];
-      sum += (quad.x + quad.y) + (quad.z + quad.w);
-    }
-    return sum;
+    return row_threads_ <= 256 ? sum_of<2>() : sum_of<4>();
   }
 
  private:
+  /// The sum of the first kQuads quads, all of which are read together: behind the row's warps are
+  /// zeros.
+  template <int kQuads>
+  __device__ __forceinline__ float sum_of() const {
+    float4 quads[kQuads];
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) quads[i] = reinterpret_cast<const float4*>(sums_)[i];
+    float sum = 0.0f;
+#pragma unroll
+    for (const float4& quad : quads) sum += (quad.x + quad.y) + (quad.z + quad.w);
+    return sum;
+  }
+
   float* sums_;
   int group_, row_threads_, own_, odd_ = kMostWarps;
 };

@@ -26,8 +26,9 @@ static_assert(kHeld == 8, "slot_at turns over three bits");
 /// loads those of its pieces one row ahead.
 ///
 /// kKeeps: the first plan.kept_bytes of a row go to a place of its own, where they stay. kAdds:
-/// rows of the residual come beside those of x.
-template <class T, bool kKeeps = false, bool kAdds = false>
+/// rows of the residual come beside those of x. kFull: a thread uses all its slots: without
+/// branches between them, the loads of several pieces may be in flight together.
+template <class T, bool kKeeps = false, bool kAdds = false, bool kFull = false>
 class HeldRows {
  public:
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -182,9 +183,13 @@ class HeldRows {
     device::fence_async_proxy();  // before the copy engine writes there again
   }
 
-  __device__ __forceinline__ bool used(int v) const { return v < plan_.slots; }
+  __device__ __forceinline__ bool used(int v) const { return kFull || v < plan_.slots; }
   __device__ __forceinline__ bool in_columns(int v) const {
     return used(v) && first_piece(v) + lane_ < pieces_;
+  }
+  /// Slots of the thread that have columns, which are its first.
+  __device__ __forceinline__ int slots_in_columns() const {
+    return plan_.slots - (in_columns(plan_.slots - 1) ? 0 : 1);
   }
   __device__ __forceinline__ int first_piece(int v) const { return v * plan_.row_threads; }
   __device__ __forceinline__ uint4 piece(int v) const {

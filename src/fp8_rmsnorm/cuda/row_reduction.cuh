@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "device/reduce.cuh"
+#include "fp8_rmsnorm/cuda/elements.cuh"
 
 namespace mortar::fp8_rmsnorm::cuda {
 
@@ -14,9 +15,14 @@ namespace mortar::fp8_rmsnorm::cuda {
 template <int kMost>
 class RowReduction {
  public:
-  /// Shared memory: 2 * kMost sums, and a maximum for each 32 of them.
+  /// `row_threads`: a power of two. Shared memory: 2 * kMost sums, and a maximum for each 32 of
+  /// them.
   __device__ RowReduction(int row_threads, float* sums, std::uint32_t* maxima)
-      : threads_(row_threads), sums_(sums), maxima_(maxima) {}
+      : threads_(row_threads),
+        first_(static_cast<int>(threadIdx.x) & -row_threads),
+        barrier_(1 + (first_ >> log2_of(row_threads))),
+        sums_(sums),
+        maxima_(maxima) {}
 
   /// The sum of the threads' sums, which each of them gets. Every thread of the row calls this (and
   /// of its warp); then all of them have come here, and shared memory is as they left it.
@@ -40,7 +46,7 @@ class RowReduction {
       if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = of_warp;
       reduce(sum);
       const int lane = static_cast<int>(threadIdx.x % 32);
-      largest = lane < threads_ / 32 ? maxima[first() / 32 + lane] : 0u;
+      largest = lane < threads_ / 32 ? maxima[first_ / 32 + lane] : 0u;
     } else {
       reduce(sum);
     }
@@ -50,20 +56,16 @@ class RowReduction {
   /// Waits for all threads of the row.
   __device__ __forceinline__ void sync() const {
     if (threads_ > 32) {
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + first() / threads_), "r"(threads_) : "memory");
+      asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "r"(threads_) : "memory");
     } else {
       __syncwarp();
     }
   }
 
  private:
-  /// The row's first thread.
-  __device__ __forceinline__ int first() const {
-    return static_cast<int>(threadIdx.x) / threads_ * threads_;
-  }
   /// The sum of a lane's sums over the row's warps.
   __device__ __forceinline__ float of_warps(const float* sums) const {
-    sums += first() + static_cast<int>(threadIdx.x % 32);
+    sums += first_ + static_cast<int>(threadIdx.x % 32);
     if (threads_ == 64) return tree<2>(sums);
     if (threads_ == 128) return tree<4>(sums);
     return threads_ == 256 ? tree<8>(sums) : tree<16>(sums);
@@ -77,6 +79,8 @@ class RowReduction {
   }
 
   int threads_;
+  int first_;    ///< thread of the row
+  int barrier_;  ///< the number of the row's barrier
   float* sums_;
   std::uint32_t* maxima_;
   int odd_ = 0;

@@ -110,7 +110,7 @@ template <class T, RowsPass kPass>
 inline constexpr int kRegisterThreads =
     kIsFloat8<T>&& kPass == RowsPass::kStatistics ? 640 : kThreads;
 
-template <class T, RowsPass kPass, bool kAdds>
+template <class T, RowsPass kPass, bool kAdds, bool kFull>
 __global__ void __launch_bounds__((kRegisterThreads<T, kPass>), 1)
     rows_kernel(const __grid_constant__ ForwardParams p) {
   constexpr int kElements = kPiece<T>, kQuads = kElements / 4;
@@ -130,8 +130,8 @@ __global__ void __launch_bounds__((kRegisterThreads<T, kPass>), 1)
   const std::int64_t stride = std::int64_t{plan.rows_per_step()} * gridDim.x;
   std::int64_t row = std::int64_t{plan.rows_per_step()} * blockIdx.x + in_step;
   unsigned char* ring = reinterpret_cast<unsigned char*>(shared_weights) + plan.weight_bytes;
-  HeldRows<T, false, kAdds> held(p, plan, nullptr, ring, barriers, in_step, lane, pieces, row,
-                                 stride, rows);
+  HeldRows<T, false, kAdds, kFull> held(p, plan, nullptr, ring, barriers, in_step, lane, pieces,
+                                        row, stride, rows);
 
   // Load.
   held.init();
@@ -160,6 +160,7 @@ __global__ void __launch_bounds__((kRegisterThreads<T, kPass>), 1)
   RowReduction<kThreads> reduction(row_threads, sums, maxima);
   const bool per_group = p.out.scaling == Fp8Scaling::kGroup;
   const int group_shift = log2_of(p.out.group / kElements);  // log2 of a group's threads
+  const int slots_in_columns = held.slots_in_columns();
   const std::int64_t group_step = (row_threads >> group_shift) * p.out.scale.group_stride;
   float amax = 0.0f, tensor_divisor = 1.0f;
   if (kPass == RowsPass::kQuantize && p.out.given_scale && p.out.scaling == Fp8Scaling::kTensor) {
@@ -212,6 +213,7 @@ __global__ void __launch_bounds__((kRegisterThreads<T, kPass>), 1)
       const float factor = finite_or_nan(rstd * inverse_of(divisor));
 
       // Compute and store.
+      const int stored = there ? slots_in_columns : 0;
       char* q = static_cast<char*>(p.out.q.data) + row * p.out.q.row_stride + lane * kElements;
       const auto quantize = [&](auto tag) {
         using Out = typename decltype(tag)::type;
@@ -239,7 +241,7 @@ __global__ void __launch_bounds__((kRegisterThreads<T, kPass>), 1)
               y[3] = y[3] * f * w.w;
               codes[k] = device::pack_fp8x4<Out>(y);
             }
-            if (there && held.in_columns(v)) {
+            if (v < stored) {
               store_codes<kElements>(q + held.first_piece(v) * kElements, codes, kElements, true);
             }
           }
@@ -282,9 +284,15 @@ void launch_rows(const ForwardParams& p, Stream stream) {
   device::visit_dtype<InputDTypes>(p.input.x.dtype, p.op, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2) {
-      if (plan.added_bytes > 0) return device::launch<rows_kernel<T, kPass, true>>(p.op, launch, p);
+      if (plan.added_bytes > 0) {
+        return device::launch<rows_kernel<T, kPass, true, false>>(p.op, launch, p);
+      }
+      // Not of 8-bit x: a piece's scaled sum and its addition would become an FMA.
+      if (plan.slots == kHeld) {
+        return device::launch<rows_kernel<T, kPass, false, true>>(p.op, launch, p);
+      }
     }
-    device::launch<rows_kernel<T, kPass, false>>(p.op, launch, p);
+    device::launch<rows_kernel<T, kPass, false, false>>(p.op, launch, p);
   });
 }
 

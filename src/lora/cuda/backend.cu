@@ -218,8 +218,8 @@ bool reads_early(const GroupsView& groups, Stream stream) {
 
 thread_local const LaunchPlan* injected = nullptr;
 
-/// What choose() says, kept for this thread's last problems: the layers of a step ask about the same
-/// few, and a choice takes 0.1 to 2 us of the host's time.
+/// What choose() says, kept for this thread's last problems: the layers of a step ask about the
+/// same few, and a choice takes 0.1 to 2 us of the host's time.
 LaunchPlan chosen(const LoraShape& s) {
   constexpr std::size_t kKept = 16;
   static thread_local std::vector<std::pair<Machine, LaunchPlan>> kept;

@@ -24,11 +24,12 @@ inline double units_of_block(std::int64_t columns, int unit, int parts) {
   return static_cast<double>(ceil_div<std::int64_t>(ceil_div<std::int64_t>(columns, unit), parts));
 }
 
-/// What a thread block of a cluster of `parts` takes for a tile of `rows`, by steps of 64 columns of
-/// x and 128 columns of y at a time; and no less than all bytes take. Rows of B that are no whole
-/// sectors of L2 take longer where all SMs ask for them, or where eight share a line. Fitted to 110
-/// plans of 53 sizes (M of 64 to 4,200, K and N of 1,024 to 28,672, ranks 8 to 64) on an H200: what
-/// it chooses takes at most 1.05 times as long as the best of these plans and two launches.
+/// What a thread block of a cluster of `parts` takes for a tile of `rows`, by steps of 64 columns
+/// of x and 128 columns of y at a time; and no less than all bytes take. Rows of B that are no
+/// whole sectors of L2 take longer where all SMs ask for them, or where eight share a line. Fitted
+/// to 110 plans of 53 sizes (M of 64 to 4,200, K and N of 1,024 to 28,672, ranks 8 to 64) on an
+/// H200: what it chooses takes at most 1.05 times as long as the best of these plans and two
+/// launches.
 inline double forward_us(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
                          int width, int parts, int tile_rows) {
   constexpr double kStartUs = 3.64, kStepUs = 0.147, kStepRowUs = 0.00065;
