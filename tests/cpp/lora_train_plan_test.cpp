@@ -199,7 +199,7 @@ TEST(LoraTrainPlan, ClustersThatRunAtOnceMakeYToo) {
   EXPECT_EQ(tile(512, 4096, 4096, 16), Tile(8, 40));
   EXPECT_EQ(tile(1024, 7168, 2048, 64), Tile(4, 40));
   EXPECT_EQ(tile(256, 4096, 4096, 16), Tile(8, 24));
-  EXPECT_EQ(tile(768, 3584, 14336, 32), Tile(8, 56));
+  EXPECT_EQ(tile(768, 3584, 18944, 32), Tile(8, 56));
   EXPECT_EQ(tile(64, 14336, 14336, 16), Tile(0, 0));
   EXPECT_EQ(tile(512, 4096, 14336, 8), Tile(0, 0));
   EXPECT_EQ(tile(3000, 4096, 4096, 8), Tile(0, 0));

@@ -304,8 +304,10 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 /// few rows of x the longer way of a column's sums to their place costs more than the copies.
 int rows_of_line(const ForwardProduct& product, const ForwardPlan& plan) {
   const ProductOperand& b = product.b;
-  const int share = b.depth == 16 && plan.parts == 2 ? 4 : b.depth == 32 && plan.rows >= 56 ? 2 : 1;
-  return b.stride == b.depth && b.rows % share == 0 && product.base.data == nullptr ? share : 1;
+  constexpr int kFewRows = 56;  // of 32 ranks
+  const bool pays = plan.parts == 2 && product.base.data == nullptr && b.stride == b.depth;
+  const int share = b.depth == 16 ? 4 : b.depth == 32 && plan.rows >= kFewRows ? 2 : 1;
+  return pays && b.rows % share == 0 ? share : 1;
 }
 
 template <class S>

@@ -27,7 +27,7 @@ inline double units_of_block(std::int64_t columns, int unit, int parts) {
 /// What a thread block of a cluster of `parts` takes for a tile of `rows`, by steps of 64 columns
 /// of x and 128 columns of y at a time; and no less than all bytes take. Rows of B that are no
 /// whole sectors of L2 take longer where all SMs ask for them, or where eight share a line. Fitted
-/// to 110 plans of 53 sizes (M of 64 to 4,200, K and N of 1,024 to 28,672, ranks 8 to 64) on an
+/// to 103 plans of 55 sizes (M of 64 to 4,200, K and N of 1,024 to 28,672, ranks 8 to 64) on an
 /// H200: what it chooses takes at most 1.05 times as long as the best of these plans and two
 /// launches.
 inline double forward_us(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
@@ -63,14 +63,14 @@ inline double apart_us(std::int64_t rows, std::int64_t columns, std::int64_t out
 }
 
 /// Tiles of as few rows as let all run at once, or, of so many ranks that two launches take longer,
-/// of 64 rows in two full rounds. y is no wider than four times x: where nearly all is written, two
+/// of 64 rows in two full rounds. y is no wider than eight times x: where nearly all is written, two
 /// launches reach more of the DRAM (4096 x 1024 x 28672, rank 16: 65.4 us for 68.5).
 inline ForwardPlan choose_forward(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
                                   int width, int sms, bool in_parts = false) {
   using namespace lora::cuda;
   constexpr int kTwoRoundRanks = 64;
   if (width > (in_parts ? kPartsForwardRanks : kForwardRanks)) return {};
-  if (out_columns > 4 * columns) return {};
+  if (out_columns > 8 * columns) return {};
   const auto operands = in_parts ? ShrinkOperands::kPartColumns : ShrinkOperands::kOneType;
   const int leaves = leaves_of(rows, columns, width, 0, false, false, operands);
   const int fewest = std::max(leaves / kMostForwardLeaves, 2);
