@@ -63,8 +63,8 @@ inline double apart_us(std::int64_t rows, std::int64_t columns, std::int64_t out
 }
 
 /// Tiles of as few rows as let all run at once, or, of so many ranks that two launches take longer,
-/// of 64 rows in two full rounds. y is no wider than eight times x: where nearly all is written, two
-/// launches reach more of the DRAM (4096 x 1024 x 28672, rank 16: 65.4 us for 68.5).
+/// of 64 rows in two full rounds. y is no wider than eight times x: where nearly all is written,
+/// two launches reach more of the DRAM (4096 x 1024 x 28672, rank 16: 65.4 us for 68.5).
 inline ForwardPlan choose_forward(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
                                   int width, int sms, bool in_parts = false) {
   using namespace lora::cuda;
