@@ -5,6 +5,7 @@
 
 #include "mbarrier.h"
 #include "memory.h"
+#include "races.h"
 #include "tensor_map.h"
 
 namespace emulator {
@@ -15,6 +16,7 @@ void land(Fiber* f, u64 last) {
   for (Fiber::Copy& c : f->copies) {
     if (c.done || c.number > last) continue;
     c.done = true;
+    note_access(f, f->smem + c.to, c.bytes, AccessKind::kWrite, c.at);
     auto* to = reinterpret_cast<char*>(f->smem + c.to);
     std::memcpy(to, reinterpret_cast<const void*>(c.from), c.from_bytes);
     std::memset(to + c.from_bytes, 0, c.bytes - c.from_bytes);
@@ -93,8 +95,9 @@ void emu_cp_async(Thread* t, u32 to, u64 from, u32 bytes, u32 from_bytes, u32 at
   if (from_bytes != 0 && (from % bytes != 0 || !allowed(from, from_bytes))) {
     emu_fault(f, from, from_bytes, at);
   }
+  note_access(f, a, bytes, AccessKind::kWrite, at);
   std::memset(reinterpret_cast<void*>(a), poison(), bytes);
-  f->copies.push_back({to, from, bytes, from_bytes, ++f->copy_number, false});
+  f->copies.push_back({to, from, bytes, from_bytes, ++f->copy_number, at, false});
 }
 
 void emu_cp_async_commit(Thread* t, u32) {
@@ -120,6 +123,7 @@ void emu_cp_async_mbarrier(Thread* t, u32 barrier, u32 noinc, u32 at) {
   const u64 last = f->copy_number;
   later(f->warp->cta, [=] {
     land(f, last);
+    send_order(f, f->smem + barrier);
     mbarrier_update(f, barrier, 1, 0, at);
   });
 }
@@ -130,8 +134,10 @@ void emu_bulk_copy(Thread* t, u32 to, u64 from, u32 bytes, u32 barrier, u32 ctas
   if (!allowed(from, bytes)) emu_fault(f, from, bytes, at);
   const auto one = [=](u32 target, u32 target_barrier) {
     require_alive(f, target, at);
+    note_access(f, f->smem + target, bytes, AccessKind::kWrite, at);
     std::memset(shared_at(f, target, bytes, at), poison(), bytes);
     later(f->warp->cta, [=] {
+      note_copied(f, f->smem + target, bytes);
       std::memcpy(shared_at(f, target, bytes, at), reinterpret_cast<const void*>(from), bytes);
       mbarrier_update(f, target_barrier, 0, -s64{bytes}, at);
     });
@@ -152,8 +158,10 @@ void emu_tensor_copy(Thread* t, u32 rank, u32 to, u64 address, u32 barrier, u32 
   for (u32 d = 0; d < rank; ++d) first[d] = static_cast<s32>(t->in[d]);
   const auto one = [&](u32 target, u32 target_barrier) {
     require_alive(f, target, at);
+    note_access(f, f->smem + target, bytes, AccessKind::kWrite, at);
     std::memset(shared_at(f, target, bytes, at), poison(), bytes);
     later(f->warp->cta, [f, map, target, target_barrier, bytes, at, c = std::to_array(first)] {
+      note_copied(f, f->smem + target, bytes);
       copy_box(f, map, c.data(), target, at);
       mbarrier_update(f, target_barrier, 0, -s64{bytes}, at);
     });
@@ -194,10 +202,13 @@ void emu_st_async(Thread* t, u32 to, u32 words, u32 barrier, u32 at) {
   const u32 bytes = 4 * words;
   if (EMU_BAD(a, bytes)) emu_fault(f, a, bytes, at);
   require_alive(f, to, at);
+  note_access(f, a, bytes, AccessKind::kWrite, at);
   std::array<u32, 4> values{};
   std::memcpy(values.data(), t->in, bytes);
-  later(f->warp->cta, [=] {
+  later(f->warp->cta, [=, so_far = order_so_far(f)] {
     require_alive(f, to, at);
+    note_copied(f, a, bytes);
+    send_order(f, f->smem + barrier, so_far);
     std::memcpy(reinterpret_cast<void*>(a), values.data(), bytes);
     mbarrier_update(f, barrier, 0, -s64{bytes}, at);
   });

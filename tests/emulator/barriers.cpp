@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Barriers of a block and of a cluster.
-#include "machine.h"
+#include "races.h"
 
 namespace emulator {
 namespace {
 
+constexpr u64 kClusterBarrier = 0;  // its place, which no address is
+
 void release(NamedBarrier& b) {
   std::vector<Fiber*> waiting;
   waiting.swap(b.waiting);
+  order(b.all);
+  b.all.clear();
   b.arrived = b.expected = 0;
   for (Fiber* f : waiting) wake(f);
 }
@@ -31,6 +35,7 @@ void arrive(Fiber* f, u32 id, u32 threads, bool wait, u32 at, const char* what) 
   }
   b.expected = threads;
   ++b.arrived;
+  b.all.push_back(f);
   f->barrier = id;
   if (complete(cta, b)) return;
   if (!wait) return;
@@ -86,6 +91,7 @@ void emu_cluster_arrive(Thread* t, u32 at) {
   if (f->cluster_waits) fail(f, at, "arrives twice at the cluster's barrier without a wait");
   f->cluster_waits = true;
   f->cluster_phase = cluster.phase;
+  send_order(f, kClusterBarrier);
   if (++cluster.arrived >= cluster.alive) release_cluster(cluster);
 }
 
@@ -94,7 +100,9 @@ void emu_cluster_wait(Thread* t, u32 at) {
   Cluster& cluster = *f->warp->cta->cluster;
   if (!f->cluster_waits) fail(f, at, "waits at the cluster's barrier without having arrived");
   f->cluster_waits = false;
-  if (cluster.phase != f->cluster_phase) return;
-  cluster.waiting.push_back(f);
-  block(f, "the cluster's barrier", at);
+  if (cluster.phase == f->cluster_phase) {
+    cluster.waiting.push_back(f);
+    block(f, "the cluster's barrier", at);
+  }
+  receive_order(f, kClusterBarrier);
 }

@@ -32,6 +32,16 @@ __global__ void turn_copies(const int* from, int* to, int count) {
   if (i < count) to[i] = numbers[count - 1 - i];
 }
 
+/// The same, by way of a word to which every thread writes the same number.
+__global__ void turn_same(const int* from, int* to, int count) {
+  __shared__ int numbers[kThreads], last;
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < count) numbers[i] = from[i];
+  last = count - 1;
+  __syncthreads();
+  if (i < count) to[i] = numbers[last - i];
+}
+
 /// The sum over a warp of each lane's number, in every lane.
 __global__ void sum(const int* from, int* to, int) {
   int v = from[threadIdx.x];
@@ -53,7 +63,10 @@ int main(int argc, char** argv) {
   cudaMalloc(&from, count * sizeof(int));
   cudaMalloc(&to, (count + past) * sizeof(int));
   cudaMemcpy(from, in.data(), count * sizeof(int), cudaMemcpyHostToDevice);
-  auto* kernel = count == 32 ? &sum : std::strcmp(name, "turn") == 0 ? &turn : &turn_copies;
+  auto* kernel = count == 32                      ? &sum
+                 : std::strcmp(name, "turn") == 0 ? &turn
+                 : std::strcmp(name, "same") == 0 ? &turn_same
+                                                  : &turn_copies;
   kernel<<<1, count == 32 ? 32 : kThreads>>>(from, to, count + past);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
     std::puts(error == cudaErrorIllegalAddress ? "illegal address" : cudaGetErrorString(error));

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "memory.h"
+#include "races.h"
 #include "scheduler.h"
 
 namespace emulator {
@@ -42,6 +43,7 @@ void load_cta(Cta& cta, Cluster& cluster, unsigned rank, std::size_t slot,
     f.index = i;
     f.waits = nullptr;
     f.cluster_waits = false;
+    f.looks_for_races = looks_for_races();
     f.copies.clear();
     f.group_ends.clear();
     u32* s = f.special;
@@ -146,6 +148,7 @@ std::string run_grid(const LaunchRequest& r) {
     cluster.waiting.clear();
     cluster.at_mbarriers.clear();
     cluster.events.clear();
+    forget_accesses(cluster);
     const std::array<unsigned, 3> per{r.grid[0] / r.cluster[0], r.grid[1] / r.cluster[1],
                                       r.grid[2] / r.cluster[2]};
     const std::array<unsigned, 3> first{number % per[0] * r.cluster[0],

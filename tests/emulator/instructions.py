@@ -6,6 +6,7 @@ from operands import C_TYPES, SPACES, Unsupported, is_float, u
 from ptx import SIZES, operands
 
 _POLLED = ("volatile", "acquire", "relaxed")
+_ORDERED = (*_POLLED, "release")
 
 
 def _space(parts):
@@ -30,7 +31,8 @@ class Instructions(Conversions):
                 )
         address = self.address(args[1], space)
         poll = f"emu_poll(t, {at}); " if any(p in _POLLED for p in parts) else ""
-        pointer = f"AT(const {c}, {SIZES[kind] * count}, {address}, {at})"
+        way = 2 if any(p in _ORDERED for p in parts) else 0
+        pointer = f"AT(const {c}, {SIZES[kind] * count}, {address}, {way}, {at})"
         if count == 1:
             return poll + self.write(names[0], f"*{pointer}", kind)
         stores = " ".join(self.write(n, f"p_[{i}]", kind) for i, n in enumerate(names) if n != "_")
@@ -51,7 +53,8 @@ class Instructions(Conversions):
             return " ".join(
                 f"*({c}*)({local} + {i * SIZES[kind]}) = {v};" for i, v in enumerate(values)
             )
-        pointer = f"AT({c}, {SIZES[kind] * count}, {self.address(args[0], space)}, {at})"
+        way = 2 if any(p in _ORDERED for p in parts) else 1
+        pointer = f"AT({c}, {SIZES[kind] * count}, {self.address(args[0], space)}, {way}, {at})"
         if count == 1:
             return f"*{pointer} = {values[0]};"
         stores = " ".join(f"p_[{i}] = {v};" for i, v in enumerate(values))
@@ -72,7 +75,7 @@ class Instructions(Conversions):
             "cas": "old_ == {0} ? {1} : old_", "inc": "old_ >= {0} ? 0 : old_ + 1",
             "dec": "old_ == 0 || old_ > {0} ? {0} : old_ - 1",
         }[op].format(*a)  # fmt: skip
-        pointer = f"AT({c}, {SIZES[kind]}, {self.address(address, space)}, {at})"
+        pointer = f"AT({c}, {SIZES[kind]}, {self.address(address, space)}, 2, {at})"
         store = self.write(result, "old_", kind) if result else ""
         poll = f"emu_poll(t, {at}); " if space != "shared" or op in ("cas", "exch") else ""
         return f"{poll}{{ {c}* p_ = {pointer}; const {c} old_ = *p_; *p_ = {new}; {store} }}"

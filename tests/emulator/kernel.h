@@ -62,15 +62,18 @@ struct Thread {
   u64 smem;            ///< address of shared address 0
   u64 params;          ///< address of the kernel's parameters
   const u64* symbols;  ///< addresses of the module's variables
-  u32 in[24];          ///< operands and
-  u32 out[8];          ///< results of an instruction of a whole warp
-  f32 wide[128];       ///< sums of a wgmma
+  u32 looks_for_races;
+  u32 in[24];     ///< operands and
+  u32 out[8];     ///< results of an instruction of a whole warp
+  f32 wide[128];  ///< sums of a wgmma
 };
 
 // `at` is the number of the instruction in its kernel, for messages.
 extern "C" {
 [[noreturn]] void emu_fault(Thread*, u64 address, u32 bytes, u32 at);
 [[noreturn]] void emu_trap(Thread*, u32 at);
+/// An access that is there: a read (0), a write (1) or one that orders threads (2).
+void emu_access(Thread*, u64 address, u32 bytes, u32 kind, u32 at);
 void emu_poll(Thread*, u32 at);
 u32 emu_shfl(Thread*, u32 mode, u32 a, u32 b, u32 c, u32 mask, u32 at);
 u32 emu_vote(Thread*, u32 mode, u32 predicate, u32 mask, u32 at);
@@ -119,10 +122,11 @@ f32 emu_tanh(f32);
 /// Whether `bytes` (a power of two up to 16) at `a` are not there for a kernel, or misaligned.
 #define EMU_BAD(a, bytes) \
   (*(const u8*)(kShadow + ((a) >> 4)) < ((a)&15) + (bytes) || ((a) & ((bytes)-1)) != 0)
-/// Checks an access and gives its address.
-#define AT(type, bytes, address, at)                               \
-  ({                                                               \
-    const u64 a_ = (address);                                      \
-    if (EMU_COLD(EMU_BAD(a_, bytes))) emu_fault(t, a_, bytes, at); \
-    (type*)a_;                                                     \
+/// Checks an access, of a kind of emu_access, and gives its address.
+#define AT(type, bytes, address, kind, at)                                     \
+  ({                                                                           \
+    const u64 a_ = (address);                                                  \
+    if (EMU_COLD(EMU_BAD(a_, bytes))) emu_fault(t, a_, bytes, at);             \
+    if (EMU_COLD(t->looks_for_races != 0)) emu_access(t, a_, bytes, kind, at); \
+    (type*)a_;                                                                 \
   })

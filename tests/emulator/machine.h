@@ -37,6 +37,7 @@ struct Fiber : Thread {
     u64 from;
     u32 bytes, from_bytes;
     u64 number;
+    u32 at;  ///< the instruction
     bool done;
   };
   std::vector<Copy> copies;
@@ -68,7 +69,7 @@ struct Warp {
 
 struct NamedBarrier {
   unsigned arrived = 0, expected = 0, ones = 0;
-  std::vector<Fiber*> waiting;
+  std::vector<Fiber*> waiting, all;
 };
 
 struct Cta {
@@ -87,8 +88,11 @@ struct Event {
   std::function<void()> run;
 };
 
+struct Accesses;
+
 struct Cluster {
   std::vector<Cta> ctas;
+  std::shared_ptr<Accesses> accesses;  ///< where races are looked for
   unsigned alive = 0;
   bool finished = false;
   unsigned arrived = 0;  ///< at the cluster's barrier

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "mbarrier.h"
 
+#include "races.h"
+
 #include <cstring>
 
 namespace emulator {
@@ -72,6 +74,7 @@ void emu_mbarrier_init(Thread* t, u32 barrier, u32 count, u32 at) {
 }
 
 u64 emu_mbarrier_arrive(Thread* t, u32 barrier, u32 count, u32 expect, u32 at) {
+  send_order(fiber(t), fiber(t)->smem + barrier);
   mbarrier_update(fiber(t), barrier, count, expect, at);
   return 0;
 }
@@ -86,14 +89,16 @@ void emu_mbarrier_wait(Thread* t, u32 barrier, u32 parity, u32 at) {
     f->wait_address = f->smem + barrier;
     f->warp->cta->cluster->at_mbarriers.push_back(f);
     block(f, "an mbarrier", at);
-    if (word_at(f, barrier, at).phase != (parity & 1)) return;
+    if (word_at(f, barrier, at).phase != (parity & 1)) break;
     fail(f, at, "an mbarrier that went through two phases before a thread saw the first");
   }
+  receive_order(f, f->smem + barrier);
 }
 
 u32 emu_mbarrier_test(Thread* t, u32 barrier, u32 parity, u32 at) {
   Fiber* f = fiber(t);
-  if (word_at(f, barrier, at).phase != (parity & 1)) return 1;
-  yield(f);
-  return word_at(f, barrier, at).phase != (parity & 1);
+  if (word_at(f, barrier, at).phase == (parity & 1)) yield(f);
+  if (word_at(f, barrier, at).phase == (parity & 1)) return 0;
+  receive_order(f, f->smem + barrier);
+  return 1;
 }

@@ -2,7 +2,7 @@
 // Instructions that lanes of a warp execute together, but for products of matrices.
 #include <cstring>
 
-#include "machine.h"
+#include "races.h"
 
 namespace emulator {
 namespace {
@@ -108,14 +108,19 @@ void run_redux(Warp& w, u32 lanes) {
   for_lanes(lanes, [&](u32 lane) { w.fibers[lane].out[0] = sum; });
 }
 
-void run_nothing(Warp&, u32) {}
+void run_barrier(Warp& w, u32 lanes) {
+  std::vector<Fiber*> met;
+  for_lanes(lanes, [&](u32 lane) { met.push_back(&w.fibers[lane]); });
+  order(met);
+}
 
 void* row_at(const Fiber& f) { return reinterpret_cast<void*>(f.smem + f.in[2]); }
 
 /// Checks the row of 16 bytes that a lane names.
-void matrix_row(Fiber* f, u32 address, u32 at) {
+u64 matrix_row(Fiber* f, u32 address, u32 at) {
   const u64 a = f->smem + address;
   if (EMU_BAD(a, 16)) emu_fault(f, a, 16, at);
+  return a;
 }
 
 void run_elect(Warp& w, u32 lanes) {
@@ -198,19 +203,23 @@ u32 emu_elect(Thread* t, u32 mask, u32 at) {
 }
 
 void emu_bar_warp(Thread* t, u32 mask, u32 at) {
-  collective(fiber(t), run_nothing, mask, at, "a barrier of its warp");
+  collective(fiber(t), run_barrier, mask, at, "a barrier of its warp");
 }
 
 void emu_ldmatrix(Thread* t, u32 count, u32 transposed, u32 address, u32 at) {
   Fiber* f = fiber(t);
   t->in[0] = count, t->in[1] = transposed, t->in[2] = address;
-  if (f->lane < 8 * count) matrix_row(f, address, at);
+  if (f->lane < 8 * count) {
+    note_access(f, matrix_row(f, address, at), 16, AccessKind::kRead, at);
+  }
   collective(f, run_ldmatrix, ~0u, at, "ldmatrix of its warp");
 }
 
 void emu_stmatrix(Thread* t, u32 count, u32 transposed, u32 address, u32 at) {
   Fiber* f = fiber(t);
   t->in[0] = count, t->in[1] = transposed, t->in[2] = address;
-  if (f->lane < 8 * count) matrix_row(f, address, at);
+  if (f->lane < 8 * count) {
+    note_access(f, matrix_row(f, address, at), 16, AccessKind::kWrite, at);
+  }
   collective(f, run_stmatrix, ~0u, at, "stmatrix of its warp");
 }

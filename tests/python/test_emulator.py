@@ -40,11 +40,29 @@ def example(tmp_path_factory):
     return run
 
 
+@pytest.mark.parametrize("races", [{}, {"races": 1}])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", ["turn", "copies", "sum"])
-def test_right_kernels_run(example, case, seed):
-    result = example(case, seed=seed)
+def test_right_kernels_run(example, case, seed, races):
+    result = example(case, seed=seed, **races)
     assert result.stdout == "right\n", result.stderr
+
+
+def test_a_race_that_no_order_shows_is_noticed(example):
+    assert example("same").stdout == "right\n"
+    result = example("same", races=1)
+    assert result.stdout not in ("right\n", "wrong\n")
+    assert "a race: it writes shared memory that thread" in result.stderr
+    assert "turn_same" in result.stderr and "example.cu" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "statement"),
+    [("turn", "bar.sync"), ("copies", "bar.sync"), ("copies", "cp.async.wait_group")],
+)
+def test_what_a_missing_statement_orders_is_a_race(example, case, statement):
+    results = [example(case, seed=seed, races=1, drop=f"{statement} 0") for seed in range(3)]
+    assert "right\n" not in [result.stdout for result in results]
 
 
 @pytest.mark.parametrize(
