@@ -13,13 +13,14 @@ namespace emulator {
 /// What has been accessed in a cluster, and its threads' clocks.
 struct Accesses {
   using Clocks = std::vector<u32>;
-  static constexpr u32 kNobody = ~0u;
   struct Access {
-    u32 thread = kNobody, clock = 0, at = 0;
+    u32 thread, clock, at;
+    u32 bytes;  ///< of the word, a bit each
   };
+  /// The last accesses to a word of four bytes: reads that a later write to the same bytes has not
+  /// replaced, one of each thread, and writes likewise.
   struct Word {
-    Access write;
-    std::vector<Access> reads;  ///< since then, the last of each thread
+    std::vector<Access> reads, writes;
   };
   std::unordered_map<u64, Word> words;
   std::vector<Clocks> clocks;              ///< of each thread
@@ -113,35 +114,35 @@ void note_access(Fiber* f, u64 address, u32 bytes, AccessKind kind, u32 at) {
   Accesses& all = accesses_of(f);
   const u32 own = number_of(f);
   const Accesses::Clocks& clocks = all.clocks[own];
-  const auto require_before = [&](const Accesses::Access& a, const char* what) {
-    if (a.thread == Accesses::kNobody || a.thread == own || clocks[a.thread] >= a.clock) return;
-    const u32 threads = threads_of(*f->warp->cta);
-    fail(f, at,
-         std::string(what) + " thread " + std::to_string(a.thread % threads) + " of block " +
-             std::to_string(a.thread / threads) + " of the cluster " +
-             (kind == AccessKind::kRead ? "wrote" : "accessed") + " at instruction " +
-             std::to_string(a.at) + ", and nothing orders the two");
+  const bool reads = kind == AccessKind::kRead;
+  const auto require_before = [&](const std::vector<Accesses::Access>& others, u32 mask) {
+    for (const Accesses::Access& a : others) {
+      if (a.thread == own || (a.bytes & mask) == 0 || clocks[a.thread] >= a.clock) continue;
+      const u32 threads = threads_of(*f->warp->cta);
+      fail(f, at,
+           std::string("a race: it ") + (reads ? "reads" : "writes") +
+               " shared memory that thread " + std::to_string(a.thread % threads) + " of block " +
+               std::to_string(a.thread / threads) + " of the cluster " +
+               (reads ? "wrote" : "accessed") + " at instruction " + std::to_string(a.at) +
+               ", and nothing orders the two");
+    }
   };
-  const Accesses::Access access{own, clocks[own], at};
   for (u64 word = address / 4; word <= (address + bytes - 1) / 4; ++word) {
+    u32 mask = 15;
+    if (bytes < 4) mask = ((1u << bytes) - 1) << address % 4;
+    const Accesses::Access access{own, clocks[own], at, mask};
     Accesses::Word& w = all.words[word];
-    if (kind == AccessKind::kRead) {
-      require_before(w.write, "a race: it reads shared memory that");
-      const auto same = [&](const Accesses::Access& a) { return a.thread == own; };
-      const auto found = std::find_if(w.reads.begin(), w.reads.end(), same);
-      if (found != w.reads.end()) {
-        *found = access;
-      } else {
-        w.reads.push_back(access);
-      }
+    require_before(w.writes, mask);
+    if (reads) {
+      std::erase_if(w.reads, [&](const auto& a) { return a.thread == own && a.bytes == mask; });
+      w.reads.push_back(access);
       continue;
     }
-    require_before(w.write, "a race: it writes shared memory that");
-    for (const Accesses::Access& a : w.reads) {
-      require_before(a, "a race: it writes shared memory that");
-    }
-    w.write = access;
-    w.reads.clear();
+    require_before(w.reads, mask);
+    const auto covered = [&](const auto& a) { return (a.bytes & ~mask) == 0; };
+    std::erase_if(w.reads, covered);
+    std::erase_if(w.writes, covered);
+    w.writes.push_back(access);
   }
 }
 
