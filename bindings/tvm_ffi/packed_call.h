@@ -18,7 +18,8 @@
 
 namespace mortar::ffi {
 
-/// Results of the torch_* functions; a larger one is bytes of workspace. Nothing: as asked.
+/// Results of the torch_* functions; a larger one is bytes of workspace. kNothing: the call itself
+/// says that there is nothing to do.
 constexpr std::int64_t kNothing = -1, kUnread = 0, kDone = 1;
 
 /// The argument `name`, and the next one after it.

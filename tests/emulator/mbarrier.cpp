@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "mbarrier.h"
 
-#include "races.h"
-
 #include <cstring>
+
+#include "races.h"
 
 namespace emulator {
 namespace {

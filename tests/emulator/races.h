@@ -9,7 +9,6 @@
 // mbarrier are not told apart, so a race may be missed, but none is reported that is ordered.
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "machine.h"
@@ -29,8 +28,8 @@ void receive_order(Fiber* f, u64 place);
 /// The same by a copy that lands later: f's clock now, empty where races are not looked for.
 std::vector<u32> order_so_far(Fiber* f);
 void send_order(Fiber* f, u64 place, const std::vector<u32>& so_far);
-/// Calls fail() where another thread's access is not ordered with this one. Addresses outside the
-/// cluster's shared memory are nobody's business.
+/// Calls fail() where another thread's access is not ordered with this one. Of other memory than
+/// shared memory nothing is noted.
 void note_access(Fiber* f, u64 address, u32 bytes, AccessKind kind, u32 at);
 /// Bytes that a copy of another unit wrote, which an mbarrier tells of.
 void note_copied(Fiber* f, u64 address, u32 bytes);

@@ -61,8 +61,11 @@ def test_a_race_that_no_order_shows_is_noticed(example):
     [("turn", "bar.sync"), ("copies", "bar.sync"), ("copies", "cp.async.wait_group")],
 )
 def test_what_a_missing_statement_orders_is_a_race(example, case, statement):
-    results = [example(case, seed=seed, races=1, drop=f"{statement} 0") for seed in range(3)]
-    assert "right\n" not in [result.stdout for result in results]
+    for seed in range(3):
+        result = example(case, seed=seed, races=1, drop=f"{statement} 0")
+        assert result.stdout != "right\n"
+        # A copy that is never waited for is ordered, but what is read is not there yet.
+        assert "a race: it " in result.stderr or statement == "cp.async.wait_group"
 
 
 @pytest.mark.parametrize(
