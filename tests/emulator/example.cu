@@ -42,6 +42,19 @@ __global__ void turn_same(const int* from, int* to, int count) {
   if (i < count) to[i] = numbers[last - i];
 }
 
+/// The same, by way of a word of each warp that its first lane writes before a shuffle, which orders
+/// no memory.
+__global__ void turn_told(const int* from, int* to, int count) {
+  __shared__ int numbers[kThreads], last[kThreads];
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < count) numbers[i] = from[i];
+  __syncthreads();
+  if (i % 32 == 0) last[i] = count - 1;
+  const int first = __shfl_sync(~0u, i, 0);
+  const int end = last[first];
+  if (i < count) to[i] = numbers[end - i];
+}
+
 /// The sum over a warp of each lane's number, in every lane.
 __global__ void sum(const int* from, int* to, int) {
   int v = from[threadIdx.x];
@@ -66,6 +79,7 @@ int main(int argc, char** argv) {
   auto* kernel = count == 32                      ? &sum
                  : std::strcmp(name, "turn") == 0 ? &turn
                  : std::strcmp(name, "same") == 0 ? &turn_same
+                 : std::strcmp(name, "told") == 0 ? &turn_told
                                                   : &turn_copies;
   kernel<<<1, count == 32 ? 32 : kThreads>>>(from, to, count + past);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {

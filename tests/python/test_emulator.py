@@ -48,12 +48,13 @@ def test_right_kernels_run(example, case, seed, races):
     assert result.stdout == "right\n", result.stderr
 
 
-def test_a_race_that_no_order_shows_is_noticed(example):
-    assert example("same").stdout == "right\n"
-    result = example("same", races=1)
+@pytest.mark.parametrize(("case", "does"), [("same", "writes"), ("told", "reads")])
+def test_a_race_that_no_order_shows_is_noticed(example, case, does):
+    assert example(case).stdout == "right\n"
+    result = example(case, races=1)
     assert result.stdout not in ("right\n", "wrong\n")
-    assert "a race: it writes shared memory that thread" in result.stderr
-    assert "turn_same" in result.stderr and "example.cu" in result.stderr
+    assert f"a race: it {does} shared memory that thread" in result.stderr
+    assert f"turn_{case}" in result.stderr and "example.cu" in result.stderr
 
 
 @pytest.mark.parametrize(
