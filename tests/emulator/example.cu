@@ -42,8 +42,8 @@ __global__ void turn_same(const int* from, int* to, int count) {
   if (i < count) to[i] = numbers[last - i];
 }
 
-/// The same, by way of a word of each warp that its first lane writes before a shuffle, which orders
-/// no memory.
+/// The same, by way of a word of each warp that its first lane writes before a shuffle, which
+/// orders no memory.
 __global__ void turn_told(const int* from, int* to, int count) {
   __shared__ int numbers[kThreads], last[kThreads];
   const int i = static_cast<int>(threadIdx.x);
