@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // h and y of LoRA training in one launch have the bits of two, on a GPU.
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <string>
@@ -13,6 +14,16 @@ namespace mortar::testing {
 namespace {
 
 using namespace lora::train::cuda;
+
+/// An infinity in x and in all weights.
+void spoil(TrainStep* step) {
+  for (GuardedMatrix* m : {&step->x, step->a.data(), step->b.data()}) {
+    const Tensor t = m->host();
+    store_float(t.data, t.dtype, 4 * t.strides[0] + 3 * t.strides[1],
+                std::numeric_limits<float>::infinity());
+    m->memory().upload();
+  }
+}
 
 class LoraTrainForward : public ::testing::TestWithParam<Device> {};
 
@@ -44,14 +55,7 @@ TEST_P(LoraTrainForward, OneLaunchChangesNoBit) {
     if (float_weights) c.w = DType::kFloat32;
     const auto make = [&](const ForcedPlans& forced) {
       auto step = std::make_unique<TrainStep>(c, GetParam());
-      if (!finite) {
-        for (GuardedMatrix* m : {&step->x, step->a.data(), step->b.data()}) {
-          const Tensor t = m->host();
-          store_float(t.data, t.dtype, 4 * t.strides[0] + 3 * t.strides[1],
-                      std::numeric_limits<float>::infinity());
-          m->memory().upload();
-        }
-      }
+      if (!finite) spoil(step.get());
       run_planned(step.get(), forced);
       return step;
     };
@@ -65,6 +69,39 @@ TEST_P(LoraTrainForward, OneLaunchChangesNoBit) {
                             "one launch of clusters of " + std::to_string(parts) + ", tiles of " +
                                 std::to_string(rows) + " rows");
       }
+    }
+  }
+}
+
+// Clusters that share the depth and split float32 weights, in more steps than they have stages.
+TEST_P(LoraTrainForward, SplitWeightsChangeNoBit) {
+  for (const auto& [rank, finite] : {std::pair{16, true}, {8, false}, {5, true}, {12, false}}) {
+    TrainCase c;
+    c.rows = 203;
+    c.hidden = 2184;
+    c.widths = {264};
+    c.ranks = {rank};
+    c.x = c.y = DType::kBFloat16;
+    c.w = DType::kFloat32;
+    const auto make = [&, finite = finite](const ForcedPlans& forced) {
+      auto step = std::make_unique<TrainStep>(c, GetParam());
+      if (!finite) spoil(step.get());
+      run_planned(step.get(), forced);
+      return step;
+    };
+    ShrinkPlan plan;
+    plan.leaf = leaf_columns(c.hidden, plan.leaves);
+    plan.stream = true;
+    const int width = 3 * round_up(rank, 8);
+    plan.ranks = std::min(stream_ranks(width), kMostUnfusedRanks);
+    plan.parts = unfused_parts(c.rows, width, plan.leaves);
+    const auto first = make({&plan, nullptr, nullptr});
+    plan.fused = plan.product = true;
+    plan.ranks = 64;
+    plan.rows = lora::cuda::kProductRows;
+    for (plan.parts = 2; plan.parts <= kLeaves; plan.parts *= 2) {
+      expect_same_forward(*first, *make({&plan, nullptr, nullptr}),
+                          "clusters of " + std::to_string(plan.parts));
     }
   }
 }

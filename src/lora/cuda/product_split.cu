@@ -19,7 +19,7 @@
 #include "lora/cuda/product_multiply.cuh"
 #include "lora/cuda/product_params.cuh"
 #include "lora/cuda/product_split.cuh"
-#include "lora/train/cuda/part_columns.cuh"
+#include "lora/cuda/product_split_forms.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
@@ -57,38 +57,6 @@ __device__ __forceinline__ void store_share(const Params& p, const Unit<S>& unit
     auto* to = static_cast<unsigned short*>(p.out) + row * p.out_stride +
                p.groups[unit.group].first_column + unit.column + column;
     *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-  }
-}
-
-/// The same of values of which three columns are the parts.
-template <class S>
-__device__ __forceinline__ void store_forms_share(const Params& p, const Unit<S>& unit,
-                                                  const float* sums) {
-  namespace parts = lora::train::cuda;
-  constexpr int kOctetColumns = 8 * parts::kSumCopies, kOctets = S::kColumns / kOctetColumns;
-  const int own_rows = S::kRows / p.parts, plane = own_rows * S::kColumns;
-  const float factor = p.factor[unit.first_b];
-  const int live = p.live[unit.first_b];
-  const int first = static_cast<int>(p.groups[unit.group].first_column) / parts::kSumCopies;
-  for (int i = threadIdx.x; i < own_rows * kOctets * 2; i += kConsumers) {
-    const int own_row = i / (2 * kOctets), octet = i / 2 % kOctets, half = i % 2;
-    const int row = unit.row + unit.part * own_rows + own_row, value = 8 * octet + 4 * half;
-    if (row >= unit.end || octet * kOctetColumns >= unit.columns) continue;
-    float4 column[parts::kSumCopies];
-#pragma unroll
-    for (int q = 0; q < parts::kSumCopies; ++q) {
-      const float* from =
-          sums + own_row * S::kColumns + parts::part_column(value, parts::kSumCopies) + 8 * q;
-      float4 v[kMostProductParts];
-#pragma unroll
-      for (int part = 0; part < kMostProductParts; ++part) {
-        if (part < p.parts) v[part] = *reinterpret_cast<const float4*>(from + part * plane);
-      }
-      column[q] = device::sum_of_parts(v, p.parts);
-    }
-    const float4 sum = parts::sum_of_columns(column[0], column[1], column[2]);
-    parts::store_forms(p.out, p.sum_columns, p.pair_columns, row, static_cast<int>(p.out_stride),
-                       first + value, parts::scaled(sum, factor, live - value));
   }
 }
 

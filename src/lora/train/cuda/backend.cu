@@ -56,13 +56,15 @@ class Call {
     once_ = plan_once();
     if (once_.parts > 0 && p.weight == DType::kFloat32) needs = {};  // splits them itself
     part_choice().leave_out(&work_, plan == nullptr);
+    needs.sum_a =
+        needs.sum_a && !by_floats(shrink_params(Side::kA, 0, p_.num_slices, p_.x, p_.hidden,
+                                                work_.h, p_.drops_input(), {p_.rng, p_.hidden, 0}));
     SavedHidden saved;
     if (plan_ != nullptr && p.h != nullptr && work_.h.sum_columns != nullptr &&
         looks_ahead(table_, rows_)) {
       saved = {static_cast<const float*>(p.h), work_.h.sum_columns, p.num_rows, hidden_};
       copies_h_ = false;
     }
-    if (!needs.any() && copies_h_) return;
     split_weights(p, needs, table_, sum_table_, pair_table_, saved, stream);
   }
 
@@ -172,7 +174,6 @@ class Call {
     h.sum_columns = work_.h.sum_columns;
     reduce_hidden(h, stream_);
   }
-
   int width(int slice, int num_slices) const {
     return num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
   }
@@ -220,6 +221,7 @@ class Call {
     s.h = to.values;
     s.sum_columns = to.sum_columns;
     s.pair_columns = to.pair_columns;
+    if (plan_ == nullptr && splits_weights(s, table_.own[0], policy)) s.pairs = table_;
     return s;
   }
 
@@ -336,9 +338,7 @@ class Call {
   }
 
   Machine machine(bool takes_products) const {
-    Machine own = machine_;
-    own.products = own.products && takes_products;
-    return own;
+    return {machine_.sms, machine_.clusters, machine_.products && takes_products};
   }
 
   /// Adapters whose last tiles may not be full.

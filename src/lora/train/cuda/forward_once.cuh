@@ -62,4 +62,11 @@ inline ForwardPlan choose_once(const Problem& p, const PairEntry& pair, const Ma
 bool forward_products(const ShrinkParams& s, const ExpandParams& e, Policy policy,
                       const ForwardPlan& plan, Stream stream);
 
+/// Whether the clusters of a product make h of float32 weights as they are, `own`, in place of
+/// columns of parts that a launch has written; and whether `s` has such weights.
+bool splits_weights(const ShrinkParams& s, const PairEntry& own, Policy policy);
+inline bool by_floats(const ShrinkParams& s) {
+  return s.copies > 1 && s.pairs.entries == nullptr && s.pairs.own[0].a.dtype == DType::kFloat32;
+}
+
 }  // namespace mortar::lora::train::cuda

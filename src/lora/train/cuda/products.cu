@@ -4,6 +4,7 @@
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "lora/cuda/product.h"
+#include "lora/cuda/product_split_floats.h"
 #include "lora/train/cuda/forward_once.cuh"
 #include "lora/train/cuda/kernels.cuh"
 
@@ -153,6 +154,12 @@ Product product_of(const PanelParams& s, const PanelOperand& own, Policy policy)
   return p;
 }
 
+ProductPlan split_plan(const ShrinkParams& s) {
+  ProductPlan plan{s.plan.ranks, s.plan.parts, s.plan.leaf, s.plan.leaves / s.plan.parts};
+  plan.rows = s.plan.rows;
+  return plan;
+}
+
 bool takes_operands(const Product& p) {
   bool takes = p.pairs > 0 && takes_product(p.a[0]);
   for (int i = 1; p.along_depth && i < p.pairs; ++i) takes = takes && takes_product(p.a[i]);
@@ -184,10 +191,22 @@ bool takes_products(const PanelParams& s, Policy policy) {
   return takes;
 }
 
+bool splits_weights(const ShrinkParams& s, const PairEntry& own, Policy policy) {
+  if (!s.plan.product || !s.plan.fused || s.copies == 1 || !s.ahead || s.num_slices > 1 ||
+      s.side != Side::kA || own.rank == 0 || own.a.col_stride != 1) {
+    return false;
+  }
+  ShrinkParams floats = s;
+  floats.pairs.own[0] = own;
+  return lora::cuda::takes_split_floats(product_of(floats, policy), split_plan(s));
+}
+
 void shrink_products(const ShrinkParams& s, Policy policy, Stream stream) {
-  ProductPlan plan{s.plan.ranks, s.plan.parts, s.plan.leaf, s.plan.leaves / s.plan.parts};
-  plan.rows = s.plan.rows;
+  const ProductPlan plan = split_plan(s);
   const Product product = product_of(s, policy);
+  if (by_floats(s)) {
+    return lora::cuda::launch_split_floats("lora_train", product, plan, stream);
+  }
   s.plan.fused&& s.plan.parts > 1 ? launch_split_product("lora_train", product, plan, stream)
                                   : launch_product("lora_train", product, plan, stream);
 }
