@@ -146,18 +146,18 @@ ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m) {
   const bool finish = c.tile_tokens > 16 || s.max_rank > kExpandPrefillMaxRank;
   if (split) c.partials = finish ? Partials::kFinish : Partials::kExpand;
   // Rank rows are shared out until there are two CTAs per SM, of 16 tokens in one part about as
-  // many as run at once. (us on an H200, two and these: 79 tokens of 7 adapters, rank 64, 8,192 to
-  // 8,192, 17.0 and 12.9; 19 of 469, rank 64, qkv of 2,048, 16.3 and 12.5; 35 of one, rank 128, qkv
-  // of 16,384, 43.0 and 38.1, but four of long chunks an SM 47.0.)
+  // many as run at once, but no more. (us on an H200, two and these: 79 tokens of 7 adapters, rank
+  // 64, 8,192 to 8,192, 17.0 and 12.9; 19 of 469, rank 64, qkv of 2,048, 16.3 and 12.5; 35 of one,
+  // rank 128, qkv of 16,384, 43.0 and 38.1, but four of long chunks an SM 47.0; 44 of 6, rank 64,
+  // 16,384 to 16,384, in one round 26.6, in more than one 31.2.)
   const bool few = c.tile_tokens == 16 && s.float_weights;
   const bool shorter = leaf_size(s.hidden) == leaf_size(1);
   const std::int64_t ctas = std::max<std::int64_t>(tiles * (split ? leaves : 1), 1);
   const std::int64_t at_once = (!few ? 2 : shorter ? 4 : 3) * m.sms;
   const std::int64_t most = split ? kPartsMaxRows : kPartsMaxTotals;
-  const std::int64_t wanted = (few ? at_once + ctas / 2 : at_once) / ctas;
   const std::int64_t rows = std::max(1, s.rank_rows());
-  const std::int64_t shares =
-      std::clamp<std::int64_t>(wanted, ceil_div(rows, most), ceil_div<std::int64_t>(rows, 16));
+  const std::int64_t shares = std::clamp<std::int64_t>(at_once / ctas, ceil_div(rows, most),
+                                                       ceil_div<std::int64_t>(rows, 16));
   c.rows = round_up(static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares)), 16);
   // Short chunks of few rank rows come in pairs where they are more: a CTA is mostly its start. (us
   // on an H200, one and two: 60 tokens of 74 adapters, rank 4, qkv of 4,096, 23.4 and 19.7; 100 of
