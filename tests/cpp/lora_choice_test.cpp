@@ -157,9 +157,9 @@ TEST(LoraChoice, FloatWeightsAreKeptForSeveralTiles) {
   EXPECT_EQ(expand(shape(7071, 1, 128, 5120, {1280, 1280, 1280})).shape, kWidePartsShape);
 }
 
-/// Few tokens of float32 adapters: tiles of 16 wherever their kernels start sooner, rank rows for as
-/// many CTAs as run at once, short chunks of K in pairs where those are more, and fewer columns of
-/// high ranks.
+/// Few tokens of float32 adapters: tiles of 16 wherever their kernels start sooner, rank rows for
+/// as many CTAs as run at once, short chunks of K in pairs where those are more, and fewer columns
+/// of high ranks.
 TEST(LoraChoice, FloatWeightsOfFewTokensFillTheChip) {
   const auto plan = [](LoraShape s) {
     s.one_type = false;
