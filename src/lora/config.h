@@ -82,6 +82,7 @@ struct ShrinkPlan {
   Partials partials = Partials::kNone;
   int per_sm = 0;              ///< CTAs per SM, decode kernel; 0: as many as fit
   int stages = kDecodeStages;  ///< of its ring of rank rows: that, or kFewDecodeStages
+  int leaves = 1;              ///< whose partials a CTA of the kernel of parts makes
 
   bool split() const { return partials != Partials::kNone; }
   friend bool operator==(const ShrinkPlan&, const ShrinkPlan&) = default;

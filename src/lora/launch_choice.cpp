@@ -94,7 +94,7 @@ int best_tile_tokens(const LoraShape& s) {
                       s.rank_rows() * s.hidden >= kHighWeights;
     return (s.one_type || s.float_weights) && (heavy || high) ? 64 : 16;
   }
-  if (reads_little(s)) return 16;
+  if (reads_little(s) || light_parts(s)) return 16;
   // Without partials a CTA of tiles of 16 walks over all of K.
   const int ranks = s.max_rank > kExpandPrefillMaxRank ? 64 : s.max_rank;
   const int walk = partials_are_light(s) || s.hidden <= 4096 ? 1 : 2;

@@ -97,6 +97,12 @@ ExpandPlan parts_expand(const LoraShape& s, const Machine& m);
 ExpandPlan kept_expand(int log_run);
 bool runs_kept(const LoraShape& s, const Machine& m);
 ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m);
+/// Whether tiles of 16 pay for float32 weights where those of 64 would be half full, too: their
+/// kernels start sooner than those on wgmma. (us on an H200, tiles of 64 and of 16: 1,262 tokens of
+/// 26 adapters, rank 16, 3,072 to 1,024, 19.4 and 12.7; 4,641 of 168, rank 8, 2,048 to 2,048, 54
+/// and 48; 2,347 of 84, rank 4, 4,096 to 16,384, 138 and 126; but 1,934 of 67, rank 32, 5,120 to 3
+/// x 1,280, 108 and 186; without partials 839 of 24, rank 16, 53,248 to 16,384, 163 and 452.)
+bool light_parts(const LoraShape& s);
 
 /// Of mixtures of dtypes, and of float32 throughout.
 ShrinkPlan choose_parts_shrink(const LoraShape& s, const Machine& m);

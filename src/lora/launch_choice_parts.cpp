@@ -124,10 +124,15 @@ ExpandPlan parts_expand(const LoraShape& s, const Machine& m) {
                                                 : ceil_div<std::int64_t>(s.num_tokens, 32);
   // Wider ones leave SMs idle at the end. (us on an H100: 579 tokens of 2 adapters, rank 32, 3,584
   // to 2 x 18,944, 1,792 columns 92, 1,024 75, 512 77; 6,777 of one, rank 4, 1,024 to 2 x 3,072,
-  // 3,072 columns 145, 1,024 112, 512 110.)
-  constexpr std::int64_t kMostCols = 1024;
+  // 3,072 columns 145, 1,024 112, 512 110.) B of a high rank is long to stream beside the start of
+  // a CTA. (us on an H200, 1,024 columns and these: 111 tokens of 139 adapters, rank 256, 896 to
+  // 3,584, 258 and 200; 720 of 125, ranks up to 64, qkv of 1,024, 61.0 and 55.9; but rank 64 in 128
+  // columns 68.3, in 1,024 51.9, 102 of 11, gate_up.)
+  const std::int64_t most = h_width(s) <= 32                      ? 1024
+                            : h_width(s) <= kExpandPrefillMaxRank ? 512
+                                                                  : 128;
   const std::int64_t cols = ceil_div<std::int64_t>(s.sum_widths() * ctas, 3 * m.sms);
-  c.cols = even_cols(s, std::clamp<std::int64_t>(cols, 128, kMostCols), 128);
+  c.cols = even_cols(s, std::clamp<std::int64_t>(cols, 128, most), 128);
   return c;
 }
 
@@ -140,13 +145,32 @@ ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m) {
   const bool split = leaves > 1 && partials_fit(s);
   const bool finish = c.tile_tokens > 16 || s.max_rank > kExpandPrefillMaxRank;
   if (split) c.partials = finish ? Partials::kFinish : Partials::kExpand;
-  // Rank rows are shared out until there are two CTAs per SM.
-  const std::int64_t ctas = tiles * (split ? leaves : 1);
-  const std::int64_t shares = std::clamp<std::int64_t>(2 * m.sms / std::max<std::int64_t>(ctas, 1),
-                                                       1, ceil_div(s.rank_rows(), 16));
-  const int own = round_up(static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares)), 16);
-  c.rows = std::min(own, split ? kPartsMaxRows : kPartsMaxTotals);
+  // Rank rows are shared out until there are two CTAs per SM, of 16 tokens in one part about as
+  // many as run at once, but no more. (us on an H200, two and these: 79 tokens of 7 adapters, rank
+  // 64, 8,192 to 8,192, 17.0 and 12.9; 19 of 469, rank 64, qkv of 2,048, 16.3 and 12.5; 35 of one,
+  // rank 128, qkv of 16,384, 43.0 and 38.1, but four of long chunks an SM 47.0; 44 of 6, rank 64,
+  // 16,384 to 16,384, in one round 26.6, in more than one 31.2.)
+  const bool few = c.tile_tokens == 16 && s.float_weights;
+  const bool shorter = leaf_size(s.hidden) == leaf_size(1);
+  const std::int64_t ctas = std::max<std::int64_t>(tiles * (split ? leaves : 1), 1);
+  const std::int64_t at_once = (!few ? 2 : shorter ? 4 : 3) * m.sms;
+  const std::int64_t most = split ? kPartsMaxRows : kPartsMaxTotals;
+  const std::int64_t rows = std::max(1, s.rank_rows());
+  const std::int64_t shares = std::clamp<std::int64_t>(at_once / ctas, ceil_div(rows, most),
+                                                       ceil_div<std::int64_t>(rows, 16));
+  c.rows = round_up(static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares)), 16);
+  // Short chunks of few rank rows come in pairs where they are more: a CTA is mostly its start. (us
+  // on an H200, one and two: 60 tokens of 74 adapters, rank 4, qkv of 4,096, 23.4 and 19.7; 100 of
+  // 183, rank 16, 2,048 to 2 x 2,048, 26.6 and 23.3; of 64 rows 57 of 81, 24.3 and 28.3.)
+  if (split && few && shorter && s.rank_rows() <= 32 && ctas > at_once) c.leaves = 2;
   return c;
+}
+
+bool light_parts(const LoraShape& s) {
+  constexpr std::int64_t kMostTokens = 64;  // of an adapter
+  constexpr std::int64_t kMostRows = 1280;  // times rank rows
+  return s.float_weights && partials_are_light(s) && tokens_per_adapter(s) <= kMostTokens &&
+         tokens_per_adapter(s) * s.rank_rows() <= kMostRows;
 }
 
 ShrinkPlan choose_parts_shrink(const LoraShape& s, const Machine& m) {

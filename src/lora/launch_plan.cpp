@@ -34,6 +34,10 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
   }
   if (!s.one_type) {
     plans.push_back(parts_shrink(s, m));
+    if (plans.back().split()) {
+      plans.push_back(plans.back());
+      plans.back().leaves = 3 - plans.back().leaves;
+    }
     return plans;
   }
   const auto partials = splits ? Partials::kFinish : Partials::kNone;
@@ -244,6 +248,7 @@ void add_shrink(Line& line, const ShrinkPlan& c, std::int64_t hidden) {
   if (c.kernel == ShrinkKernel::kDecode && c.stages != kDecodeStages) {
     line.add(", %d stages", c.stages);
   }
+  if (c.leaves > 1) line.add(", %d K chunks a CTA", c.leaves);
   add_per_sm(line, c.per_sm);
   line.add("%s", kPartials[static_cast<int>(c.partials)]);
 }

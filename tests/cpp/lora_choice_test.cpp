@@ -157,6 +157,25 @@ TEST(LoraChoice, FloatWeightsAreKeptForSeveralTiles) {
   EXPECT_EQ(expand(shape(7071, 1, 128, 5120, {1280, 1280, 1280})).shape, kWidePartsShape);
 }
 
+/// Few tokens of float32 adapters: tiles of 16 wherever their kernels start sooner, rank rows for
+/// as many CTAs as run at once, short chunks of K in pairs where those are more, and fewer columns
+/// of high ranks.
+TEST(LoraChoice, FloatWeightsOfFewTokensFillTheChip) {
+  const auto plan = [](LoraShape s) {
+    s.one_type = false;
+    s.float_weights = true;
+    return choose(s, {});
+  };
+  EXPECT_EQ(plan(shape(1262, 26, 16, 3072, {1024})).expand.tile_tokens, 16);
+  EXPECT_EQ(plan(shape(1934, 67, 32, 5120, {1280, 1280, 1280})).expand.tile_tokens, 64);
+  EXPECT_EQ(plan(shape(839, 24, 16, 53248, {16384})).shrink.tile_tokens, 64);
+  EXPECT_EQ(plan(shape(79, 7, 64, 8192, {8192})).shrink.rows, 32);
+  EXPECT_EQ(plan(shape(60, 74, 4, 4096, {4096, 1024, 1024})).shrink.leaves, 2);
+  EXPECT_EQ(plan(shape(57, 81, 64, 4096, {4096})).shrink.leaves, 1);
+  EXPECT_EQ(plan(shape(111, 139, 256, 896, {3584})).expand.cols, 128);
+  EXPECT_EQ(plan(shape(720, 125, 64, 1024, {2048, 1024, 1024})).expand.cols, 512);
+}
+
 /// Chunks of K on wgmma for few tokens of several slices, read by expand in tiles of 16.
 TEST(LoraChoice, FewTokensOfSeveralSlicesTakeChunksOnWgmma) {
   const auto chunks = [](const LoraShape& s, const Machine& m = {}) {

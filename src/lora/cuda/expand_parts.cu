@@ -37,6 +37,14 @@ constexpr int kRanks = 32;  ///< of a stage
 /// From this rank on two MMA tiles of h take more shared memory than they are worth.
 constexpr int kPairMaxRank = 128;
 
+/// CTAs of 16 tokens that an SM must hold. What fewer registers cost older architectures was not
+/// measured.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kMostCtas = 3;
+#else
+constexpr int kMostCtas = 4;
+#endif
+
 template <class TW_, class TY_, int kFrags_>
 struct Traits {
   using TW = TW_;
@@ -220,7 +228,9 @@ __device__ __forceinline__ void multiply(device::PartSums (&sums)[Tr::kFrags][4]
 }
 
 template <class Tr>
-__global__ void __launch_bounds__(kThreads, Tr::kFrags == 2 && sizeof(typename Tr::TY) == 4 ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMostCtas
+                                            : sizeof(typename Tr::TY) == 4 ? 2
+                                                                           : 3)
     expand_parts_kernel(const __grid_constant__ ExpandParams p) {
   using TW = typename Tr::TW;
   using TY = typename Tr::TY;

@@ -9,11 +9,11 @@
 // limit  : DRAM (A) in decode; in prefill DRAM (x) beside splitting A and the tensor cores
 //
 // A CTA takes 16, 32 or 64 tokens of one adapter, a run of its rank rows, and all leaves of K or
-// (split) one. Parts of a leaf of x wait in registers (16 tokens) or in planes in shared memory;
-// rank rows stream past them, as they are, through a ring of cp.async stages that is filled before
-// the predecessor has ended. Each of the four warps multiplies a quarter of the leaf, all tokens
-// and all 16 rank rows of a stage, so that every element is split once and no warp idles at low
-// ranks; the quarters meet in shared memory and are added in one order. Leaves are added as
+// (split) one or two. Parts of a leaf of x wait in registers (16 tokens) or in planes in shared
+// memory; rank rows stream past them, as they are, through a ring of cp.async stages that is filled
+// before the predecessor has ended. Each of the four warps multiplies a quarter of the leaf, all
+// tokens and all 16 rank rows of a stage, so that every element is split once and no warp idles at
+// low ranks; the quarters meet in shared memory and are added in one order. Leaves are added as
 // leaf_size in problem.h says.
 #include <algorithm>
 
@@ -79,8 +79,9 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
   const int leaf = static_cast<int>(leaf_size(p.weights.hidden));
   const bool whole = p.h.num_slabs == 1;
   const int leaves = static_cast<int>(num_leaves(p.weights.hidden));
-  const int num_own = whole ? leaves : 1;
-  const std::int64_t k_begin = whole ? 0 : static_cast<std::int64_t>(split) * leaf;
+  const int most_own = ceil_div(leaves, static_cast<int>(gridDim.y));
+  const int first_leaf = split * most_own, num_own = min(most_own, leaves - first_leaf);
+  const std::int64_t k_begin = static_cast<std::int64_t>(first_leaf) * leaf;
   unsigned char* const planes = smem;
   unsigned char* const sums = planes + Tr::x_bytes(leaf);
   unsigned char* const totals = sums + Tr::kSumBytes;
@@ -112,7 +113,8 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
                   kStep = kThreads / Tr::kTokens * kLine;
     const int own = tokens[threadIdx.x % Tr::kTokens];
     const auto* x = static_cast<const typename Tr::TX*>(p.x.data) + own * p.x.row_stride + k_begin;
-    const std::int64_t end = own < 0 ? 0 : min(std::int64_t{leaf}, p.weights.hidden - k_begin);
+    const std::int64_t first = whole ? leaf : num_own * leaf;  // elements
+    const std::int64_t end = own < 0 ? 0 : min(first, p.weights.hidden - k_begin);
     for (int c = static_cast<int>(threadIdx.x) / Tr::kTokens * kLine; c < end; c += kStep) {
       device::prefetch_l2(x + c);
     }
@@ -189,8 +191,8 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
           v = make_float2(lower.x + v.x, lower.y + v.y);
         }
         if (h_rows[m] < 0) continue;
-        const std::int64_t base =
-            split * p.h.slab_stride + static_cast<std::int64_t>(h_rows[m]) * p.h.row_stride;
+        const std::int64_t base = (whole ? 0 : first_leaf + own_leaf) * p.h.slab_stride +
+                                  static_cast<std::int64_t>(h_rows[m]) * p.h.row_stride;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int r = row_stage * kStageRows + own_row + c;
@@ -212,7 +214,7 @@ std::size_t smem_bytes(const ShrinkParams& p, const ShrinkPlan& c) {
   const int leaf = static_cast<int>(leaf_size(p.weights.hidden));
   const int row_stages = c.rows / kStageRows;
   const bool whole = p.h.num_slabs == 1;
-  const int items = row_stages * static_cast<int>(whole ? num_leaves(p.weights.hidden) : 1);
+  const int items = row_stages * static_cast<int>(whole ? num_leaves(p.weights.hidden) : c.leaves);
   return static_cast<std::size_t>(Tr::x_bytes(leaf) + Tr::kSumBytes +
                                   (whole ? Tr::total_bytes(row_stages) : 0) +
                                   std::min(kStages, items) * kStageRows * Tr::a_pitch(leaf));
@@ -231,6 +233,7 @@ void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
   device::Launch l;
   l.grid = shrink_grid(p, c);
   l.grid.x *= static_cast<unsigned>(c.tile_tokens / Tr::kTokens);
+  l.grid.y = ceil_div(l.grid.y, static_cast<unsigned>(c.leaves));
   l.threads = kThreads;
   l.smem = smem_bytes<Tr>(p, c);
   l.stream = stream;
