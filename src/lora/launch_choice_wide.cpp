@@ -17,14 +17,15 @@ bool runs_wide_walk(const LoraShape& s, const Machine& m) {
 
 bool has_room_for_y(const LoraShape& s) { return h_width(s) <= kWideStagedMaxRank; }
 
-/// With y of steps ahead in shared memory where a step moves as many bytes of y as of B: B has a
-/// stage less then. (us on an H200, with and without: 2,106 tokens of one adapter, rank 128, 5,120
-/// to 5,120, 31.0 and 34.3; 5,772 of 3, gate_up, 204 and 220; 4,096 of one, rank 256, qkv, 92 and
-/// 100; but 914 of 110, rank 256, 328 and 309; 66 of 17, 75 and 74.)
+/// With y of steps ahead in shared memory where a step moves half as many bytes of y as of B, or
+/// more: B has a stage less then. (us on an H200, with and without: 2,106 tokens of one adapter,
+/// rank 128, 5,120 to 5,120, 31.0 and 34.3; 5,772 of 3, gate_up, 204 and 220; 4,096 of one, rank
+/// 256, qkv, 92 and 100; 7,038 of 79, rank 256, gate_up, 270 and 296; but 914 of 110, rank 256, 328
+/// and 309; 66 of 17, 75 and 74.)
 int wide_walk_shape(const LoraShape& s) {
   const WideShape& shape = kWideShapes[kWideWalkShape];
   const std::int64_t tokens = std::min<std::int64_t>(64 * shape.tiles, tokens_per_adapter(s));
-  const bool moves_y = 2 * tokens >= h_width(s);
+  const bool moves_y = 4 * tokens >= h_width(s);
   return has_room_for_y(s) && moves_y ? kWideStagedShape : kWideWalkShape;
 }
 

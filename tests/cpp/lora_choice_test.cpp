@@ -321,6 +321,7 @@ TEST(LoraChoice, WideExpandWalksOverManySteps) {
   const auto expand = [](const LoraShape& s) { return choose(s, {}).expand; };
   EXPECT_EQ(expand(shape(2106, 1, 128, 5120, {5120})), wide_expand(kWideStagedShape));
   EXPECT_EQ(expand(shape(4096, 1, 256, 4096, {4096, 1024, 1024})), wide_expand(kWideStagedShape));
+  EXPECT_EQ(expand(shape(7038, 79, 256, 3584, {4736, 4736})), wide_expand(kWideStagedShape));
   EXPECT_EQ(expand(shape(914, 110, 256, 2048, {8192, 8192})), wide_expand(kWideWalkShape));
   EXPECT_EQ(expand(shape(7200, 1, 512, 3584, {18944})), wide_expand(kWideWalkShape));
 }
