@@ -335,6 +335,7 @@ TEST(LoraTrainPlan, DxComesWithTheSumsOfXWhereThatPays) {
   EXPECT_EQ(panels(6001, 3584, 24), k256);
   EXPECT_EQ(panels(4096, 8192, 32), k256);
   EXPECT_EQ(panels(2048, 4096, 24), k256);
+  EXPECT_EQ(panels(3000, 3584, 32), k256);  // 112 thread blocks
   EXPECT_EQ(panels(2048, 2048, 32), k128);  // chunks of 128 rows would be short
   EXPECT_EQ(panels(2048, 5120, 32), k128);  // six of 384 rows, of which the last one has 128
   EXPECT_EQ(panels(8192, 4096, 128), kNone);

@@ -205,9 +205,8 @@ inline PanelCut choose_panels(const PanelProblem& p, bool makes_ds, int smem) {
 /// thread block, and are read for again above 32. Of more rows, dy that is much wider than x is
 /// better read once, for ds and dB. (us of a backward, without / with: on an H100, 2048 x 4096 x
 /// 4096 and 2048 x 2048 x 8192, rank 16, 36.6 / 31.3 and 36.4 / 40.0; 4096 x 4096 x 4096, rank 16,
-/// 57.5 / 62.8; on an H200, rank 32, 1024 x 4096 x 4096 20.9 / 19.9, 1536 x 4096 x 4096 25.6 / 25.9;
-/// rank 24, 1536 x 3584 x 3584 25.6 / 29.2; rank 64, 512 x 4096 x 4096 16.9 / 17.6, 768 rows 18.3 /
-/// 20.9.)
+/// 57.5 / 62.8; on an H200, rank 32, 1024 x 4096 x 4096 20.9 / 19.9, 1536 rows 25.6 / 25.9; rank 24,
+/// 1536 x 3584 x 3584 25.6 / 29.2; rank 64, 512 x 4096 x 4096 16.9 / 17.6, 768 rows 18.3 / 20.9.)
 inline bool sums_whole(const PanelProblem& dy, const PanelProblem& x) {
   constexpr std::int64_t kMostElements = 20 << 20, kMostOfWide = 7 << 20, kFewRows = 1024;
   const int width = std::max(dy.width, x.width);
@@ -250,7 +249,8 @@ inline DxPanels dx_panels(const PanelProblem& x, const PanelPlan& plan, int sms,
   };
   const std::int64_t chunks = ceil_div<std::int64_t>(x.rows, plan.chunk.rows);
   const auto fills = [&](DxPanels panels) { return 8 * blocks(panels) >= std::int64_t{7} * sms; };
-  if (wide_panels) return fills(k256) ? k256 : kNone;
+  // Those of choose_input have been found to fill the SMs.
+  if (wide_panels) return x.by_products() || fills(k256) ? k256 : kNone;
   if (plan.shape != kChainPanels) return kNone;
   const bool fits_l2 = 4 * x.rows * x.columns[0] <= l2;
   if (blocks(k64) <= sms) return fits_l2 || fills(k64) ? k64 : kNone;
@@ -321,8 +321,8 @@ inline int chunks_with_dx(const PanelProblem& x) {
 /// of 256 columns, in which a row's piece is four times as long, if these fill the SMs with chunks
 /// that are not short. (us of a backward on an H200, one chain / these: rank 24, 4096 x 8192 x 2048
 /// 70.3 / 61.5, 4096 x 4096 x 4096 46.1 / 43.3, 8192 x 3584 x 3584 71.6 / 68.9; rank 32, 10000 x
-/// 1536 x 8960 98.5 / 93.1, 6001 x 2048 x 6144 55.1 / 52.3; but with chunks of 128 rows, 2048 x 2048
-/// x 8192 29.2 / 29.6, and with four of five SMs at work 2048 x 5120 x 13824 46.6 / 47.3.)
+/// 1536 x 8960 98.5 / 93.1, 6001 x 2048 x 6144 55.1 / 52.3; but with chunks of 128 rows, 2048 x
+/// 2048 x 8192 29.2 / 29.6, and with four of five SMs at work 2048 x 5120 x 13824 46.6 / 47.3.)
 inline PanelPlan choose_input(const PanelProblem& x, int smem) {
   constexpr int kFewestRows = 256;
   PanelPlan chain = choose_panels(x, false, smem).plan;
