@@ -206,7 +206,8 @@ inline PanelCut choose_panels(const PanelProblem& p, bool makes_ds, int smem) {
 /// better read once, for ds and dB. (us of a backward, without / with: on an H100, 2048 x 4096 x
 /// 4096 and 2048 x 2048 x 8192, rank 16, 36.6 / 31.3 and 36.4 / 40.0; 4096 x 4096 x 4096, rank 16,
 /// 57.5 / 62.8; on an H200, rank 32, 1024 x 4096 x 4096 20.9 / 19.9, 1536 rows 25.6 / 25.9; rank
-/// 24, 1536 x 3584 x 3584 25.6 / 29.2; rank 64, 512 x 4096 x 4096 16.9 / 17.6, 768 rows 18.3 / 20.9.)
+/// 24, 1536 x 3584 x 3584 25.6 / 29.2; rank 64, 512 x 4096 x 4096 16.9 / 17.6, 768 rows 18.3 /
+/// 20.9.)
 inline bool sums_whole(const PanelProblem& dy, const PanelProblem& x) {
   constexpr std::int64_t kMostElements = 20 << 20, kMostOfWide = 7 << 20, kFewRows = 1024;
   const int width = std::max(dy.width, x.width);
