@@ -77,12 +77,49 @@ TEST_P(LoraTrainBoxes, NoKernelChangesABitOfTheBackward) {
   }
 }
 
+BackwardPlan wide_plan(int rank, int dy_rows, int x_rows) {
+  BackwardPlan plan = plan_of(rank, dy_rows, x_rows);
+  plan.x.shape = kInputPanels32;
+  plan.with_dx = DxPanels::k256;
+  return plan;
+}
+
+TEST_P(LoraTrainBoxes, WidePanelsOf32RanksChangeNoBit) {
+  for (const int rank : {20, 32}) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+      TrainCase c = base_case(rank);
+      c.x = c.w = c.y = c.grad = c.dx = dtype;
+      expect_same(c, GetParam(), wide_plan(rank, 96, 128), concat("rank ", rank));
+    }
+  }
+}
+
 TEST_P(LoraTrainBoxes, DropoutOfBothIsTheSame) {
-  for (const int rank : {7, 16}) {
+  for (const int rank : {7, 16, 24}) {
     TrainCase c = base_case(rank);
     c.hidden = 336;  // whole groups of draws
     c.p = {0.3f};
-    expect_same(c, GetParam(), plan_of(rank, 64, 128), concat("rank ", rank));
+    const BackwardPlan plan = rank <= 16 ? plan_of(rank, 64, 128) : wide_plan(rank, 64, 128);
+    expect_same(c, GetParam(), plan, concat("rank ", rank));
+  }
+}
+
+// More panels of dy than one thread adds for ds, a quarter each for four of them.
+TEST_P(LoraTrainBoxes, ManyPanelsAreAddedByFourThreads) {
+  for (const int rank : {16, 32}) {
+    for (const int width : {9 * 512, 17 * 512 + 8}) {
+      TrainCase c = base_case(rank);
+      c.rows = 70;
+      c.widths = {width};
+      const BackwardPlan plan = plan_of(rank, 64, 128);
+      TrainStep step(c, GetParam());
+      step.run_forward();
+      const lora::train::Reference want = lora::train::reference_backward(
+          step.problem(true), step.backward_arguments(true), step.map);
+      run_backward(step, plan);
+      expect_near(step.dx.host(), want.dx, concat("dx, rank ", rank, ", width ", width));
+      expect_same(c, GetParam(), plan, concat("rank ", rank, ", width ", width));
+    }
   }
 }
 

@@ -237,6 +237,9 @@ TEST(LoraTrainPlan, WideRanksAreProducts) {
   EXPECT_EQ(describe(shrink(8192, 0, false, true)), "product, 128 rows, 128 ranks, one chain");
   EXPECT_EQ(describe(shrink(2048, 0, false, true)),
             "product, 128 rows, 64 ranks, 2 blocks in a cluster, leaves of 2048");
+  // Half of a tile of 256 ranks would be empty, though dB takes as long beside it.
+  EXPECT_EQ(describe(choose_shrink(8192, 5120, 128, 0, false, true, kOneType, kH200, true)),
+            "product, 128 rows, 128 ranks, one chain");
   EXPECT_TRUE(shrink(8192, 3, false, true).product);
   EXPECT_FALSE(shrink(1000, 8, false, true).product);
   EXPECT_FALSE(shrink(8192, 0, true, true).product);
@@ -313,8 +316,8 @@ TEST(LoraTrainPlan, DxComesWithTheSumsOfXWhereThatPays) {
     x.matrices = 1;
     x.columns[0] = hidden;
     x.width = rank;
-    x.products = true;
-    return dx_panels(x, choose_panels(x, false, 227 * 1024).plan, 132, 50 << 20);
+    x.products = x.with_dx = true;
+    return dx_panels(x, choose_input(x, 227 * 1024), 132, 50 << 20);
   };
   using enum DxPanels;
   EXPECT_EQ(panels(4096, 4096, 16), k256);
@@ -325,7 +328,16 @@ TEST(LoraTrainPlan, DxComesWithTheSumsOfXWhereThatPays) {
   EXPECT_EQ(panels(2048, 4096, 64), k64);
   EXPECT_EQ(panels(1024, 7168, 64), k64Pairs);  // 224 thread blocks
   EXPECT_EQ(panels(8192, 14336, 64), kNone);    // as many, and x and dx do not fit L2
-  EXPECT_EQ(panels(6001, 3584, 24), k128);
+  EXPECT_EQ(panels(8192, 2560, 64), k64);       // 120 of a third of the rows
+  EXPECT_EQ(panels(4096, 5120, 64), k128);      // as many
+  EXPECT_EQ(panels(2500, 5120, 64), k64Pairs);  // x and dx fit L2
+  EXPECT_EQ(panels(4096, 14336, 64), kNone);    // 112 of all rows
+  EXPECT_EQ(panels(6001, 3584, 24), k256);
+  EXPECT_EQ(panels(4096, 8192, 32), k256);
+  EXPECT_EQ(panels(2048, 4096, 24), k256);
+  EXPECT_EQ(panels(3000, 3584, 32), k256);  // 112 thread blocks
+  EXPECT_EQ(panels(2048, 2048, 32), k128);  // chunks of 128 rows would be short
+  EXPECT_EQ(panels(2048, 5120, 32), k128);  // six of 384 rows, of which the last one has 128
   EXPECT_EQ(panels(8192, 4096, 128), kNone);
   EXPECT_EQ(panels(4096, 4096, 16, 8), k256);
   EXPECT_EQ(panels(4096, 4096, 32, 8), k256);

@@ -32,6 +32,28 @@ TEST(LoraTrainSumsPlan, DyOfUpTo32RanksComesOnceWhereItsChunksCostLess) {
   EXPECT_FALSE(once(4096, 1024, 16));
 }
 
+TEST(LoraTrainSumsPlan, SumsOfDyBesideDsFillHalfOfTheDevice) {
+  const auto chunks = [](std::int64_t rows, std::int64_t width, int rank, bool beside) {
+    PanelProblem dy, x;
+    dy.rows = x.rows = rows;
+    dy.matrices = x.matrices = 1;
+    dy.columns[0] = width;
+    x.columns[0] = 4096;
+    dy.width = x.width = rank;
+    dy.products = x.products = true;
+    dy.beside_ds = beside;
+    const BackwardPlan plan = choose_backward(dy, x, true, 227 * 1024);
+    EXPECT_FALSE(plan.one_pass);
+    return ceil_div<std::int64_t>(rows, plan.dy.chunk.rows);
+  };
+  EXPECT_EQ(chunks(8192, 14336, 64, true), 3);  // 168 tiles on 34 clusters
+  EXPECT_EQ(chunks(8192, 14336, 64, false), 1);
+  EXPECT_EQ(chunks(4096, 4096, 64, true), 2);
+  EXPECT_EQ(chunks(4096, 5120, 64, true), 3);
+  EXPECT_EQ(chunks(8192, 4096, 128, true), 2);
+  EXPECT_EQ(chunks(4096, 14336, 128, true), 1);
+}
+
 TEST(LoraTrainSumsPlan, WholeSumsStartBesideDsWhereDyIsWide) {
   const auto beside = [](std::int64_t hidden, std::int64_t width) {
     PanelProblem dy, x;
@@ -58,9 +80,10 @@ TEST(LoraTrainSumsPlan, FewElementsAreSummedByThreadBlocksThatHaveAllRows) {
     return sums_whole(dy, x);
   };
   EXPECT_TRUE(whole(512, 4096, 4096, 16));
-  EXPECT_TRUE(whole(768, 4096, 4096, 64));
+  EXPECT_TRUE(whole(256, 4096, 4096, 64));
   EXPECT_TRUE(whole(1024, 4096, 14336, 32));
-  EXPECT_TRUE(whole(1536, 4096, 4096, 32));
+  EXPECT_FALSE(whole(1536, 4096, 4096, 32));
+  EXPECT_FALSE(whole(512, 4096, 4096, 64));
   EXPECT_TRUE(whole(2048, 4096, 4096, 16));
   EXPECT_TRUE(whole(2048, 64, 64, 16));
   EXPECT_FALSE(whole(2048, 2048, 8192, 16));

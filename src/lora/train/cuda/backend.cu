@@ -232,7 +232,7 @@ class Call {
                                          const std::optional<OuterParams>& beside = {}) {
     const Policy policy = product_policy(wide.dtype, p_.weight);
     const ShrinkParams s = shrink_params(side, slice, num_slices, wide, columns, to, masked, mask);
-    free_sms_ = free_sms(s.plan, p_.num_rows, s.width, columns, machine_);
+    free_sms_ = free_sms(s.plan, p_.num_rows, s.width, s.copies, columns, machine_);
     if (s.width == 0) return {};
     made_db_ = beside && dy_boxes(s, *beside, stream_);
     if (s.plan.product) {

@@ -155,10 +155,14 @@ void launch_type(const PanelParams& p, const Matrix& dx, DxPanels panels, DType 
   if (panels == k64) return launch_chain<T, k64>(p, dx, dtype, stream);
   if (panels == k64Pairs) return launch_chain<T, k64Pairs>(p, dx, dtype, stream);
   // Of 16 ranks the same, half of them zeros.
-  if (p.shape == kInputPanels32 || p.rows.offsets != nullptr) {
+  if (p.rows.offsets != nullptr) {
     return p.masked
                ? launch_shape<T, Shape<32, kInputPanels32, k256, 1>, true>(p, dx, dtype, stream)
                : launch_shape<T, Shape<32, kInputPanels32, k256>, true>(p, dx, dtype, stream);
+  }
+  if (p.shape == kInputPanels32) {
+    return p.masked ? launch_shape<T, Shape<32, kInputPanels32, k256, 1>>(p, dx, dtype, stream)
+                    : launch_shape<T, Shape<32, kInputPanels32, k256>>(p, dx, dtype, stream);
   }
   p.masked ? launch_shape<T, Shape<16, kInputPanels, k256, 2>>(p, dx, dtype, stream)
            : launch_shape<T, Shape<16, kInputPanels, k256>>(p, dx, dtype, stream);

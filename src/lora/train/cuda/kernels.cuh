@@ -226,9 +226,19 @@ struct DsParams {
   const float* partials;       ///< [panel][M][hidden.width]
   void* ds;
   DType dtype;
+  int parts;       ///< threads that share a sum: 1 or kDsParts
+  int few_panels;  ///< that one thread adds
   int rows_of_block;
   std::int64_t max_tiles;
 };
+/// Threads that share the panels of a sum of ds, a quarter each, where these are more than one
+/// thread has in flight, or twice as many of up to 16 ranks, beside which dA's thread blocks find
+/// room if these are few; and the most sums of such a call: more fill the device without. (us of a
+/// backward on an H200, one / four: 2048 x 5120 x 13824, rank 32, 48.4 / 46.7; 4096 x 1024 x 28672,
+/// rank 16, 91.8 / 87.0; but 8192 x 6144 x 5120, rank 32, 98.8 / 102.0; 8192 x 3072 x 8192, rank 8,
+/// 75.7 / 78.5.)
+inline constexpr int kDsParts = 4, kFewPanels = 8;
+inline constexpr std::int64_t kMostSharedSums = 96 << 10;
 void sum_ds(const DsParams& p, Stream stream);
 
 /// One matrix of partial sums over chunks of rows, laid out as its gradients mostly are: dA's

@@ -11,82 +11,10 @@
 
 #include "core/check.h"
 #include "lora/train/cuda/config.h"
+#include "lora/train/cuda/panel_shapes.h"
 #include "mortar/lora.h"
 
 namespace mortar::lora::train::cuda {
-
-/// A kernel of panel.cu.
-struct PanelShape {
-  int ranks;      ///< rank columns of a thread block
-  bool makes_ds;  ///< from the same tile of dy
-  int columns;    ///< of a panel
-  int rows;       ///< of a stage
-  int stages;
-  int groups;  ///< of eight warps, each with a ring of stages of its own
-  /// Its share of the DRAM's rate, and the microseconds before its first tile and after its last:
-  /// measured on one H200.
-  double rate, fixed_us;
-};
-/// Rank columns of a thread block of so many, where a rank has several: whole octets of ranks.
-constexpr int whole_octets(int ranks, int copies) {
-  return copies == 1 ? ranks : ranks / (8 * copies) * (8 * copies);
-}
-inline constexpr int kPanelWarps = 8;  ///< that share a panel's columns, in panel.cu
-
-/// Bytes of 64 columns of a stage, and of a stage: a panel, and 64 columns for the narrow operand.
-constexpr int block_bytes(const PanelShape& s) { return s.rows * 2 * kBlockColumns; }
-constexpr int stage_bytes(const PanelShape& s) {
-  return (s.columns / kBlockColumns + 1) * block_bytes(s);
-}
-/// Floats of a row of a warp's part of ds: 8 more than there are ranks, so that lanes of
-/// neighbouring rows meet no bank twice.
-constexpr int ds_stride(const PanelShape& s) { return s.ranks + 8; }
-/// Floats of a group's parts of one step.
-constexpr int ds_floats(const PanelShape& s) {
-  return s.makes_ds ? kPanelWarps * s.rows * ds_stride(s) : 0;
-}
-/// Shared memory of a thread block of panel.cu.
-constexpr int panel_smem(const PanelShape& s) {
-  return s.groups *
-         (s.stages * stage_bytes(s) + 2 * ds_floats(s) * static_cast<int>(sizeof(float)));
-}
-
-/// Threads of a thread block of panel.cu, and its registers. Without ds, up to 16 ranks, it fits an
-/// SM beside a thread block of the expand before it.
-constexpr int panel_threads(const PanelShape& s) { return s.groups * 32 * kPanelWarps; }
-constexpr int panel_registers(const PanelShape& s) {
-  return s.ranks == 16 && !s.makes_ds ? 80 : std::min(65536 / panel_threads(s), 255);
-}
-
-/// SMs of an H200. Plans are made for so many on every device, because summation trees follow from
-/// them.
-inline constexpr std::int64_t kPanelSms = 132;
-
-/// The first of equal cost is taken.
-inline constexpr std::array kPanelShapes = {
-    PanelShape{16, false, 256, 32, 4, 2, 0.85, 2},
-    PanelShape{32, false, 256, 32, 5, 2, 0.6, 2.5},
-    PanelShape{64, false, 256, 32, 5, 2, 0.5, 3},
-    PanelShape{16, true, 512, 16, 4, 2, 0.65, 7},
-    PanelShape{32, true, 512, 32, 4, 1, 0.5, 10},
-    // One chain over a chunk's rows, as product.cu has it: the same bits for operands that it does
-    // not take.
-    PanelShape{64, false, 256, 32, 4, 1, 0.5, 3},
-    // The same sums on devices with less shared memory.
-    PanelShape{16, false, 256, 32, 2, 2, 0.85, 2},
-    PanelShape{32, false, 256, 32, 2, 2, 0.6, 2.5},
-    PanelShape{64, false, 256, 32, 2, 2, 0.5, 3},
-};
-/// Those that input_boxes.cu and panel_boxes.cu have too, with ds.
-inline constexpr int kInputPanels = 0, kInputPanels32 = 1, kDsPanels16 = 3, kDsPanels32 = 4,
-                     kChainPanels = 5;
-
-/// Panels of input_boxes.cu, by their columns; none: dx apart. Thread blocks have an SM each, but
-/// k64Pairs.
-enum class DxPanels { kNone, k256, k128, k64, k64Pairs };
-constexpr int dx_columns(DxPanels panels) {
-  return panels == DxPanels::k256 ? 256 : (panels == DxPanels::k128 ? 128 : 64);
-}
 
 /// What a pass over the matrices of all slices, or over x, depends on.
 struct PanelProblem {
@@ -96,10 +24,18 @@ struct PanelProblem {
   int width = 0;              ///< the most rank columns of any
   std::int64_t adapters = 0;  ///< whose rows are cut apart; 0: one has all rows
   bool products = false;      ///< lora/cuda/product.cu takes most operands: sm_90a, nothing dropped
+  int copies = 1;             ///< columns of a rank (part_columns.cuh)
+  bool beside_ds = false;     ///< of dy: dB comes beside ds
+  bool with_dx = false;       ///< of x: dx is wanted, and not added to what is there
 
   /// Whether chunks are those of products, and have one chain each.
   bool by_products() const {
     return width >= (products && adapters == 0 ? kLeastRowProductRanks : kLeastProductRanks);
+  }
+  /// Whether dB's thread blocks run beside those of ds by a product.
+  bool beside_product() const {
+    return beside_ds && copies == 1 && matrices == 1 && adapters == 0 &&
+           width >= kLeastProductRanks;
   }
 };
 
@@ -183,6 +119,14 @@ struct PanelCut {
   }
 };
 
+/// How products cut these rows.
+inline ProductCut product_cut(const PanelProblem& p, std::int64_t all_columns) {
+  if (p.beside_product()) return cut_rows_beside(p.rows, all_columns, p.width);
+  const bool alone = p.copies > 1 || p.width > kMostRanks;
+  return alone ? cut_rows_alone(p.rows, all_columns, p.width, p.copies)
+               : cut_rows(p.rows, all_columns, p.width);
+}
+
 /// Chunks of one adapter's rows: one to three waves of them, or as the product cuts wide ranks.
 inline void offer_chunks(const PanelProblem& p, int shape_index, PanelCut* best) {
   const PanelShape& shape = kPanelShapes[shape_index];
@@ -193,7 +137,7 @@ inline void offer_chunks(const PanelProblem& p, int shape_index, PanelCut* best)
   if (p.by_products() && !shape.makes_ds) {
     std::int64_t all_columns = 0;
     for (int i = 0; i < p.matrices; ++i) all_columns += p.columns[i];
-    const ProductCut product = cut_rows(p.rows, all_columns, p.width);
+    const ProductCut product = product_cut(p, all_columns);
     return best->offer({shape_index, cut(product.parts, lora::cuda::kProductStep)}, product.us);
   }
   const std::int64_t side_by_side =
@@ -259,19 +203,28 @@ inline PanelCut choose_panels(const PanelProblem& p, bool makes_ds, int smem) {
 /// Whether dA and dB come from thread blocks that have all rows (whole_sums.cu): of few rows, as a
 /// launch that adds partials costs more than what these take longer. Wide ranks take more of a
 /// thread block, and are read for again above 32. Of more rows, dy that is much wider than x is
-/// better read once, for ds and dB. (us of a backward on an H100, without / with: 2048 x 4096 x
+/// better read once, for ds and dB. (us of a backward, without / with: on an H100, 2048 x 4096 x
 /// 4096 and 2048 x 2048 x 8192, rank 16, 36.6 / 31.3 and 36.4 / 40.0; 4096 x 4096 x 4096, rank 16,
-/// 57.5 / 62.8; 1536 x 4096 x 4096, rank 32, 31.5 / 25.6; 2048 x 5120 x 13824, rank 32, 68.8 /
-/// 75.2; 768 x 4096 x 4096 and 512 x 4096 x 14336, rank 64, 23.5 / 21.8 and 30.9 / 31.4.)
+/// 57.5 / 62.8; on an H200, rank 32, 1024 x 4096 x 4096 20.9 / 19.9, 1536 rows 25.6 / 25.9; rank
+/// 24, 1536 x 3584 x 3584 25.6 / 29.2; rank 64, 512 x 4096 x 4096 16.9 / 17.6, 768 rows 18.3 /
+/// 20.9.)
 inline bool sums_whole(const PanelProblem& dy, const PanelProblem& x) {
   constexpr std::int64_t kMostElements = 20 << 20, kMostOfWide = 7 << 20, kFewRows = 1024;
   const int width = std::max(dy.width, x.width);
-  const std::int64_t most_rows = width <= 16 ? 2048 : width <= 32 ? 1536 : width <= 64 ? 768 : 0;
+  const std::int64_t most_rows = width <= 16 ? 2048 : width <= 32 ? 1024 : width <= 64 ? 256 : 0;
   if (x.rows == 0 || x.rows > most_rows || x.adapters > 0) return false;
   std::int64_t dy_columns = 0;
   for (int i = 0; i < dy.matrices; ++i) dy_columns += dy.columns[i];
   if (x.rows > kFewRows && dy_columns > 2 * x.columns[0]) return false;
   return x.rows * (dy_columns + x.columns[0]) <= (width <= 32 ? kMostElements : kMostOfWide);
+}
+
+/// Whether thread blocks of such panels of x, as many as SMs at most, leave few SMs idle.
+constexpr bool fills_with_dx(DxPanels panels, std::int64_t blocks, std::int64_t chunks,
+                             std::int64_t sms) {
+  if (blocks > sms) return false;
+  if (panels == DxPanels::k128) return chunks > 1 && 6 * blocks >= 5 * sms;
+  return 8 * blocks >= 7 * sms;
 }
 
 /// Whether dx comes in the pass over x for dA (input_boxes.cu), beside which it costs little, and
@@ -295,13 +248,16 @@ inline DxPanels dx_panels(const PanelProblem& x, const PanelPlan& plan, int sms,
     return ceil_div<std::int64_t>(x.columns[0], dx_columns(panels)) *
            ceil_div<std::int64_t>(x.rows, plan.chunk.rows);
   };
+  const std::int64_t chunks = ceil_div<std::int64_t>(x.rows, plan.chunk.rows);
   const auto fills = [&](DxPanels panels) { return 8 * blocks(panels) >= std::int64_t{7} * sms; };
-  if (wide_panels) return fills(k256) ? k256 : kNone;
+  // Those of choose_input have been found to fill the SMs.
+  if (wide_panels) return x.by_products() || fills(k256) ? k256 : kNone;
   if (plan.shape != kChainPanels) return kNone;
   const bool fits_l2 = 4 * x.rows * x.columns[0] <= l2;
   if (blocks(k64) <= sms) return fits_l2 || fills(k64) ? k64 : kNone;
   if (x.width <= 48) return k128;
-  return fits_l2 ? k64Pairs : kNone;
+  if (fits_l2) return k64Pairs;
+  return fills_with_dx(k128, blocks(k128), chunks, sms) ? k128 : kNone;
 }
 
 /// Whether these start beside ds, where dB is most of the work: thread blocks of dA then wait for
@@ -339,12 +295,60 @@ inline bool pays_at_once(const PanelProblem& dy, const PanelPlan& one) {
   return elements / kBytesPerUs > kChunkUs * chunks + kLeastUs;
 }
 
+/// Rows of a chunk of products, of so many.
+inline int product_chunk(std::int64_t rows, std::int64_t chunks) {
+  return static_cast<int>(round_up<std::int64_t>(
+      ceil_div<std::int64_t>(std::max<std::int64_t>(rows, 1), chunks), lora::cuda::kProductStep));
+}
+
+/// Chunks of more than 32 ranks with dx: by panels of 64 columns, or of 128, an SM for each thread
+/// block; 0: these are too short, or leave too many SMs idle. (us of a backward on an H200, rank
+/// 64, by chunks for products / by these: 8192 x 2560 x 2560 53.8 / 49.1, 8192 x 3072 x 3072 62.7 /
+/// 59.5, 4096 x 5120 x 5120 57.0 / 52.8, 8192 x 5120 x 13824 160.7 / 158.1; but of 195 rows, 777 x
+/// 3584 x 3584 17.3 / 19.0.)
+inline int chunks_with_dx(const PanelProblem& x) {
+  constexpr std::int64_t kFewestRows = 512;
+  for (const DxPanels panels : {DxPanels::k64, DxPanels::k128}) {
+    const std::int64_t wide = ceil_div<std::int64_t>(x.columns[0], dx_columns(panels));
+    const std::int64_t chunks = std::min(kPanelSms / wide, x.rows / kFewestRows);
+    if (chunks > 0 && fills_with_dx(panels, chunks * wide, chunks, kPanelSms)) {
+      return static_cast<int>(chunks);
+    }
+  }
+  return 0;
+}
+
+/// The sums of x. Of 17 to 32 ranks with dx where products would have a chunk in one chain: panels
+/// of 256 columns, in which a row's piece is four times as long, if these fill the SMs with chunks
+/// that are not short. (us of a backward on an H200, one chain / these: rank 24, 4096 x 8192 x 2048
+/// 70.3 / 61.5, 4096 x 4096 x 4096 46.1 / 43.3, 8192 x 3584 x 3584 71.6 / 68.9; rank 32, 10000 x
+/// 1536 x 8960 98.5 / 93.1, 6001 x 2048 x 6144 55.1 / 52.3; but with chunks of 128 rows, 2048 x
+/// 2048 x 8192 29.2 / 29.6, and with four of five SMs at work 2048 x 5120 x 13824 46.6 / 47.3.)
+inline PanelPlan choose_input(const PanelProblem& x, int smem) {
+  constexpr int kFewestRows = 256;
+  PanelPlan chain = choose_panels(x, false, smem).plan;
+  const int ranks = kPanelShapes[kInputPanels32].ranks;
+  if (!x.with_dx || x.adapters > 0 || !x.by_products() || x.width > kMostRanks) return chain;
+  if (x.width > ranks) {
+    const int chunks = chunks_with_dx(x);
+    if (chunks > 0) chain.chunk = RowCut{product_chunk(x.rows, chunks)};
+    return chain;
+  }
+  PanelProblem wide = x;
+  wide.products = false;
+  const PanelPlan plan = choose_panels(wide, false, smem).plan;
+  const std::int64_t panels =
+      ceil_div<std::int64_t>(x.columns[0], kPanelShapes[plan.shape].columns);
+  const bool fills = 100 * panels * x.rows >= 82 * kPanelSms * plan.chunk.rows;
+  return plan.chunk.rows >= kFewestRows && fills ? plan : chain;
+}
+
 /// One pass over dy if its partials cost less than reading dy again. `needs_ds`: ds is wanted; that
 /// dB is too is taken for granted, as the bits of ds follow from the choice.
 inline BackwardPlan choose_backward(const PanelProblem& dy, const PanelProblem& x, bool needs_ds,
                                     int smem) {
   BackwardPlan plan;
-  plan.x = choose_panels(x, false, smem).plan;
+  plan.x = choose_input(x, smem);
   const PanelCut two = choose_panels(dy, false, smem);
   plan.dy = two.plan;
   if (!needs_ds) return plan;

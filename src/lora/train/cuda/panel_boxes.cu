@@ -136,15 +136,15 @@ __device__ __forceinline__ void sum_columns(const PanelPart<>& part, std::uint32
       for (int block = 0; block < B::kBlocks; block += B::kAtOnce) {
         float chain[B::kAtOnce][B::kRanks / 2];
         device::wgmma_fence();
+        // Of two chains in turns, as an MMA of 32 ranks waits for the one before it in its chain.
+        constexpr int kSteps = kBlockColumns / 16;
 #pragma unroll
-        for (int i = 0; i < B::kAtOnce; ++i) {
-#pragma unroll
-          for (int k = 0; k < kBlockColumns / 16; ++k) {
-            device::wgmma<T, B::kRanks>(
-                chain[i], rows + (block + i) * (kBlockBytes / 16) + k * device::kDescriptorStep,
-                weights + (block + i) * (B::kWeightBytes / 16) + k * device::kDescriptorStep,
-                k > 0);
-          }
+        for (int at = 0; at < kSteps * B::kAtOnce; ++at) {
+          const int i = B::kAtOnce == 2 ? at % 2 : at / kSteps;
+          const int k = B::kAtOnce == 2 ? at / 2 : at % kSteps;
+          device::wgmma<T, B::kRanks>(
+              chain[i], rows + (block + i) * (kBlockBytes / 16) + k * device::kDescriptorStep,
+              weights + (block + i) * (B::kWeightBytes / 16) + k * device::kDescriptorStep, k > 0);
         }
         device::wgmma_commit();
         device::wgmma_wait<0>();

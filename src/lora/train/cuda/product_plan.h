@@ -120,18 +120,72 @@ inline ProductCut cut_rows(std::int64_t rows, std::int64_t columns, int width) {
   return best;
 }
 
+/// The same on so many SMs, by a model in which what an SM's shared memory takes binds a step: of
+/// dA, of dB beside ds, and of columns of parts, whose `copies` are added before partials leave.
+/// These cost what they take from L2 and more.
+/// `least_us`: of so many chunks, what else binds.
+template <class Least>
+ProductCut cut_rows_on(std::int64_t rows, std::int64_t columns, int width, int copies, int sms,
+                       const Least& least_us) {
+  constexpr double kPartialBytesPerUs = 1.4e6, kPartUs = 0.2;
+  ProductCut best;
+  const int tile = rows_tile(width);
+  for (int parts = 1; parts <= 16; ++parts) {
+    const double partials = 4.0 * parts * static_cast<double>(columns) * width / copies;
+    const double sums =
+        product_us({columns, rows, width}, tile, parts, sms, long_step_us(tile), kLongL2BytesPerUs);
+    const double us =
+        std::max(sums, least_us(parts)) + partials / kPartialBytesPerUs + parts * kPartUs;
+    if (best.us > 0 && us >= best.us) continue;
+    best = {tile, parts, us};
+  }
+  return best;
+}
+/// dA beside dx, and sums of columns of parts: on all SMs. (us of a backward on an H200, as above /
+/// by these: rank 128, 8192 x 5120 x 5120 122.5 / 116.2; float32 weights, rank 16, 8192 x 4096 x
+/// 4096 97.9 / 90.6, 4096 x 5120 x 5120 61.9 / 57.4.)
+inline ProductCut cut_rows_alone(std::int64_t rows, std::int64_t columns, int width,
+                                 int copies = 1) {
+  return cut_rows_on(rows, columns, width, copies, 132, [](int) { return 0.0; });
+}
+/// dB beside ds, on the SMs that ds leaves: thread blocks that have whole rows, or clusters of
+/// these, fill half of the device, or all of it. Where both pass dy at the same time, what one has
+/// read is in L2 for the other if dB's tiles of that time have as few columns. (us of a backward on
+/// an H200, as above / by these: rank 64, 8192 x 4096 x 14336 165 / 149, 4096 x 5120 x 5120 62.6 /
+/// 57.0, 4096 x 2560 x 9728 76.2 / 64.4, 16384 x 2048 x 2048 91.1 / 81.7, 8192 x 2048 x 8192 90.5 /
+/// 86.3; rank 128, 8192 x 4096 x 4096 98.6 / 91.7.)
+inline ProductCut cut_rows_beside(std::int64_t rows, std::int64_t columns, int width) {
+  constexpr int kSms = 132, kFewest = 16;
+  constexpr double kL2Bytes = 30e6;
+  std::int64_t blocks = std::max<std::int64_t>(product_blocks(rows, width, rows_tile(width), 1), 1);
+  while (2 * blocks <= kSms / 2) blocks *= 2;
+  const auto free = static_cast<int>(kSms - blocks);
+  if (free < kFewest) return cut_rows_on(rows, columns, width, 1, kSms, [](int) { return 0.0; });
+  return cut_rows_on(rows, columns, width, 1, free, [&](int parts) {
+    using namespace lora::cuda;
+    const std::int64_t at_once = free / kProductCluster * kProductCluster * kProductRows / parts;
+    const double row_bytes = 2.0 * static_cast<double>(rows);
+    const double found =
+        std::min(1.0, kL2Bytes / (row_bytes * static_cast<double>(std::min(columns, at_once))));
+    return kRampUs + row_bytes * static_cast<double>(columns) / kDramBytesPerUs * (2 - found);
+  });
+}
+
 /// What ds and dB take together. dB's thread blocks start where ds leaves SMs free, and what both
 /// read of dy comes from memory once: ds on half of the SMs and dB on the others may take less than
 /// one after the other on all. (8192 x 4096 and 64 ranks on an H100: 46 us for 57.)
 class BesideRowSums {
  public:
-  BesideRowSums(std::int64_t rows, std::int64_t columns, int width, int sms)
+  /// `cut`: of dB.
+  BesideRowSums(std::int64_t rows, std::int64_t columns, int width, int sms, const ProductCut& cut)
       : rows_(rows),
         columns_(columns),
         width_(width),
         sms_(sms),
-        cut_(cut_rows(rows, columns, width)),
+        cut_(cut),
         alone_us_(sums_us(sms)) {}
+  BesideRowSums(std::int64_t rows, std::int64_t columns, int width, int sms)
+      : BesideRowSums(rows, columns, width, sms, cut_rows_beside(rows, columns, width)) {}
 
   double operator()(double us, std::int64_t blocks) const {
     // After ds dB's start is hidden; but it finds little of dy in L2.
@@ -196,6 +250,7 @@ ProductCut cut_whole_shrink(std::int64_t rows, std::int64_t columns, int width, 
   ProductCut best;
   const double stored = 2.0 * static_cast<double>(rows) * width;
   for (const int tile : {256, 128, 64}) {
+    if (tile > 64 && tile >= 2 * width) continue;
     const double own = product_us({rows, columns, width, stored}, tile, 1, sms, long_step_us(tile),
                                   kLongL2BytesPerUs);
     const double us = total(own, product_blocks(rows, width, tile, 1));

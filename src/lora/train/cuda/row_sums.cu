@@ -27,6 +27,9 @@ BackwardPlan plan_backward(const Problem& p) {
   PanelProblem dy, x;
   const int copies = panel_copies(p);
   dy.rows = x.rows = p.num_rows;
+  dy.copies = x.copies = copies;
+  dy.beside_ds = true;
+  x.with_dx = copies == 1 && p.dx.data != nullptr && !p.add_dx;
   dy.adapters = x.adapters = grouped(p) ? p.num_adapters : 0;
   for (int s = 0; s < p.num_slices; ++s) {
     if (!takes_panels(p, s)) continue;
@@ -110,7 +113,11 @@ void RowSums::sum_dy(const HiddenForms& h, void* ds, bool early, int free_sms) {
   end.partials = panels_;
   end.ds = ds;
   end.dtype = p_.weight;
-  end.rows_of_block = std::max(1, kThreads * 4 / p_.hidden_width);
+  const int most = *std::max_element(end.panels, end.panels + p_.num_slices);
+  end.few_panels = p_.hidden_width <= 16 ? 2 * kFewPanels : kFewPanels;
+  const bool shares = p_.num_rows * p_.hidden_width <= kMostSharedSums && most > end.few_panels;
+  end.parts = shares ? kDsParts : 1;
+  end.rows_of_block = std::max(1, kThreads / end.parts * 4 / p_.hidden_width);
   end.max_tiles = most_tiles(p_, end.rows_of_block);
   sum_ds(end, stream_);
 }

@@ -38,13 +38,16 @@ inline bool makes_ds(const Problem& p, const BackwardPlan& plan, int slice) {
   return plan.one_pass && takes_panels(p, slice);
 }
 
-/// SMs that ds by a product leaves to all of dB beside it; 0: dB takes longer on these.
-inline int free_sms(const ShrinkPlan& plan, std::int64_t rows, int width, std::int64_t columns,
-                    const Machine& machine) {
+/// SMs that ds by a product leaves to all of dB beside it; 0: dB takes longer on these. `copies`:
+/// columns of parts of a rank.
+inline int free_sms(const ShrinkPlan& plan, std::int64_t rows, int width, int copies,
+                    std::int64_t columns, const Machine& machine) {
   if (!plan.product || !plan.fused) return 0;
   const std::int64_t blocks = plan.parts > 1 ? split_tiles(rows, width, plan.ranks) * plan.parts
                                              : product_blocks(rows, width, plan.ranks, 1);
-  return BesideRowSums(rows, columns, width, machine.sms).free_sms(blocks);
+  const ProductCut cut = copies > 1 ? cut_rows_alone(rows, columns, width, copies)
+                                    : cut_rows_beside(rows, columns, width);
+  return BesideRowSums(rows, columns, width, machine.sms, cut).free_sms(blocks);
 }
 
 class RowSums {

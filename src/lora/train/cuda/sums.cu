@@ -51,22 +51,29 @@ __device__ __forceinline__ float4 sum_in_order(const float* from, std::int64_t s
   return sum;
 }
 
-/// With so few registers a thread block fits an SM beside one of panel_boxes.cu.
+/// ds of a row's vector from its panels, which kParts threads share where they are many: each adds
+/// neighbours, and the first one the others' sums. Of so few registers thread blocks fit an SM
+/// beside one of panel_boxes.cu.
+template <int kParts>
 __global__ void __launch_bounds__(kThreads, 4) ds_kernel(const __grid_constant__ DsParams p) {
   // What follows is launched at once: the panels before this have waited for all before them, and
   // a kernel this short would not hide the launch. Backward, 4096 x 4096 x 4096 and rank 16 on an
   // H100, 57.1 to 56.0 us; q/k/v 65.8 to 63.8.
   device::pdl_begin(true);
+  constexpr int kAtOnce = kThreads / kParts;
+  __shared__ float4 sums[kParts][kAtOnce];
+  const int part = static_cast<int>(threadIdx.x) / kAtOnce;
+  const int own = static_cast<int>(threadIdx.x) % kAtOnce;
   const RowTile rows = row_tile(p.rows, static_cast<int>(blockIdx.x), p.rows_of_block, true);
   const std::int64_t plane = p.rows.num_rows * p.hidden.width;
-  const int vectors = p.hidden.width / kVector;
-  for (int i = threadIdx.x; i < rows.count * vectors; i += kThreads) {
+  const int vectors = p.hidden.width / kVector, all = rows.count * vectors;
+  for (int base = 0; base < all; base += kAtOnce) {
+    const int i = base + own;
     const std::int64_t position = rows.start + i / vectors;
-    const std::int64_t row = row_at(p.rows, position);
+    const std::int64_t row = i < all ? row_at(p.rows, position) : -1;
     const int j = i % vectors * kVector;
     const int s = slice_of(p.hidden, 0, p.hidden.num_slices, j);
-    if (row < 0 || p.panels[s] == 0) continue;
-    float4 v = make_float4(0, 0, 0, 0);
+    const int panels = row < 0 ? 0 : p.panels[s];
     int rank = 0;
     float factor = 0;
     if (rows.adapter >= 0) {
@@ -74,11 +81,25 @@ __global__ void __launch_bounds__(kThreads, 4) ds_kernel(const __grid_constant__
       rank = pair.rank - (j - p.hidden.first[s]);
       factor = pair.factor;
     }
+    const int each = panels > p.few_panels ? ceil_div(panels, kParts) : panels;
+    const int first = min(part * each, panels);
     device::pdl_wait();  // what comes with the launch has been read; again, it does nothing
+    float4 v = make_float4(0, 0, 0, 0);
     if (rank > 0) {
-      v = sum_in_order<kMostLoads>(p.partials + position * p.hidden.width + j, plane, p.panels[s]);
-      v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
+      v = sum_in_order<kMostLoads>(p.partials + first * plane + position * p.hidden.width + j,
+                                   plane, min(each, panels - first));
     }
+    if constexpr (kParts > 1) {
+      sums[part][own] = v;
+      __syncthreads();
+      for (int k = 1; k < kParts && k * each < panels && part == 0; ++k) {
+        const float4 next = sums[k][own];
+        v = make_float4(v.x + next.x, v.y + next.y, v.z + next.z, v.w + next.w);
+      }
+      __syncthreads();
+    }
+    if (part > 0 || panels == 0) continue;
+    v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
     v = make_float4(rank > 0 ? v.x : 0, rank > 1 ? v.y : 0, rank > 2 ? v.z : 0, rank > 3 ? v.w : 0);
     const uint2 words =
         p.dtype == DType::kFloat16
@@ -188,7 +209,8 @@ void sum_ds(const DsParams& p, Stream stream) {
   l.threads = kThreads;
   l.stream = stream;
   l.pdl = true;
-  device::launch<ds_kernel>("lora_train", l, p);
+  if (p.parts > 1) return device::launch<ds_kernel<kDsParts>>("lora_train", l, p);
+  device::launch<ds_kernel<1>>("lora_train", l, p);
 }
 
 void sum_weight_grads(WeightGradParams* p, Stream stream) {
