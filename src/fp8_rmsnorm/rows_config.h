@@ -129,7 +129,10 @@ inline HeldRowsPlan held_rows_plan(const ForwardShape& s, const GpuShape& gpu, i
   HeldRowsPlan plan;
   const std::int64_t piece = 16 / s.x_bytes, pieces = ceil_div<std::int64_t>(s.hidden, piece);
   plan.row_threads = row_threads;
-  const std::int64_t slots = ceil_div<std::int64_t>(pieces, row_threads);
+  std::int64_t slots = ceil_div<std::int64_t>(pieces, row_threads);
+  // Of zeros, so that every thread uses all its slots and no branch lies between them (2048 x 7168,
+  // 8-bit: 20.0 us for 21.8). Only the last slot may have columns behind the row's end.
+  if (pieces == (kHeldPieces - 1) * row_threads && s.x_bytes <= 2 && !s.adds) ++slots;
   if (slots > kHeldPieces || row_threads > HeldRowsPlan::kThreads) return plan;
   plan.slots = static_cast<int>(slots);
   const int padded = plan.slots * row_threads;  // pieces

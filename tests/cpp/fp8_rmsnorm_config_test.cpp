@@ -45,7 +45,11 @@ TEST(Fp8RmsNormConfig, RowsAreHeldAndFit) {
       EXPECT_GE(held.row_threads, least_held_threads(s));
       EXPECT_LE(held.slots, kHeldPieces);
       EXPECT_GE(std::int64_t{held.row_threads} * held.slots, pieces);
-      EXPECT_LT(std::int64_t{held.row_threads} * (held.slots - 1), pieces);
+      // The eighth slot may be of zeros.
+      EXPECT_LE(std::int64_t{held.row_threads} * (held.slots - 1), pieces);
+      if (held.slots < kHeldPieces) {
+        EXPECT_LT(std::int64_t{held.row_threads} * (held.slots - 1), pieces);
+      }
       EXPECT_LE(held.smem, gpu.max_smem - HeldRowsPlan::kStaticSmem);
       EXPECT_GE(held.grid, 1);
       EXPECT_LE(plan.maxima_at + 4 * held.grid, plan.workspace_bytes);

@@ -25,6 +25,27 @@ TEST_P(Fp8RmsNormCuda, LaunchChoicesChangeNoBit) {
   }
 }
 
+// A thread uses eight slots of a row, seven, whose last ones are whole or not, six or five.
+TEST_P(Fp8RmsNormCuda, AllSlotsOfAThreadChangeNoBit) {
+  for (Fp8Scaling scaling : kScalings) {
+    for (const auto& [x, columns] : {std::pair{kE4M3, 1024},
+                                     {kE5M2, 896},
+                                     {kE4M3, 832},
+                                     {kE4M3, 768},
+                                     {kE5M2, 640},
+                                     {kBF16, 512},
+                                     {kF16, 448},
+                                     {kBF16, 384},
+                                     {kF16, 320}}) {
+      NormCase c{.rows = 16, .columns = columns, .x = x, .scaling = scaling, .group = 64};
+      expect_same_bits(c);
+      c.compat = scaling == Fp8Scaling::kTensor;
+      c.make_q_t = c.compat;
+      expect_same_bits(c);
+    }
+  }
+}
+
 // Weights of Inf make NaN of zeros and Inf of the rest, in columns of some tiles alone; zeros also
 // fill a row and a column.
 TEST_P(Fp8RmsNormCuda, InfiniteWeightsChangeNoBit) {

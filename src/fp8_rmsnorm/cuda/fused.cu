@@ -47,10 +47,10 @@ __device__ __forceinline__ Places places(const FusedPlan& plan, float4* weights)
 }
 
 /// rstd of the CTA's rows, and its largest |y|.
-template <class T, bool kCompat>
+template <class T, bool kCompat, int kSlots>
 __device__ __forceinline__ void reduce_rows(const ForwardParams& p, float4* shared_weights,
                                             const Places& at) {
-  __shared__ device::Mbarrier barriers[HeldRows<T, true>::kBarriers];
+  __shared__ device::Mbarrier barriers[HeldRows<T, true, false, kSlots>::kBarriers];
   __shared__ float sums[2 * kThreads];
   __shared__ std::uint32_t maxima[2 * kThreads / 32], scratch[32], weight_scratch[32];
   constexpr int kElements = kPiece<T>;
@@ -63,8 +63,8 @@ __device__ __forceinline__ void reduce_rows(const ForwardParams& p, float4* shar
   const std::int64_t end = min(first + plan.rows, p.input.rows);
   const int step = plan.held.rows_per_step();
   std::int64_t row = first + in_step;
-  HeldRows<T, true> held(p, plan.held, at.kept, at.ring, barriers, in_step, lane, pieces, row, step,
-                         end);
+  HeldRows<T, true, false, kSlots> held(p, plan.held, at.kept, at.ring, barriers, in_step, lane,
+                                        pieces, row, step, end);
 
   held.init();
   SharedWeights<kElements>::prefetch(p, pieces);
@@ -164,7 +164,7 @@ class FusedTile {
   int rows_, step_columns_, step_rows_;
 };
 
-template <class T, bool kCompat>
+template <class T, bool kCompat, int kSlots>
 __global__ void __launch_bounds__(kThreads, 1)
     fused_kernel(const __grid_constant__ ForwardParams p) {
   static_assert(kIsFloat8<T>, "a thread's 16 columns are one piece of x");
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ std::uint32_t scratch[32];
   const FusedPlan& plan = p.plan.fused_plan;
   const Places at = places(plan, shared_weights);
-  reduce_rows<T, kCompat>(p, shared_weights, at);
+  reduce_rows<T, kCompat, kSlots>(p, shared_weights, at);
   __syncthreads();  // the ring is free
 
   // Coordinates: thread c of the eight that share rows 4 r to 4 r + 3 of a tile.
@@ -353,11 +353,13 @@ void fused(const ForwardParams& p, Stream stream) {
   launch.cooperative = true;
   device::visit_dtype<Float8DTypes>(p.input.x.dtype, p.op, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (p.out.numerics == Fp8Numerics::kCompat) {
-      device::launch<fused_kernel<T, true>>(p.op, launch, p);
-    } else {
-      device::launch<fused_kernel<T, false>>(p.op, launch, p);
-    }
+    visit_slots(plan.held.slots, [&](auto slots) {
+      if (p.out.numerics == Fp8Numerics::kCompat) {
+        device::launch<fused_kernel<T, true, slots>>(p.op, launch, p);
+      } else {
+        device::launch<fused_kernel<T, false, slots>>(p.op, launch, p);
+      }
+    });
   });
 }
 

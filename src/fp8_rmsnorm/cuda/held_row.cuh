@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/bulk_copy.cuh"
 #include "device/cache_policy.cuh"
@@ -18,6 +19,23 @@ inline constexpr int kHeld = kHeldPieces;  ///< slots of a thread
 constexpr int slot_at(int i) { return (i & 1) << 2 | (i & 2) | i >> 2; }
 static_assert(kHeld == 8, "slot_at turns over three bits");
 
+/// Calls f with the slots that a thread uses, as a constant, where kernels are made for their
+/// number: rows of the fewest threads use more than half of them, and seven are made eight. Else
+/// with 0.
+template <class F>
+void visit_slots(int slots, const F& f) {
+  switch (slots) {
+    case 5:
+      return f(std::integral_constant<int, 5>());
+    case 6:
+      return f(std::integral_constant<int, 6>());
+    case kHeld:
+      return f(std::integral_constant<int, kHeld>());
+    default:
+      return f(std::integral_constant<int, 0>());
+  }
+}
+
 /// A ring of the rows of the threads that share one: the row that they work on, and those behind
 /// it. In slot v a thread has piece v * row_threads + lane; behind the end of a row are zeros.
 ///
@@ -26,9 +44,9 @@ static_assert(kHeld == 8, "slot_at turns over three bits");
 /// loads those of its pieces one row ahead.
 ///
 /// kKeeps: the first plan.kept_bytes of a row go to a place of its own, where they stay. kAdds:
-/// rows of the residual come beside those of x. kFull: a thread uses all its slots: without
-/// branches between them, the loads of several pieces may be in flight together.
-template <class T, bool kKeeps = false, bool kAdds = false, bool kFull = false>
+/// rows of the residual come beside those of x. kSlots: of a thread, 0 where plan.slots tells it:
+/// without branches between them, the loads of several pieces may be in flight together.
+template <class T, bool kKeeps = false, bool kAdds = false, int kSlots = 0>
 class HeldRows {
  public:
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -183,7 +201,9 @@ class HeldRows {
     device::fence_async_proxy();  // before the copy engine writes there again
   }
 
-  __device__ __forceinline__ bool used(int v) const { return kFull || v < plan_.slots; }
+  __device__ __forceinline__ bool used(int v) const {
+    return v < (kSlots > 0 ? kSlots : plan_.slots);
+  }
   __device__ __forceinline__ bool in_columns(int v) const {
     return used(v) && first_piece(v) + lane_ < pieces_;
   }

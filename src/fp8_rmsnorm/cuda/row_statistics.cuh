@@ -38,7 +38,7 @@ __device__ __forceinline__ float measure_row(const Rows& held, const HeldWeights
       sum[v] = (squares[0] + squares[1]) + (squares[2] + squares[3]);
       of_pieces[v] = __uint_as_float(max(largest[0], largest[1]));
       if constexpr (kIsFloat8<T>) {
-        sum[v] *= scale * scale;
+        sum[v] = __fmul_rn(sum[v], scale * scale);  // not an FMA with the sum below
         of_pieces[v] *= scale;
       }
     }

@@ -110,7 +110,7 @@ template <class T, RowsPass kPass>
 inline constexpr int kRegisterThreads =
     kIsFloat8<T>&& kPass == RowsPass::kStatistics ? 640 : kThreads;
 
-template <class T, RowsPass kPass, bool kAdds, bool kFull>
+template <class T, RowsPass kPass, bool kAdds, int kSlots>
 __global__ void __launch_bounds__((kRegisterThreads<T, kPass>), 1)
     rows_kernel(const __grid_constant__ ForwardParams p) {
   constexpr int kElements = kPiece<T>, kQuads = kElements / 4;
@@ -130,8 +130,8 @@ __global__ void __launch_bounds__((kRegisterThreads<T, kPass>), 1)
   const std::int64_t stride = std::int64_t{plan.rows_per_step()} * gridDim.x;
   std::int64_t row = std::int64_t{plan.rows_per_step()} * blockIdx.x + in_step;
   unsigned char* ring = reinterpret_cast<unsigned char*>(shared_weights) + plan.weight_bytes;
-  HeldRows<T, false, kAdds, kFull> held(p, plan, nullptr, ring, barriers, in_step, lane, pieces,
-                                        row, stride, rows);
+  HeldRows<T, false, kAdds, kSlots> held(p, plan, nullptr, ring, barriers, in_step, lane, pieces,
+                                         row, stride, rows);
 
   // Load.
   held.init();
@@ -285,14 +285,16 @@ void launch_rows(const ForwardParams& p, Stream stream) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2) {
       if (plan.added_bytes > 0) {
-        return device::launch<rows_kernel<T, kPass, true, false>>(p.op, launch, p);
-      }
-      // Not of 8-bit x: a piece's scaled sum and its addition would become an FMA.
-      if (plan.slots == kHeld) {
-        return device::launch<rows_kernel<T, kPass, false, true>>(p.op, launch, p);
+        return device::launch<rows_kernel<T, kPass, true, 0>>(p.op, launch, p);
       }
     }
-    device::launch<rows_kernel<T, kPass, false, false>>(p.op, launch, p);
+    if constexpr (sizeof(T) <= 2) {
+      visit_slots(plan.slots, [&](auto slots) {
+        device::launch<rows_kernel<T, kPass, false, slots>>(p.op, launch, p);
+      });
+    } else {
+      device::launch<rows_kernel<T, kPass, false, 0>>(p.op, launch, p);
+    }
   });
 }
 
