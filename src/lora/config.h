@@ -73,6 +73,9 @@ inline constexpr MmaShape kMmaShapes[] = {{1, 4, 1, 4}, {4, 2, 3, 3}, {4, 2, 6, 
 /// Stages of the ring of rank rows of the decode shrink. Fewer let more of its CTAs share an SM;
 /// partials of K chunks of 256 elements alone have them.
 inline constexpr int kDecodeStages = 4, kFewDecodeStages = 2;
+/// CTAs of the decode shrink that an SM has registers for where they keep no fragments of x: of K
+/// chunks of 256 elements and up to 32 rank rows.
+inline constexpr int kDenseShrinkPerSm = 8, kDenseShrinkMaxRows = 32;
 
 struct ShrinkPlan {
   ShrinkKernel kernel = ShrinkKernel::kMma;
@@ -80,7 +83,8 @@ struct ShrinkPlan {
   int tile_tokens = 16;
   int rows = 32;  ///< rank rows of a CTA
   Partials partials = Partials::kNone;
-  int per_sm = 0;              ///< CTAs per SM, decode kernel; 0: as many as fit
+  int per_sm = 0;              ///< CTAs per SM, decode kernel; 0: as many as fit; or in fewer
+                               ///< registers, kDenseShrinkPerSm
   int stages = kDecodeStages;  ///< of its ring of rank rows: that, or kFewDecodeStages
   int leaves = 1;              ///< whose partials a CTA of the kernel of parts makes
 

@@ -195,7 +195,12 @@ int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile
   if (s.op == Op::kApply && leaf_size(s.hidden) == kDecodeK && s.rank_rows() > kLongRows) {
     const bool all_run = small && s.max_rank <= kLongRank && chunks <= four;
     most = all_run ? kRowsAtOnce : kFewRows;
-    if (all_run) least = most;
+    // CTAs of as many rows each. (us: 29 tokens of 78 adapters, rank 32, 8,192 to 2,048 + 2 x 256,
+    // 48 rows and 48 13.1, 64 and 32 15.3.)
+    if (all_run) {
+      most = round_up(ceil_div(s.rank_rows(), ceil_div(s.rank_rows(), kRowsAtOnce)), 16);
+      least = most;
+    }
   } else if (s.rank_rows() > kManyRows) {
     most = kFewRows;
   } else if (small && ctas(kRowsAtOnce) > four && ctas(kMoreRows) <= four) {
@@ -238,6 +243,26 @@ bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, Expan
   return true;
 }
 
+/// Whether the CTAs of the decode shrink are to run in fewer registers, for which they load
+/// fragments of x anew in every stage: where there is one stage, and both kernels of a call have
+/// more CTAs than the chip has registers for, so that expand's would start late. (us: 30 tokens of
+/// 166 adapters, rank 4, qkv, 4.9 and 5.9; 59 of 104, 4,096 to 4,096, 5.0 and 5.9; 26 of 36, rank
+/// 8, 2,048 to 2,048 + 2 x 512, 4.1 and 4.5; but with room for all 44 of 325, 3,072 to 1,024, 4.1
+/// and 3.7; where few have none 134 of 16, 4,096 to 16,384, 9.8 and 7.5; and in two stages 31 of
+/// 467, rank 16, 2,048 to 512 + 2 x 128, 4.6 and 4.1.)
+bool suits_dense_shrink(const LoraShape& s, const Machine& m, const ShrinkPlan& shrink,
+                        const ExpandPlan& expand) {
+  constexpr int kOneStage = 16, kSmRegisters = 512;  // an SM's, for each of 128 threads
+  constexpr int kShrink = 112, kExpand = 152, kDenseExpand = 128;
+  constexpr double kAll = 1.03;
+  if (shrink.rows > kOneStage || leaf_size(s.hidden) == kDecodeK) return false;
+  const std::int64_t shrinks = decode_shrink_ctas(s, shrink.rows);
+  const bool dense = expand.kernel == ExpandKernel::kDirect || expand.per_sm == kDenseExpandPerSm;
+  const std::int64_t registers =
+      shrinks * kShrink + expand_ctas(s, expand) * (dense ? kDenseExpand : kExpand);
+  return shrinks > m.sms && static_cast<double>(registers) > kAll * kSmRegisters * m.sms;
+}
+
 /// Gives the CTAs of a small batch an SM each. CTAs of later calls, which start early, then prepare
 /// themselves on other SMs: beside them a CTA has to wait for its turn in everything. Expand takes
 /// whole SMs where those of two calls fit the chip; shrink where both kernels of a call do, as what
@@ -251,8 +276,12 @@ void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandP
       alone(s, m, decode_shrink_ctas(s, shrink.rows), expand)) {
     expand.per_sm = 1;
   }
-  const bool decode = shrink.kernel == ShrinkKernel::kDecode;
-  if (decode && shrink_fits(s, m, shrink.rows, expand)) shrink.per_sm = 1;
+  if (shrink.kernel != ShrinkKernel::kDecode) return;
+  if (shrink_fits(s, m, shrink.rows, expand)) {
+    shrink.per_sm = 1;
+  } else if (suits_dense_shrink(s, m, shrink, expand)) {
+    shrink.per_sm = kDenseShrinkPerSm;
+  }
 }
 
 }  // namespace mortar::lora

@@ -49,6 +49,10 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
       for (const int per_sm : {0, 1}) {
         plans.push_back({ShrinkKernel::kDecode, 0, 16, last, Partials::kFinish, per_sm});
       }
+      if (last <= kDenseShrinkMaxRows && leaf_size(s.hidden) < kDecodeK) {
+        plans.push_back(plans.back());
+        plans.back().per_sm = kDenseShrinkPerSm;
+      }
       if (decode_ring_rows(s.hidden, kFewDecodeStages) < last && leaf_size(s.hidden) < kDecodeK) {
         plans.push_back(plans.back());
         plans.back().per_sm = 0;

@@ -73,6 +73,16 @@ TEST(LoraChoice, StagesOfTheDecodeShrinkFollowItsCtas) {
   EXPECT_NE(text.find("48 rank rows, 2 stages"), std::string::npos) << text;
 }
 
+/// It runs in fewer registers where its CTAs and expand's would not find room for all of them.
+TEST(LoraChoice, RegistersOfTheDecodeShrinkFollowTheCtasOfBothKernels) {
+  const auto per_sm = [](const LoraShape& s) { return choose(s, {}).shrink.per_sm; };
+  EXPECT_EQ(per_sm(shape(59, 104, 8, 4096, {16384})), kDenseShrinkPerSm);
+  EXPECT_EQ(per_sm(shape(26, 36, 8, 2048, {2048, 512, 512})), kDenseShrinkPerSm);
+  EXPECT_EQ(per_sm(shape(44, 325, 8, 3072, {1024})), 0);
+  EXPECT_EQ(per_sm(shape(31, 467, 16, 2048, {512, 128, 128})), 0);
+  EXPECT_EQ(per_sm(shape(59, 104, 8, 8192, {16384})), 0);
+}
+
 /// Four CTAs of the decode expand share an SM where each has long to stream.
 TEST(LoraChoice, ManyColumnsOfHigherRanksShareAnSm) {
   const auto expand = [](const LoraShape& s, const Machine& m = {}) {

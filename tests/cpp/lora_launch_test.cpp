@@ -65,6 +65,7 @@ TEST_P(LoraLaunch, EveryShapeIsAmongThesePlans) {
   }
   expect_all_shapes_ran(false);
   EXPECT_TRUE(stages_ran_.contains(lora::kFewDecodeStages));
+  EXPECT_TRUE(dense_shrink_ran_);
   EXPECT_EQ(dense_ran_, (std::set{lora::kDenseExpandStages, lora::kDecodeExpandStages}));
   if (this_machine().arch != 90) return;
   for (std::size_t i = 0; i < std::size(lora::kMmaShapes); ++i) {

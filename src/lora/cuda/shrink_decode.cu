@@ -42,7 +42,8 @@ constexpr int kPitch = kK + 8;   ///< elements; 1040 B rows make ldmatrix free o
 constexpr int kPieces = kK / 8;  ///< 16-byte pieces of a row
 constexpr int kRowStep = kThreads / kPieces;
 
-template <class T_, bool kWhole_, int kLeaves_, int kStages_ = kDecodeStages, int kAtOnce_ = 1>
+template <class T_, bool kWhole_, int kLeaves_, int kStages_ = kDecodeStages, int kAtOnce_ = 1,
+          bool kDense_ = false>
 struct Traits {
   using T = T_;
   static constexpr bool kWhole = kWhole_;                  ///< h, not slabs
@@ -53,11 +54,11 @@ struct Traits {
   static constexpr int kStageRows = 8 * kWarps / kLeaves;  ///< rank rows per stage
   static constexpr int kStageElts = kStageRows * kPitch;
   /// Fragments of x stay in registers while a leaf's fit, for the stages that stream past them.
-  static constexpr bool kKeepX = kSteps <= 16 && kAtOnce == 1;
+  static constexpr bool kKeepX = kSteps <= 16 && kAtOnce == 1 && !kDense_;
   /// Two leaves per CTA are those of K up to 4,096, which a cluster holds at once.
   static constexpr bool kTurns = kWhole && kLeaves == 1;
   /// Of long leaves as few registers as they need, so that CTAs of expand find room beside them.
-  static constexpr int kPerSm = kAtOnce == 2 ? 8 : 4;
+  static constexpr int kPerSm = kAtOnce == 2 || kDense_ ? kDenseShrinkPerSm : 4;
 };
 
 /// Adds the leaves of the tokens that this CTA of the cluster looks after, and writes their h.
@@ -288,7 +289,7 @@ void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
     const int most = std::min(p.rows_per_cta, rows);
     l.smem = static_cast<std::size_t>(decode_smem(p.weights.hidden, most, Tr::kStages));
   }
-  l.per_sm = c.per_sm;
+  l.per_sm = c.per_sm == kDenseShrinkPerSm ? 0 : c.per_sm;
   l.stream = stream;
   l.pdl = true;
   device::launch<shrink_decode_kernel<Tr>>("lora_shrink", l, p);
@@ -308,6 +309,9 @@ void launch_leaves(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
       return launch_traits<Traits<T, kWhole, 1, kDecodeStages, 2>>(p, c, stream);
     }
     if (at_once) return launch_traits<Traits<T, kWhole, 2, kDecodeStages, 4>>(p, c, stream);
+    if (!leaves_of_k && c.per_sm == kDenseShrinkPerSm) {
+      return launch_traits<Traits<T, kWhole, 2, kDecodeStages, 1, true>>(p, c, stream);
+    }
   }
   leaves_of_k ? launch_traits<Traits<T, kWhole, 1>>(p, c, stream)
               : launch_traits<Traits<T, kWhole, 2>>(p, c, stream);
