@@ -16,7 +16,7 @@
 namespace mortar::lora::cuda::wide_walk {
 
 /// A producer's part of the copies: 16 bytes of every 16th row.
-template <class T, bool kStaged>
+template <class T>
 struct Copier {
   static constexpr int kStep = kProducers / 8, kCopies = kTokens / kStep;
   static_assert(kStep == 16);
@@ -51,7 +51,7 @@ struct Columns {
   int rank, there;         ///< columns from that row's on that there are
   bool vector;
 
-  __device__ __forceinline__ Columns(const Copier<T, kStaged>& copy, const Step& t) {
+  __device__ __forceinline__ Columns(const Copier<T>& copy, const Step& t) {
     // Rows kStep places further are those of 4 and 28 columns on.
     const int row0 = copy.row0, column = (row0 >> 1 & 3) * 8 + (row0 >> 3) * 2 + (row0 & 1);
     const std::int64_t stride = t.b_stride;
@@ -63,12 +63,11 @@ struct Columns {
     vector = t.vector;
   }
   /// 64 ranks from `from_rank` on.
-  __device__ __forceinline__ void copy(const Copier<T, kStaged>& copy, int stage,
-                                       int from_rank) const {
+  __device__ __forceinline__ void copy(const Copier<T>& copy, int stage, int from_rank) const {
     const int left = rank - from_rank;
     const T* from = first + (left > 0 ? from_rank + copy.piece * 8 : 0);
     const std::uint32_t dst = copy.to + (Room<kStaged>::kHBlocks + stage) * kBlockBytes;
-    constexpr int kBytes = Copier<T, kStaged>::kStep * device::kSwizzleBytes, kPairs = kCopies / 2;
+    constexpr int kBytes = Copier<T>::kStep * device::kSwizzleBytes, kPairs = kCopies / 2;
     if (!vector) {
 #pragma unroll 1
       for (int i = 0; i < kCopies; ++i) {
@@ -95,13 +94,13 @@ struct Columns {
   }
 
  private:
-  static constexpr int kCopies = Copier<T, kStaged>::kCopies;
+  static constexpr int kCopies = Copier<T>::kCopies;
 };
 
 template <class T, bool kStaged>
 __device__ __forceinline__ void produce(const ExpandParams& p, Shared& shared, std::uint32_t ring) {
   constexpr int kHBlocks = Room<kStaged>::kHBlocks, kStages = Room<kStaged>::kStages;
-  const Copier<T, kStaged> copy(ring);
+  const Copier<T> copy(ring);
   device::RingCursor<kSteps> now;
   device::RingCursor<kStages> at;
   device::RingCursor<kHBlocks> h_at;
