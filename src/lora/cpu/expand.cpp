@@ -120,6 +120,7 @@ void ExpandPass::run_block(const Part& part, const SliceWeights& w, int slice,
   pack.row_bytes = w.rank * w_size;
   pack.stride_bytes = w.b_row_stride * w_size;
   pack.num_rows = num_columns;
+  pack.rows_after = weights_.widths[slice] - column - num_columns;
   pack.out = packed;
   const std::int64_t units = num_units(w.rank, weights_.dtype);
   pack.panel_stride = round_up<std::int64_t>(units, 4) * kPackColumns;

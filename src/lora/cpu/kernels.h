@@ -72,6 +72,7 @@ struct PackBlock {
   std::int64_t row_bytes = 0;     ///< bytes used of each row
   std::int64_t stride_bytes = 0;  ///< bytes from one row to the next
   std::int64_t num_rows = 0;
+  std::int64_t rows_after = 0;  ///< behind these, of the next block: fetched ahead
   std::uint32_t* out = nullptr;
   std::int64_t panel_stride = 0;  ///< words
 };

@@ -87,7 +87,9 @@ inline void pack(const PackBlock& block) {
   const std::int64_t ahead = std::max<std::int64_t>(kLanes, kAheadBytes / block.row_bytes);
   for (std::int64_t n = 0; n < columns; n += kLanes) {
     const std::int64_t num_rows = std::clamp<std::int64_t>(block.num_rows - n, 0, kLanes);
-    prefetch_rows(rows + (n + ahead) * block.stride_bytes, block.stride_bytes, block.row_bytes);
+    if (n + ahead < block.num_rows + block.rows_after) {
+      prefetch_rows(rows + (n + ahead) * block.stride_bytes, block.stride_bytes, block.row_bytes);
+    }
     std::uint32_t* out = block.out + n / kPackColumns * block.panel_stride + n % kPackColumns;
     for (std::int64_t byte = 0; byte < block.row_bytes;
          byte += kBytes, out += kUnits * kPackColumns) {
