@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "lora/train/cuda/panel.h"
 
@@ -11,15 +12,22 @@ namespace {
 
 using namespace lora::train::cuda;
 
+/// The sums of dy and of x, which has 4,096 columns.
+std::pair<PanelProblem, PanelProblem> sums_of(std::int64_t rows, std::int64_t width, int rank) {
+  PanelProblem dy;
+  dy.rows = rows;
+  dy.matrices = 1;
+  dy.width = rank;
+  dy.products = true;
+  PanelProblem x = dy;
+  dy.columns[0] = width;
+  x.columns[0] = 4096;
+  return {dy, x};
+}
+
 TEST(LoraTrainSumsPlan, DyOfUpTo32RanksComesOnceWhereItsChunksCostLess) {
   const auto once = [](std::int64_t rows, std::int64_t width, int rank) {
-    PanelProblem dy, x;
-    dy.rows = x.rows = rows;
-    dy.matrices = x.matrices = 1;
-    dy.columns[0] = width;
-    x.columns[0] = 4096;
-    dy.width = x.width = rank;
-    dy.products = x.products = true;
+    const auto [dy, x] = sums_of(rows, width, rank);
     return choose_backward(dy, x, true, 227 * 1024).one_pass;
   };
   EXPECT_TRUE(once(12345, 2560, 24));
@@ -34,13 +42,7 @@ TEST(LoraTrainSumsPlan, DyOfUpTo32RanksComesOnceWhereItsChunksCostLess) {
 
 TEST(LoraTrainSumsPlan, SumsOfDyBesideDsFillHalfOfTheDevice) {
   const auto chunks = [](std::int64_t rows, std::int64_t width, int rank, bool beside) {
-    PanelProblem dy, x;
-    dy.rows = x.rows = rows;
-    dy.matrices = x.matrices = 1;
-    dy.columns[0] = width;
-    x.columns[0] = 4096;
-    dy.width = x.width = rank;
-    dy.products = x.products = true;
+    auto [dy, x] = sums_of(rows, width, rank);
     dy.beside_ds = beside;
     const BackwardPlan plan = choose_backward(dy, x, true, 227 * 1024);
     EXPECT_FALSE(plan.one_pass);

@@ -127,24 +127,28 @@ inline ProductCut product_cut(const PanelProblem& p, std::int64_t all_columns) {
                : cut_rows(p.rows, all_columns, p.width);
 }
 
+/// So many chunks of rows, each a multiple of `unit`.
+inline RowCut cut_evenly(std::int64_t rows, std::int64_t chunks, int unit) {
+  return RowCut{static_cast<int>(round_up<std::int64_t>(
+      ceil_div<std::int64_t>(std::max<std::int64_t>(rows, 1), chunks), unit))};
+}
+
 /// Chunks of one adapter's rows: one to three waves of them, or as the product cuts wide ranks.
 inline void offer_chunks(const PanelProblem& p, int shape_index, PanelCut* best) {
   const PanelShape& shape = kPanelShapes[shape_index];
-  const auto cut = [&](std::int64_t chunks, int unit) {
-    return RowCut{static_cast<int>(round_up<std::int64_t>(
-        ceil_div<std::int64_t>(std::max<std::int64_t>(p.rows, 1), chunks), unit))};
-  };
   if (p.by_products() && !shape.makes_ds) {
     std::int64_t all_columns = 0;
     for (int i = 0; i < p.matrices; ++i) all_columns += p.columns[i];
     const ProductCut product = product_cut(p, all_columns);
-    return best->offer({shape_index, cut(product.parts, lora::cuda::kProductStep)}, product.us);
+    return best->offer({shape_index, cut_evenly(p.rows, product.parts, lora::cuda::kProductStep)},
+                       product.us);
   }
   const std::int64_t side_by_side =
       std::max<std::int64_t>(num_panels(p, shape) * ceil_div(p.width, shape.ranks), 1);
   for (int waves = 1; waves <= 3; ++waves) {
     const RowCut chunk =
-        cut(std::max<std::int64_t>(waves * kPanelSms / side_by_side, 1), shape.rows * shape.groups);
+        cut_evenly(p.rows, std::max<std::int64_t>(waves * kPanelSms / side_by_side, 1),
+                   shape.rows * shape.groups);
     const std::int64_t chunks =
         std::max<std::int64_t>(ceil_div<std::int64_t>(p.rows, chunk.rows), 1);
     best->offer({shape_index, chunk}, time_of(p, shape, chunk.rows, chunks));
@@ -244,11 +248,10 @@ inline DxPanels dx_panels(const PanelProblem& x, const PanelPlan& plan, int sms,
   if (x.width > kPanelShapes[plan.shape].ranks) return kNone;
   const bool wide_panels = plan.shape == kInputPanels || plan.shape == kInputPanels32;
   if (x.adapters > 0) return wide_panels ? k256 : kNone;
-  const auto blocks = [&](DxPanels panels) {
-    return ceil_div<std::int64_t>(x.columns[0], dx_columns(panels)) *
-           ceil_div<std::int64_t>(x.rows, plan.chunk.rows);
-  };
   const std::int64_t chunks = ceil_div<std::int64_t>(x.rows, plan.chunk.rows);
+  const auto blocks = [&](DxPanels panels) {
+    return ceil_div<std::int64_t>(x.columns[0], dx_columns(panels)) * chunks;
+  };
   const auto fills = [&](DxPanels panels) { return 8 * blocks(panels) >= std::int64_t{7} * sms; };
   // Those of choose_input have been found to fill the SMs.
   if (wide_panels) return x.by_products() || fills(k256) ? k256 : kNone;
@@ -295,12 +298,6 @@ inline bool pays_at_once(const PanelProblem& dy, const PanelPlan& one) {
   return elements / kBytesPerUs > kChunkUs * chunks + kLeastUs;
 }
 
-/// Rows of a chunk of products, of so many.
-inline int product_chunk(std::int64_t rows, std::int64_t chunks) {
-  return static_cast<int>(round_up<std::int64_t>(
-      ceil_div<std::int64_t>(std::max<std::int64_t>(rows, 1), chunks), lora::cuda::kProductStep));
-}
-
 /// Chunks of more than 32 ranks with dx: by panels of 64 columns, or of 128, an SM for each thread
 /// block; 0: these are too short, or leave too many SMs idle. (us of a backward on an H200, rank
 /// 64, by chunks for products / by these: 8192 x 2560 x 2560 53.8 / 49.1, 8192 x 3072 x 3072 62.7 /
@@ -331,7 +328,7 @@ inline PanelPlan choose_input(const PanelProblem& x, int smem) {
   if (!x.with_dx || x.adapters > 0 || !x.by_products() || x.width > kMostRanks) return chain;
   if (x.width > ranks) {
     const int chunks = chunks_with_dx(x);
-    if (chunks > 0) chain.chunk = RowCut{product_chunk(x.rows, chunks)};
+    if (chunks > 0) chain.chunk = cut_evenly(x.rows, chunks, lora::cuda::kProductStep);
     return chain;
   }
   PanelProblem wide = x;
