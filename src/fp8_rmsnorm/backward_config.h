@@ -25,6 +25,7 @@ struct BackwardPlan {
   static constexpr int kMostThreads = 512;  ///< of a CTA
   static constexpr int kElements = 16;      ///< of a row, that a thread holds
   static constexpr int kMostStrips = 8;     ///< as many CTAs as a cluster may have
+  static constexpr int kMostGroups = 5;     ///< of rows, of a CTA that has strips of them
   static constexpr int kMostStages = 4;
   /// Rows that are asked for early where a thread has up to kFewSteps, and where it has more: they
   /// are in the way of the call before, which still writes, and of dw (2048 x 4096, two, three,
@@ -55,10 +56,42 @@ struct BackwardPlan {
   MORTAR_HOST_DEVICE std::int64_t row_step() const { return chunks * row_groups; }
 };
 
-/// CTAs that the rows are dealt out to: of an H200's 132 SMs those that clusters leave usable. Part
-/// of dw's tree, so the same on every GPU.
+/// CTAs that the rows are dealt out to, where each takes one of so many strips: of an H200's 132
+/// SMs those that clusters leave usable. Part of dw's tree, so the same on every GPU.
 constexpr std::int64_t most_chunks(int strips) {
   return strips == 1 ? 132 : strips == 2 ? 66 : 120 / strips;
+}
+
+/// Threads that share a strip of a row: a power of two, or whole warps.
+constexpr int strip_threads(std::int64_t hidden, int strips) {
+  const int least = static_cast<int>(
+      ceil_div<std::int64_t>(ceil_div<std::int64_t>(hidden, strips), BackwardPlan::kElements));
+  return least <= 32 ? static_cast<int>(power_of_two_above(least)) : round_up(least, 32);
+}
+
+/// Strips of a row: one where a CTA has the threads. Else so many that a CTA has two rows at least,
+/// if it can, and works on one while the sum of another is on its way from the other CTAs (4096 x
+/// 12288 in bfloat16: 86.2 us for 93.8); of such, those with the least work for a thread, and then
+/// with the most threads.
+constexpr int choose_strips(std::int64_t hidden, int most_threads) {
+  if (strip_threads(hidden, 1) <= most_threads) return 1;
+  struct Choice {
+    int strips, row_threads, threads;
+  };
+  const auto choice = [&](int strips) {
+    const int row_threads = strip_threads(hidden, strips);
+    const int groups = std::min(most_threads / row_threads, BackwardPlan::kMostGroups);
+    return Choice{strips, row_threads, groups * row_threads};
+  };
+  Choice best = choice(BackwardPlan::kMostStrips);
+  for (int strips = best.strips / 2; strips > 1; strips /= 2) {
+    const Choice c = choice(strips);
+    if (c.threads == 0 || (c.threads == c.row_threads && best.threads > best.row_threads)) break;
+    const std::int64_t work = c.row_threads * most_chunks(best.strips);
+    const std::int64_t work_of_best = best.row_threads * most_chunks(c.strips);
+    if (work < work_of_best || (work == work_of_best && c.threads >= best.threads)) best = c;
+  }
+  return best.strips;
 }
 
 /// The plan with at most so many threads, and chunks where `chunks` is not 0.
@@ -66,14 +99,11 @@ inline BackwardPlan backward_plan(const BackwardShape& s, const GpuShape& gpu, i
                                   std::int64_t chunks = 0) {
   constexpr int kElements = BackwardPlan::kElements;
   BackwardPlan plan;
-  plan.strips = static_cast<int>(
-      power_of_two_above(ceil_div<std::int64_t>(s.hidden, most_threads * kElements)));
+  plan.strips = choose_strips(s.hidden, most_threads);
   plan.cluster = plan.strips > 1 && gpu.clusters;
-  const int columns = static_cast<int>(ceil_div<std::int64_t>(s.hidden, plan.strips));
-  const int least = ceil_div(columns, kElements);  // threads
-  plan.row_threads =
-      least <= 32 ? static_cast<int>(power_of_two_above(least)) : round_up(least, 32);
-  const int most_groups = plan.strips > 1 ? 1 : most_threads / plan.row_threads;
+  plan.row_threads = strip_threads(s.hidden, plan.strips);
+  int most_groups = most_threads / plan.row_threads;
+  if (plan.strips > 1) most_groups = std::min(most_groups, BackwardPlan::kMostGroups);
   // Rows that one CTA takes at once are its own: a call then costs one launch and no workspace.
   if (chunks == 0) chunks = s.rows <= most_groups ? 1 : most_chunks(plan.strips);
   plan.row_groups =

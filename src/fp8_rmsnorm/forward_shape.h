@@ -31,7 +31,7 @@ struct ForwardShape {
 };
 
 /// Power of two at or above n, for n of at least 1.
-inline std::int64_t power_of_two_above(std::int64_t n) {
+constexpr std::int64_t power_of_two_above(std::int64_t n) {
   return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(n)));
 }
 

@@ -50,7 +50,7 @@ TEST(Fp8RmsNormBackwardConfig, CoversAllAndFits) {
 // On any GPU, whatever its shared memory: the same chunks, row groups, and threads of a row.
 TEST(Fp8RmsNormBackwardConfig, TheTreeOfDwIsAMatterOfSizes) {
   for (const std::int64_t rows : {1, 127, 132, 133, 1000, 8192, 1'000'000}) {
-    for (const std::int64_t hidden : {16, 1040, 4096, 8208, 16384, 65536}) {
+    for (const std::int64_t hidden : {16, 1040, 4096, 8208, 12288, 16384, 65536}) {
       for (const int x_bytes : {1, 2, 4}) {
         for (const int dy_bytes : {2, 4}) {
           BackwardShape s{rows, hidden, x_bytes, dy_bytes, false};

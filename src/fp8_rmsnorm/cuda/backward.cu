@@ -12,7 +12,7 @@
 //          shared memory. A thread keeps 16 columns of a row in registers while the row's sum is
 //          made, beside their weights and sums of dw. 20 instructions an element, of 33 that the
 //          floor allows. Rows over 8,192 columns are strips of CTAs in a cluster, which send each
-//          other their sums, and wait for them
+//          other their sums, and work on another row until these are there
 // wrong  : rows over 8,192 columns before sm_90, without clusters: the strips' sums are made by a
 //          pass of their own, so that dy and x are read twice
 #include <bit>
@@ -60,9 +60,9 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
   constexpr bool kWarps = kAccess == Access::kFast || kAccess == Access::kStrips;
   constexpr bool kStrips = kAccess == Access::kStrips || kAccess == Access::kAny;
   constexpr bool kMayBeAll = !kWarps;  // others would spill
-  extern __shared__ uint4 ring[];
+  extern __shared__ __align__(128) uint4 ring[];
   __shared__ __align__(16) float warp_sums[DotReduction::kScratch];
-  __shared__ StripDots<kStrips ? 2 : 1> strip_dots;
+  __shared__ StripDots<kStrips ? 2 : 1> strip_dots[kStrips ? BackwardPlan::kMostGroups : 1];
   const BackwardProblem& p = params.problem;
   const BackwardPlan& plan = params.plan;
 
@@ -139,7 +139,8 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
   for (int i = thread; i < DotReduction::kScratch; i += static_cast<int>(blockDim.x)) {
     warp_sums[i] = 0.0f;
   }
-  if (kStrips && plan.cluster) strip_dots.init(thread);
+  const bool sends = kStrips && plan.cluster && (kWarps || group < plan.row_groups);
+  if (sends) strip_dots[group].init(thread - group * row_threads);
   __syncthreads();
   if (kStrips && plan.cluster) {  // all its CTAs have come so far
     device::cluster_arrive();
@@ -274,9 +275,9 @@ __global__ void __maxnreg__((kRegisters<X, D, kAccess>))
 #pragma unroll 1
         for (int s = 0; s < plan.strips; ++s) dot += __ldcg(params.dots + s * p.input.rows + row);
       }
-      if (plan.cluster) {
-        strip_dots.send(step, dot, thread, plan.strips);
-        dot = strip_dots.receive(step, plan.strips);
+      if (sends) {
+        strip_dots[group].send(step, dot, thread - group * row_threads, plan.strips);
+        dot = strip_dots[group].receive(step, plan.strips);
       }
       if (dots_only && there && thread == group * row_threads) {
         params.dots[blockIdx.y * p.input.rows + row] = dot;

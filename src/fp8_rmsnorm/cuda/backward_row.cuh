@@ -137,9 +137,9 @@ class DotReduction {
   int group_, row_threads_, own_, odd_ = kMostWarps;
 };
 
-/// The dots of rows of which every CTA of a cluster has a strip, in shared memory, in kSets that
-/// are used in turn. Two are enough: a CTA that sends that of step s has those of s - 1, which the
-/// others sent when all their threads had those of s - 2.
+/// The dots of a row group's rows of which every CTA of a cluster has a strip, in shared memory, in
+/// kSets that are used in turn. Two are enough: a CTA that sends that of step s has those of s - 1,
+/// which the others sent when all their threads had those of s - 2.
 template <int kSets>
 struct StripDots {
   float dots[kSets][BackwardPlan::kMostStrips];
@@ -148,7 +148,7 @@ struct StripDots {
   __device__ __forceinline__ void init(int thread) {
     if (thread < kSets) arrived[thread].init(1);
   }
-  /// To all CTAs of the cluster.
+  /// To all CTAs of the cluster. `thread` is one of the row group.
   __device__ __forceinline__ void send(int step, float dot, int thread, int strips) {
     device::Mbarrier& here = arrived[step % kSets];
     if (thread == 0) here.arrive_and_expect(strips * int{sizeof(float)});

@@ -239,7 +239,7 @@ __device__ __forceinline__ void encode_tiles(const Band<T, kPass>& band, bool in
 template <class T, BandPass kPass>
 __global__ void __launch_bounds__(kThreads, kBandsPerSm)
     bands_kernel(const __grid_constant__ ForwardParams p) {
-  extern __shared__ uint4 memory[];
+  extern __shared__ __align__(128) uint4 memory[];
   __shared__ std::uint32_t scratch[32];
   __shared__ device::Mbarrier sums_here, rstd_here;
   const Band<T, kPass> band(p, memory);
