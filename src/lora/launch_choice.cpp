@@ -66,17 +66,12 @@ constexpr int kFewRanks = 32;  // up to which few tiles take as many as they lik
 /// 2,048 columns in place of 1,024: 1.02 times, 97 problems; but 11 of 149, 8,192 to 2 x 28,672,
 /// 1,280 columns 27.5, 1,024 31.1.)
 constexpr std::int64_t kDenseElements = 12000, kMostDenseCols = 1024, kOneRoundCols = 1536;
-/// Of more than kSmallTileTokens whose tiles are full, bytes of y and B of a CTA: those of tiles that
-/// are not come and go beside them. (us: 2,879 tokens of 163 adapters, rank 16, 5,120 to 5,120, 2,560
-/// columns 61.0, 1,024 54.9; 2,605 of 115, 4,096 to 4,096, 2,048 columns 34.9, 1,024 31.2; 1,455 of
-/// 57, ranks up to 64, 1,024 to 2 x 3,072, 1,024 columns 30.7, 512 29.5; but of tiles of six tokens
-/// 1,477 of 227, rank 16, 18,944 to 3,584, 1,792 columns 71.6, 1,024 75.0.)
+/// Bytes of y and B of a CTA whose tile is full, where there is hardly more than a round of CTAs.
+/// (us: 2,879 tokens of 163 adapters, rank 16, 5,120 to 5,120, 2,560 columns 61.3, 1,024 54.7; 2,605
+/// of 115, 4,096 to 4,096, 2,048 columns 34.5, 1,024 30.9; but of tiles of six tokens 1,477 of 227,
+/// 18,944 to 3,584, 1,792 columns 71.6, 1,024 75.0; of two rounds on an H100 1,024 of 64, rank 32,
+/// gate_up, 3,584 columns 103.1, 896 108.4.)
 constexpr std::int64_t kFullTileBytes = 100 << 10;
-std::int64_t full_tile_cols(const LoraShape& s) {
-  const bool full = s.num_tokens > kSmallTileTokens && tokens_per_adapter(s) >= 16;
-  if (!full || s.max_rank > 64) return kMostDecodeCols;
-  return kFullTileBytes / (4 * 16 + 2 * s.max_rank);
-}
 /// Columns from which on CTAs of ranks 65 to 128 have long to stream.
 constexpr std::int64_t kLongBlocks = 1024;
 
@@ -259,7 +254,7 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   if (per_sm == 2 && s.max_rank <= kFewRanks && cols * s.max_rank >= kLongStream) {
     cols = ceil_div<std::int64_t>(2 * cols, 3);
   }
-  if (s.max_rank > kFewRanks || likely >= kManyTiles) cols = std::min(cols, full_tile_cols(s));
+  if (s.max_rank > kFewRanks || likely >= kManyTiles) cols = std::min(cols, kMostDecodeCols);
   // A stage of the ring is a block of B of 8 to 32 KB. A step takes some 0.7 us whatever its
   // columns, so wide blocks are better, as long as two CTAs fit an SM. (us, ranks 65 to 128, blocks
   // of 32 and of these widths: 74 tokens of 16 adapters, 3,584 to 2 x 18,944, 92 and 62; 112 of
@@ -309,6 +304,11 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   // 16, 101 and 139; but one token, gate_up, 3.4 and 3.1.)
   if (likely >= kManyTiles && s.max_rank <= kFewRanks && runs_dense(s)) {
     c.per_sm = kDenseExpandPerSm;
+    const bool full = s.num_tokens > kSmallTileTokens && tokens_per_adapter(s) >= 16;
+    const std::int64_t round = kDenseExpandPerSm * m.sms, most = kFullTileBytes / (64 + 2 * s.max_rank);
+    if (full && 2 * tiles * column_blocks(s, c.cols) <= 3 * round) {
+      c.cols = std::min(c.cols, even_cols(s, most, c.block_cols));
+    }
   }
   constexpr std::int64_t kFewTiles = 4;
   if (s.max_rank > kFewRanks && (s.max_rank > 64 || tiles > kFewTiles) && runs_dense(s)) {
@@ -317,8 +317,7 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
     if (own * s.max_rank >= kDenseElements) {
       c.per_sm = kDenseExpandPerSm;
       c.block_cols = decode_ring_fits(s, m, own, 128, kDenseExpandStages) ? 128 : 64;
-      const std::int64_t most = own <= kOneRoundCols ? own : kMostDenseCols;
-      c.cols = even_cols(s, std::min(most, full_tile_cols(s)), c.block_cols);
+      c.cols = even_cols(s, own <= kOneRoundCols ? own : kMostDenseCols, c.block_cols);
     }
   }
   fit_many(s, m, c);
