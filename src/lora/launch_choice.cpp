@@ -67,10 +67,10 @@ constexpr int kFewRanks = 32;  // up to which few tiles take as many as they lik
 /// 1,280 columns 27.5, 1,024 31.1.)
 constexpr std::int64_t kDenseElements = 12000, kMostDenseCols = 1024, kOneRoundCols = 1536;
 /// Bytes of y and B of a CTA whose tile is full, where there is hardly more than a round of CTAs.
-/// (us: 2,879 tokens of 163 adapters, rank 16, 5,120 to 5,120, 2,560 columns 61.3, 1,024 54.7; 2,605
-/// of 115, 4,096 to 4,096, 2,048 columns 34.5, 1,024 30.9; but of tiles of six tokens 1,477 of 227,
-/// 18,944 to 3,584, 1,792 columns 71.6, 1,024 75.0; of two rounds on an H100 1,024 of 64, rank 32,
-/// gate_up, 3,584 columns 103.1, 896 108.4.)
+/// (us: 2,879 tokens of 163 adapters, rank 16, 5,120 to 5,120, 2,560 columns 61.3, 1,024 54.7;
+/// 2,605 of 115, 4,096 to 4,096, 2,048 columns 34.5, 1,024 30.9; but of tiles of six tokens 1,477
+/// of 227, 18,944 to 3,584, 1,792 columns 71.6, 1,024 75.0; of two rounds on an H100 1,024 of 64,
+/// rank 32, gate_up, 3,584 columns 103.1, 896 108.4.)
 constexpr std::int64_t kFullTileBytes = 100 << 10;
 /// Columns from which on CTAs of ranks 65 to 128 have long to stream.
 constexpr std::int64_t kLongBlocks = 1024;
@@ -305,7 +305,8 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   if (likely >= kManyTiles && s.max_rank <= kFewRanks && runs_dense(s)) {
     c.per_sm = kDenseExpandPerSm;
     const bool full = s.num_tokens > kSmallTileTokens && tokens_per_adapter(s) >= 16;
-    const std::int64_t round = kDenseExpandPerSm * m.sms, most = kFullTileBytes / (64 + 2 * s.max_rank);
+    const std::int64_t round = kDenseExpandPerSm * m.sms,
+                       most = kFullTileBytes / (64 + 2 * s.max_rank);
     if (full && 2 * tiles * column_blocks(s, c.cols) <= 3 * round) {
       c.cols = std::min(c.cols, even_cols(s, most, c.block_cols));
     }

@@ -216,8 +216,8 @@ int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile
   return std::clamp(round_up(own, 16), least, most);
 }
 
-/// Columns of a CTA of the decode expand that adds the partials of chunks, with which all of them run
-/// at once; in whole blocks.
+/// Columns of a CTA of the decode expand that adds the partials of chunks, with which all of them
+/// run at once; in whole blocks.
 int adding_cols(const LoraShape& s, const Machine& m) {
   const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
   return even_cols(s, ceil_div<std::int64_t>(s.sum_widths() * tiles, kExpandPerSm * m.sms),

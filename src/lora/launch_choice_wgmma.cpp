@@ -121,8 +121,8 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
                         costs.start - costs.round +
                         std::ceil(ctas / shape.per_sm) * (costs.round + costs.shape * size);
   if (shape.share != Share::kLeaf) return clocks;
-  const double all =
-      clocks + (may_add_chunks(s, m) ? 0 : costs.finish) + 2 * static_cast<double>(partial_bytes(s)) / (m.sms * kL2Bytes);
+  const double all = clocks + (may_add_chunks(s, m) ? 0 : costs.finish) +
+                     2 * static_cast<double>(partial_bytes(s)) / (m.sms * kL2Bytes);
   // (Of 8.8 MB, us on an H100: 319 tokens of one adapter, rank 256, 13,824 to 5,120, 26, and 33
   // without partials.)
   return partials_are_light(s) || partial_bytes(s) <= kFewPartials ? all : costs.many * all;

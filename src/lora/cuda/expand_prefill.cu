@@ -148,8 +148,8 @@ struct Worker {
 #pragma unroll
       for (int i = 0; i < kTokens; i += kStep) {
         if (row + i < count) {
-          device::cp_async_16(dst + Ranks::row_of(i) * Ranks::kPitch * 2,
-                              src + i * p.h.row_stride, bytes);
+          device::cp_async_16(dst + Ranks::row_of(i) * Ranks::kPitch * 2, src + i * p.h.row_stride,
+                              bytes);
         }
       }
     } else if (!holds_h()) {

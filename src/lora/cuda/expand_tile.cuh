@@ -43,9 +43,9 @@ struct RankTile {
     if (!kInBlocks) return own ^ (32 * step);
     return step / kBlockSteps * kBlockElts * 2 + (own ^ (32 * (step % kBlockSteps)));
   }
-  /// The row of h of a place in a tile of tokens. In blocks a warp of the four that multiply 64 rows
-  /// has places 8 w to 8 w + 7 and those 32 beyond: of a half-full tile all have as much to store.
-  /// (That of places whose bits are apart is the sum of theirs.)
+  /// The row of h of a place in a tile of tokens. In blocks, of the four warps that multiply 64 rows
+  /// warp w has places 8 w to 8 w + 7 and those 32 beyond: of a half-full tile all have as much to
+  /// store. (Of places whose bits do not overlap, the row of their sum is the sum of their rows.)
   __device__ __forceinline__ static constexpr int row_of(int place) {
     return kInBlocks ? (place & 24) * 2 + (place & 32) / 4 + (place & 7) : place;
   }
