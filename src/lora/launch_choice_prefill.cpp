@@ -46,8 +46,8 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
 /// 257, rank 128, 3,584 to 3,584 + 2 x 512, 427 and 407; 297 of 3, rank 128, 3,072 to 1,024, 16 and
 /// 9; but 2,093 of 49, rank 128, 3,072 to 1,024, 32 and 38.) Above rank 32 they may be emptier, as
 /// B, which tiles of 16 each read, is more. (us, prefill and decode, ranks up to 64: 1,455 of 57,
-/// 1,024 to 2 x 3,072, 26.6 and 30.7; 1,454 of 80, 2,048 to 512 + 2 x 128, 18.5 and 19.9; but 374 of
-/// 23, qkv, 20.2 and 19.1; of rank 16 2,605 of 115, 4,096 to 4,096, 37.8 and 34.9.)
+/// 1,024 to 2 x 3,072, 26.6 and 30.7; 1,454 of 80, 2,048 to 512 + 2 x 128, 18.5 and 19.9; but 374
+/// of 23, qkv, 20.2 and 19.1; of rank 16 2,605 of 115, 4,096 to 4,096, 37.8 and 34.9.)
 bool suits_prefill(const LoraShape& s, const Machine& m) {
   constexpr std::int64_t kMoreTokens = 26, kMoreTokensHigh = 17;  // of an adapter
   constexpr int kHighRanks = 33;

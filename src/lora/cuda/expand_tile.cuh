@@ -43,7 +43,7 @@ struct RankTile {
     if (!kInBlocks) return own ^ (32 * step);
     return step / kBlockSteps * kBlockElts * 2 + (own ^ (32 * (step % kBlockSteps)));
   }
-  /// The row of h of a place in a tile of tokens. In blocks, of the four warps that multiply 64 rows
+  /// The row of h of a place in a tile of tokens. In blocks, of four warps that multiply 64 rows,
   /// warp w has places 8 w to 8 w + 7 and those 32 beyond: of a half-full tile all have as much to
   /// store. (Of places whose bits do not overlap, the row of their sum is the sum of their rows.)
   __device__ __forceinline__ static constexpr int row_of(int place) {
