@@ -44,20 +44,20 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
 /// Tiles of 64, unless they would be mostly empty, or too few to fill the chip. (us, prefill
 /// against decode behind one shrink: 374 tokens of 23 adapters, rank 64, qkv, 30 and 21; 4,468 of
 /// 257, rank 128, 3,584 to 3,584 + 2 x 512, 427 and 407; 297 of 3, rank 128, 3,072 to 1,024, 16 and
-/// 9; but 2,093 of 49, rank 128, 3,072 to 1,024, 32 and 38.) Above rank 32 they may be emptier, as
-/// B, which tiles of 16 each read, is more. (us, prefill and decode, ranks up to 64: 1,455 of 57,
-/// 1,024 to 2 x 3,072, 26.6 and 30.7; 1,454 of 80, 2,048 to 512 + 2 x 128, 18.5 and 19.9; but 374
-/// of 23, qkv, 20.2 and 19.1; of rank 16 2,605 of 115, 4,096 to 4,096, 37.8 and 34.9.)
+/// 9; but 2,093 of 49, rank 128, 3,072 to 1,024, 32 and 38.) Where adapters have
+/// ranks of their own tiles may be emptier, as B, which a step copies once for all of its tokens, is
+/// about half of what the host has to assume. (us, prefill and decode, ranks up to 64: 1,455 of 57,
+/// 1,024 to 2 x 3,072, 26.4 and 30.7; 1,454 of 80, 2,048 to 512 + 2 x 128, 18.2 and 19.6; but 374 of
+/// 23, qkv, 20.2 and 19.1; all of rank 64 6,619 of 384, 3,584 to 2 x 18,944, 860 and 748.)
 bool suits_prefill(const LoraShape& s, const Machine& m) {
-  constexpr std::int64_t kMoreTokens = 26, kMoreTokensHigh = 17;  // of an adapter
-  constexpr int kHighRanks = 33;
+  constexpr std::int64_t kMoreTokens = 26, kMoreTokensRagged = 17;  // of an adapter
   if (h_width(s) > kExpandPrefillMaxRank || best_tile_tokens(s) != 64 ||
       prefill_smem(s) + kPrefillStaticSmem > m.max_smem) {
     return false;
   }
   const std::int64_t steps =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kPrefillCols);
-  const std::int64_t more = h_width(s) >= kHighRanks ? kMoreTokensHigh : kMoreTokens;
+  const std::int64_t more = s.ragged ? kMoreTokensRagged : kMoreTokens;
   return s.op != Op::kApply || (tokens_per_adapter(s) > more && steps > m.sms);
 }
 

@@ -116,14 +116,18 @@ TEST(LoraChoice, FullTilesTakeFewerColumns) {
   EXPECT_EQ(cols(shape(1477, 227, 16, 18944, {3584})), 1792);
 }
 
-/// Expand takes tiles of 64 that are a quarter full, above rank 32, and else from 27 tokens on.
-TEST(LoraChoice, TilesOf64MayBeEmptierWhereRanksAreHigh) {
-  const auto kernel = [](const LoraShape& s) { return choose(s, {}).expand.kernel; };
-  EXPECT_EQ(kernel(shape(1455, 57, 64, 1024, {3072, 3072})), ExpandKernel::kPrefill);
-  EXPECT_EQ(kernel(shape(1454, 80, 64, 2048, {512, 128, 128})), ExpandKernel::kPrefill);
-  EXPECT_EQ(kernel(shape(374, 23, 64, 4096, {4096, 1024, 1024})), ExpandKernel::kDecode);
-  EXPECT_EQ(kernel(shape(2605, 115, 16, 4096, {4096})), ExpandKernel::kDecode);
-  EXPECT_EQ(kernel(shape(2547, 73, 16, 2048, {2048})), ExpandKernel::kPrefill);
+/// Expand takes tiles of 64 from 27 tokens of an adapter on, of ragged ranks from 18 on.
+TEST(LoraChoice, TilesOf64MayBeEmptierWhereRanksAreRagged) {
+  const auto kernel = [](LoraShape s, bool ragged) {
+    s.ragged = ragged;
+    return choose(s, {}).expand.kernel;
+  };
+  const LoraShape gate = shape(1455, 57, 64, 1024, {3072, 3072});
+  EXPECT_EQ(kernel(gate, true), ExpandKernel::kPrefill);
+  EXPECT_EQ(kernel(gate, false), ExpandKernel::kDecode);
+  EXPECT_EQ(kernel(shape(1454, 80, 64, 2048, {512, 128, 128}), true), ExpandKernel::kPrefill);
+  EXPECT_EQ(kernel(shape(374, 23, 64, 4096, {4096, 1024, 1024}), true), ExpandKernel::kDecode);
+  EXPECT_EQ(kernel(shape(2547, 73, 16, 2048, {2048}), false), ExpandKernel::kPrefill);
 }
 
 /// Chunks of K cost a kernel that adds their sums, unless expand can.
