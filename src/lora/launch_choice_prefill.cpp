@@ -44,11 +44,11 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
 /// Tiles of 64, unless they would be mostly empty, or too few to fill the chip. (us, prefill
 /// against decode behind one shrink: 374 tokens of 23 adapters, rank 64, qkv, 30 and 21; 4,468 of
 /// 257, rank 128, 3,584 to 3,584 + 2 x 512, 427 and 407; 297 of 3, rank 128, 3,072 to 1,024, 16 and
-/// 9; but 2,093 of 49, rank 128, 3,072 to 1,024, 32 and 38.) Where adapters have
-/// ranks of their own tiles may be emptier, as B, which a step copies once for all of its tokens, is
-/// about half of what the host has to assume. (us, prefill and decode, ranks up to 64: 1,455 of 57,
-/// 1,024 to 2 x 3,072, 26.4 and 30.7; 1,454 of 80, 2,048 to 512 + 2 x 128, 18.2 and 19.6; but 374 of
-/// 23, qkv, 20.2 and 19.1; all of rank 64 6,619 of 384, 3,584 to 2 x 18,944, 860 and 748.)
+/// 9; but 2,093 of 49, rank 128, 3,072 to 1,024, 32 and 38.) Where adapters have ranks of their own
+/// tiles may be emptier, as B, which a step copies once for all of its tokens, is about half of
+/// what the host has to assume. (us, prefill and decode, ranks up to 64: 1,455 of 57, 1,024 to 2 x
+/// 3,072, 26.4 and 30.7; 1,454 of 80, 2,048 to 512 + 2 x 128, 18.2 and 19.6; but 374 of 23, qkv,
+/// 20.2 and 19.1; all of rank 64 6,619 of 384, 3,584 to 2 x 18,944, 860 and 748.)
 bool suits_prefill(const LoraShape& s, const Machine& m) {
   constexpr std::int64_t kMoreTokens = 26, kMoreTokensRagged = 17;  // of an adapter
   if (h_width(s) > kExpandPrefillMaxRank || best_tile_tokens(s) != 64 ||
