@@ -66,6 +66,12 @@ constexpr int kFewRanks = 32;  // up to which few tiles take as many as they lik
 /// 2,048 columns in place of 1,024: 1.02 times, 97 problems; but 11 of 149, 8,192 to 2 x 28,672,
 /// 1,280 columns 27.5, 1,024 31.1.)
 constexpr std::int64_t kDenseElements = 12000, kMostDenseCols = 1024, kOneRoundCols = 1536;
+/// Bytes of y and B of a CTA whose tile is full, where there is hardly more than a round of CTAs.
+/// (us: 2,879 tokens of 163 adapters, rank 16, 5,120 to 5,120, 2,560 columns 61.3, 1,024 54.7;
+/// 2,605 of 115, 4,096 to 4,096, 2,048 columns 34.5, 1,024 30.9; but of tiles of six tokens 1,477
+/// of 227, 18,944 to 3,584, 1,792 columns 71.6, 1,024 75.0; of two rounds on an H100 1,024 of 64,
+/// rank 32, gate_up, 3,584 columns 103.1, 896 108.4.)
+constexpr std::int64_t kFullTileBytes = 100 << 10;
 /// Columns from which on CTAs of ranks 65 to 128 have long to stream.
 constexpr std::int64_t kLongBlocks = 1024;
 
@@ -221,40 +227,6 @@ int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m) {
   return (16 + columns) * kLoraMaxRank * 2 + 2048 <= m.max_smem ? 3 : 2;
 }
 
-int prefill_smem(const LoraShape& s) {
-  const int ranks = !s.aligned_y || h_width(s) > 64 ? 128
-                    : h_width(s) > 32               ? 64
-                    : h_width(s) > 16               ? 32
-                                                    : 16;
-  const int stages = ranks == 16 ? 4 : 3, b_slots = ranks == 16 ? 4 : 2;
-  return stages * (64 * kPrefillCols * 2 + 64 * ranks * 2) + b_slots * kPrefillCols * ranks * 2;
-}
-
-ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
-  ExpandPlan c;
-  c.kernel = ExpandKernel::kPrefill;
-  c.tile_tokens = 64;
-  c.cols = kPrefillCols;
-  c.per_sm = 2 * (prefill_smem(s) + kPrefillStaticSmem) <= m.sm_smem ? 2 : 1;
-  const std::int64_t steps =
-      max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kPrefillCols);
-  // A tile at a time only where all of them run at once. Runs of two have B for the second tile in
-  // time, and longer ones reuse it, which pays above rank 64, if an adapter has so many tiles. (us,
-  // runs of one tile and of two: 1,126 tokens of 3 adapters, rank 64, 3,072 to 1,024, 7.2 and 8.9;
-  // but 3,385 of 8, rank 16, 3,584 to 896 + 2 x 128, 17.1 and 16.4. Runs of 2 and 8 on an H100:
-  // 2,847 tokens of one adapter, rank 128, 2,048 to 2 x 8,192, 1.07 times as long; 541 of 12, rank
-  // 128, 3,584 to 2 x 18,944, 0.93 times; but 5,745 of 75, 16,384 to 2 x 53,248, 1.06 times.)
-  const std::int64_t ctas = m.sms * c.per_sm;
-  c.log_run = steps > ctas ? 1 : 0;
-  const int most = h_width(s) > 64 || !s.aligned_y ? 3 : 1;
-  const std::int64_t reused = ceil_div<std::int64_t>(tokens_per_adapter(s), 64);
-  while (c.log_run > 0 && c.log_run < most && steps > (10 * ctas << c.log_run) &&
-         (h_width(s) <= 64 || (2 << c.log_run) <= reused)) {
-    ++c.log_run;
-  }
-  return c;
-}
-
 bool runs_wgmma(const LoraShape& s, const Machine& m) {
   return m.arch == 90 && s.aligned_x && (s.one_type || s.float_weights);
 }
@@ -332,6 +304,12 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   // 16, 101 and 139; but one token, gate_up, 3.4 and 3.1.)
   if (likely >= kManyTiles && s.max_rank <= kFewRanks && runs_dense(s)) {
     c.per_sm = kDenseExpandPerSm;
+    const bool full = s.num_tokens > kSmallTileTokens && tokens_per_adapter(s) >= 16;
+    const std::int64_t round = kDenseExpandPerSm * m.sms,
+                       most = kFullTileBytes / (64 + 2 * s.max_rank);
+    if (full && 2 * tiles * column_blocks(s, c.cols) <= 3 * round) {
+      c.cols = std::min(c.cols, even_cols(s, most, c.block_cols));
+    }
   }
   constexpr std::int64_t kFewTiles = 4;
   if (s.max_rank > kFewRanks && (s.max_rank > 64 || tiles > kFewTiles) && runs_dense(s)) {
@@ -348,20 +326,6 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   if (!s.aligned_y) c.block_cols = 32;  // two kernels for all ranks, whose blocks are narrow
   c.stages = decode_stages(s, c, m);
   return c;
-}
-
-/// Tiles of 64, unless they would be mostly empty, or too few to fill the chip. (us, prefill
-/// against decode behind one shrink: 374 tokens of 23 adapters, rank 64, qkv, 30 and 21; 4,468 of
-/// 257, rank 128, 3,584 to 3,584 + 2 x 512, 427 and 407; 297 of 3, rank 128, 3,072 to 1,024, 16 and
-/// 9; but 2,093 of 49, rank 128, 3,072 to 1,024, 32 and 38.)
-bool suits_prefill(const LoraShape& s, const Machine& m) {
-  if (h_width(s) > kExpandPrefillMaxRank || best_tile_tokens(s) != 64 ||
-      prefill_smem(s) + kPrefillStaticSmem > m.max_smem) {
-    return false;
-  }
-  const std::int64_t steps =
-      max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kPrefillCols);
-  return s.op != Op::kApply || (tokens_per_adapter(s) > kLightTokens && steps > m.sms);
 }
 
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {

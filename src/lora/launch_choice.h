@@ -70,6 +70,7 @@ bool fits_clusters(const LoraShape& s, const Machine& m, int rows);
 int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m);
 
 ExpandPlan prefill_expand(const LoraShape& s, const Machine& m);
+bool suits_prefill(const LoraShape& s, const Machine& m);
 /// Whether shapes of shrink_wgmma.cu can: x of 16 bits, weights of its type or of float32.
 bool runs_wgmma(const LoraShape& s, const Machine& m);
 /// Runs of so many tiles of 64 tokens. The host does not know how tokens are shared out: it takes
@@ -132,6 +133,8 @@ Partials tile_partials(const LoraShape& s, const Machine& m, const ExpandPlan& e
 int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand);
 /// Rank rows of a CTA of it elsewhere, of so many CTAs a tile if each took all of them.
 int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile);
+/// Whether the decode expand could add the partials of chunks of K, and so has no kernel for that.
+bool may_add_chunks(const LoraShape& s, const Machine& m);
 /// Whether the decode expand adds the partials of the wgmma shrink's chunks, two kernels in place
 /// of three, and then how.
 bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand);

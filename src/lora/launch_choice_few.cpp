@@ -25,6 +25,9 @@ constexpr int kSmallLeaf = 7;
 static_assert(kWgmmaShapes[kSmallLeaf].rows == 16 &&
               kWgmmaShapes[kSmallLeaf].share == Share::kLeaf);
 
+/// Columns of a block of B of a CTA of expand that adds the partials of chunks.
+int adding_block(const LoraShape& s) { return h_width(s) > 16 ? 128 : 256; }
+
 std::int64_t trips(const LoraShape& s) {
   return ceil_div(likely_tile(s) * h_width(s) / 4, kPieces);
 }
@@ -213,25 +216,34 @@ int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile
   return std::clamp(round_up(own, 16), least, most);
 }
 
+/// Columns of a CTA of the decode expand that adds the partials of chunks, with which all of them
+/// run at once; in whole blocks.
+int adding_cols(const LoraShape& s, const Machine& m) {
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
+  return even_cols(s, ceil_div<std::int64_t>(s.sum_widths() * tiles, kExpandPerSm * m.sms),
+                   adding_block(s));
+}
+
 /// Up to rank 32 where all CTAs of expand, of so many columns, run at once. (us on an H100, two
 /// kernels and three: 1,024 tokens of 8 adapters, rank 16, qkv 17.9 and 19.1, down 22.7 and 23.8;
 /// 2,436 of 3, 3,072 to 1,024, 13.3 and 14.5; 409 of 7, rank 32, 1,280 to 5,120, 7.6 and 8.4; but
 /// 1,024 of 8, gate_up, 56.6 and 53.1; 458 of two, rank 8, 8,192 to 8,192 + 2 x 1,024, 17.1 and
 /// 15.9.)
+bool may_add_chunks(const LoraShape& s, const Machine& m) {
+  constexpr std::int64_t kMostElements = 1024 * 16;  // of B of a CTA
+  return s.op == Op::kApply && s.one_type && s.aligned_y && h_width(s) > 8 && h_width(s) <= 32 &&
+         num_leaves(s.hidden) <= kLeaves && adding_cols(s, m) * h_width(s) <= kMostElements;
+}
+
 bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand) {
-  constexpr std::int64_t kMostCols = 1024, kSmallX = 16 << 20;
-  if (s.op != Op::kApply || !s.one_type || !s.aligned_y || h_width(s) <= 8 || h_width(s) > 32 ||
-      shrink.kernel != ShrinkKernel::kWgmma || !shrink.split() ||
-      expand.kernel != ExpandKernel::kPrefill || num_leaves(s.hidden) > kLeaves) {
+  constexpr std::int64_t kSmallX = 16 << 20;
+  if (!may_add_chunks(s, m) || shrink.kernel != ShrinkKernel::kWgmma || !shrink.split() ||
+      expand.kernel != ExpandKernel::kPrefill) {
     return false;
   }
-  ExpandPlan c = decode_expand(s, m);
-  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
-  c.block_cols = h_width(s) > 16 ? 128 : 256;
-  c.cols = even_cols(s, ceil_div<std::int64_t>(s.sum_widths() * tiles, kExpandPerSm * m.sms),
-                     c.block_cols);
-  if (c.cols * h_width(s) > kMostCols * 16) return false;
-  expand = c;
+  expand = decode_expand(s, m);
+  expand.block_cols = adding_block(s);
+  expand.cols = adding_cols(s, m);
   shrink.partials = Partials::kExpand;
   // As many CTAs as can be, unless x would be read twice and is large. (16 rows and 48: 943 tokens
   // of 4 adapters, rank 32, 8,192 to 2,048, 12.4 and 13.9; but 1,481 of 7, 23.6 and 20.9.)

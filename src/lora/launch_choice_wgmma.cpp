@@ -22,12 +22,15 @@ struct Costs {
   double product, step;  ///< of a stage for every tile and rank row of the shape, and besides
   double start, shape;   ///< of a CTA's start and end, and for every tile and rank row
   double round;          ///< of the start and end of CTAs behind others, in place of `start`
-  double finish;         ///< of the kernel that adds partials
+  double finish;         ///< of the kernel that adds partials, where expand does not
   double many;           ///< factor of many partials, which also push x and A out of L2
 };
 /// (The clocks of CTAs behind others by 82 problems on an H200: 1.0105 times as long as the best
-/// shape on average, with 12,000 1.013 times.)
-constexpr Costs kCosts{45, 4000, 300, 4, 0, 12000, 0, 15000, 1000, 1.5};
+/// shape on average, with 12,000 1.013 times. The least clocks of a stage, and those of the kernel
+/// that adds partials below, by 80 more: 1.013 times, with 300 and none 1.017 times. us, these and
+/// those: 3,348 tokens of 3 adapters, rank 16, 2,048 to 1,024, 11.4 and 14.0; 2,048 of 8, rank 64,
+/// 14,336 to 4,096, 39.1 and 40.9; 1,911 of 19, rank 32, 2,048 to 2,048, 13.9 and 15.2.)
+constexpr Costs kCosts{45, 4000, 360, 4, 0, 12000, 0, 15000, 1000, 1.5};
 /// Those of ranks up to 64 and so many tokens, whose CTAs are short and start behind others that
 /// end: fitted to the plans of 167 random problems on an H100. What they choose takes the whole
 /// call 1.024 times as long as the best plan tried, on average, what the others do 1.040 times.
@@ -36,7 +39,7 @@ constexpr Costs kCosts{45, 4000, 300, 4, 0, 12000, 0, 15000, 1000, 1.5};
 /// 49.5; 12,484 of 9, 14,336 to 4,096, 201 and 171; of rank 128 140 and 107, 10,157 of 6, 4,096 to
 /// 1,024 + 2 x 256.)
 constexpr std::int64_t kLowTokens = 2000;
-constexpr Costs kLowCosts{84, 1294, 161, 2.3, 0.8, 12000, 0.2, 2550, 0, 1.1};
+constexpr Costs kLowCosts{84, 1294, 161, 2.3, 0.8, 12000, 0.2, 2550, 1000, 1.1};
 /// Those of ranks above 128: fitted to the three or four best shapes of 35 problems on an H100, the
 /// rate of L2 and the price of a shape's size anew to all shapes of 32 problems on an H200. What
 /// they choose takes the whole call 1.028 times as long as the best shape there, on average, what
@@ -118,8 +121,8 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
                         costs.start - costs.round +
                         std::ceil(ctas / shape.per_sm) * (costs.round + costs.shape * size);
   if (shape.share != Share::kLeaf) return clocks;
-  const double all =
-      clocks + costs.finish + 2 * static_cast<double>(partial_bytes(s)) / (m.sms * kL2Bytes);
+  const double all = clocks + (may_add_chunks(s, m) ? 0 : costs.finish) +
+                     2 * static_cast<double>(partial_bytes(s)) / (m.sms * kL2Bytes);
   // (Of 8.8 MB, us on an H100: 319 tokens of one adapter, rank 256, 13,824 to 5,120, 26, and 33
   // without partials.)
   return partials_are_light(s) || partial_bytes(s) <= kFewPartials ? all : costs.many * all;

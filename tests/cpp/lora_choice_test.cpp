@@ -108,6 +108,36 @@ TEST(LoraChoice, ManyColumnsOfHigherRanksShareAnSm) {
   EXPECT_EQ(expand(high, small).block_cols, 64);
 }
 
+/// Where tiles are full, CTAs take fewer columns.
+TEST(LoraChoice, FullTilesTakeFewerColumns) {
+  const auto cols = [](const LoraShape& s) { return choose(s, {}).expand.cols; };
+  EXPECT_EQ(cols(shape(2879, 163, 16, 5120, {5120})), 1024);
+  EXPECT_EQ(cols(shape(2605, 115, 16, 4096, {4096})), 1024);
+  EXPECT_EQ(cols(shape(1477, 227, 16, 18944, {3584})), 1792);
+}
+
+/// Expand takes tiles of 64 from 27 tokens of an adapter on, of ragged ranks from 18 on.
+TEST(LoraChoice, TilesOf64MayBeEmptierWhereRanksAreRagged) {
+  const auto kernel = [](LoraShape s, bool ragged) {
+    s.ragged = ragged;
+    return choose(s, {}).expand.kernel;
+  };
+  const LoraShape gate = shape(1455, 57, 64, 1024, {3072, 3072});
+  EXPECT_EQ(kernel(gate, true), ExpandKernel::kPrefill);
+  EXPECT_EQ(kernel(gate, false), ExpandKernel::kDecode);
+  EXPECT_EQ(kernel(shape(1454, 80, 64, 2048, {512, 128, 128}), true), ExpandKernel::kPrefill);
+  EXPECT_EQ(kernel(shape(374, 23, 64, 4096, {4096, 1024, 1024}), true), ExpandKernel::kDecode);
+  EXPECT_EQ(kernel(shape(2547, 73, 16, 2048, {2048}), false), ExpandKernel::kPrefill);
+}
+
+/// Chunks of K cost a kernel that adds their sums, unless expand can.
+TEST(LoraChoice, ChunksCountWhoAddsThem) {
+  const auto plan = [](const LoraShape& s) { return choose(s, {}); };
+  EXPECT_EQ(plan(shape(409, 7, 32, 1280, {5120})).shrink.partials, Partials::kExpand);
+  EXPECT_EQ(plan(shape(3348, 3, 16, 2048, {1024})).shrink.partials, Partials::kExpand);
+  EXPECT_EQ(plan(shape(1911, 19, 32, 2048, {2048})).shrink.partials, Partials::kNone);
+}
+
 /// Tiles of 16 tokens where these read few weights, tiles of 64 where ranks are high.
 TEST(LoraChoice, TilesFollowWhatTheyRead) {
   const auto decodes = [](const LoraShape& s, const Machine& m = {}) {

@@ -53,6 +53,10 @@ template <class Tr>
 struct Worker {
   using T = typename Tr::T;
   using Ranks = typename Tr::Ranks;
+  /// Places from those of a warp to the next one's, and between a thread's two. The warps of few
+  /// tokens are neighbours, of which the SM's schedulers have as many each.
+  static constexpr int kWarpPlaces = Ranks::kInBlocks ? 8 : 16;
+  static constexpr int kHalfPlaces = Ranks::kInBlocks ? kTokens / 2 : 8;
   const ExpandParams& p;
   unsigned char* ring;
   int first_row;
@@ -60,8 +64,8 @@ struct Worker {
   int piece, row0;                 ///< its part of copying y: those columns of every 16th row
   int y_at;                        ///< and their place in a stage
   std::uint32_t ring_at;           ///< shared-memory address of the ring
-  int warp_m, warp_n;              ///< its warp's 16 tokens and 64 columns of a product
-  int out_row, out_piece, out_at;  ///< its first row there, its first 8 columns, and their place
+  int warp_m, warp_n;              ///< its warp's part of the tokens and of the columns
+  int out_row, out_piece, out_at;  ///< its first token there, its first 8 columns, and their place
 
   __device__ __forceinline__ Worker(const ExpandParams& params, unsigned char* smem, int first)
       : p(params),
@@ -72,9 +76,9 @@ struct Worker {
         row0(threadIdx.x / 16),
         y_at(y_place(threadIdx.x / 16, threadIdx.x % 16)),
         ring_at(device::smem_address(smem)),
-        warp_m(warp_index() % kWarpsM),
-        warp_n(warp_index() / kWarpsM),
-        out_row(warp_m * 16 + static_cast<int>(threadIdx.x) % 32 / 4),
+        warp_m(Ranks::kInBlocks ? warp_index() % kWarpsM : warp_index() / kWarpsN),
+        warp_n(Ranks::kInBlocks ? warp_index() / kWarpsM : warp_index() % kWarpsN),
+        out_row(warp_m * kWarpPlaces + static_cast<int>(threadIdx.x) % 32 / 4),
         out_piece(warp_n * 8 + static_cast<int>(threadIdx.x) % 4),
         out_at(y_place(out_row, out_piece)) {}
 
@@ -139,11 +143,13 @@ struct Worker {
       const T* src = static_cast<const T*>(p.h.data) + t.h_at + (bytes > 0 ? column : 0) +
                      (tile.start - first_row + row) * p.h.row_stride;
       const int count = column < round_up(t.rank, 16) ? tile.count : 0;
-      const std::uint32_t dst = at + kYBytes + 2 * Ranks::place(row, Ranks::own_piece());
+      const std::uint32_t dst =
+          at + kYBytes + 2 * Ranks::place(Ranks::row_of(row), Ranks::own_piece());
 #pragma unroll
       for (int i = 0; i < kTokens; i += kStep) {
         if (row + i < count) {
-          device::cp_async_16(dst + i * Ranks::kPitch * 2, src + i * p.h.row_stride, bytes);
+          device::cp_async_16(dst + Ranks::row_of(i) * Ranks::kPitch * 2, src + i * p.h.row_stride,
+                              bytes);
         }
       }
     } else if (!holds_h()) {
@@ -189,7 +195,8 @@ struct Worker {
         const float high = __uint_as_float(j % 2 == 0 ? quad.y : quad.w);
         words[j] = device::pack2<T>(2 * j < left ? low : 0.0f, 2 * j + 1 < left ? high : 0.0f);
       }
-      *reinterpret_cast<uint4*>(h_stage(stage) + Ranks::place(row, Ranks::own_piece())) =
+      *reinterpret_cast<uint4*>(h_stage(stage) +
+                                Ranks::place(Ranks::row_of(row), Ranks::own_piece())) =
           make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
@@ -205,24 +212,25 @@ struct Worker {
 
   __device__ __forceinline__ void compute(const StepSlot& t, int stage) const {
     if (uniform(t.live) == 0 || warp_n * 64 >= uniform(t.cols)) return;
-    const bool idle = warp_m * 16 >= uniform(t.entry.z);
-    if (!Ranks::kInBlocks && idle) return;  // on wgmma the warpgroup's four warps multiply together
+    const int places = uniform(t.entry.z) - warp_m * kWarpPlaces;  // from its first one on
+    if (!Ranks::kInBlocks && places <= 0) return;  // on wgmma four warps multiply together
     float acc[kGroups][4][4] = {};
     multiply_tile<T, Ranks>(acc, h_stage(stage), b_tile(t.b_slot), warp_m, warp_n,
                             uniform(ceil_div(t.rank, 16)));
-    if (Ranks::kInBlocks && idle) return;
     const unsigned char* from = y_stage(stage);
-    const std::uint32_t there = t.there[warp_m / 2] >> out_row % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      char* to = static_cast<char*>(p.y.data) + t.y[out_row + 8 * half] + out_piece * 16;
+      if (places <= half * kHalfPlaces) return;
+      const int place = out_row + half * kHalfPlaces;
+      char* to = static_cast<char*>(p.y.data) + t.y[place] + out_piece * 16;
+      const bool there = (t.there[place / 32] >> place % 32 & 1) != 0;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        const auto& old =
-            *reinterpret_cast<const uint4*>(from + (out_at ^ g * 64) + half * 8 * kCols * 2);
+        const auto& old = *reinterpret_cast<const uint4*>(from + (out_at ^ g * 64) +
+                                                          half * kHalfPlaces * kCols * 2);
         const uint4 out = add_products<T>(old, acc[g], half, t.scale);
         const int left = t.cols - (out_piece + g * 4) * 8;
-        if ((there >> 8 * half & 1) == 0 || left <= 0) continue;
+        if (!there || left <= 0) continue;
         if constexpr (Tr::kVectorY) {
           *reinterpret_cast<uint4*>(to + g * 64) = out;
         } else {

@@ -17,7 +17,7 @@ constexpr int kWorkers = 256;            ///< threads that copy and compute
 constexpr int kThreads = kWorkers + 32;  ///< and one warp that looks ahead
 constexpr int kTokens = kStepTokens;     ///< of a tile
 constexpr int kCols = kPrefillCols;      ///< of a block
-constexpr int kWarpsM = 4, kGroups = 2;
+constexpr int kWarpsM = 4, kWarpsN = 2, kGroups = 2;
 constexpr int kYBytes = kTokens * kCols * 2;
 /// Segments whose table is copied to shared memory; more of them are looked up in global memory.
 constexpr int kSharedSegments = 256;
@@ -33,7 +33,7 @@ struct Traits {
   static constexpr int kStages = kLogPieces_ == 1 ? 4 : 3;
   /// Blocks of B. Fewer than stages: where B changes in every step, a block is copied only one step
   /// ahead, once its slot is free.
-  static constexpr int kBSlots = kLogPieces_ == 1 ? 4 : 2;
+  static constexpr int kBSlots = kLogPieces_ == 1 ? 4 : kLogPieces_ == 2 ? 3 : 2;
   static constexpr int kStageBytes = kYBytes + kTokens * Ranks::kPitch * 2;
   static constexpr int kBBytes = kCols * Ranks::kPitch * 2;
   static constexpr int kSmem = kStages * kStageBytes + kBSlots * kBBytes;
@@ -53,7 +53,7 @@ __device__ __forceinline__ int y_place(int row, int piece) {
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 __device__ __forceinline__ int warp_index() { return uniform(static_cast<int>(threadIdx.x) / 32); }
 
-/// acc = h B^T for this warp's 16 tokens and 64 columns of a tile. On sm_90a the four warps that
+/// acc = h B^T for this warp's 16 rows of h and 64 columns of a tile. On sm_90a the four warps that
 /// share the columns form a warpgroup, which reads rows of 64 ranks and more as they lie: as
 /// wgmma's swizzle. For lower ranks it is no faster (8192 tokens, qkv: rank 16 +0.3 us, rank 64 -4
 /// us).

@@ -43,6 +43,12 @@ struct RankTile {
     if (!kInBlocks) return own ^ (32 * step);
     return step / kBlockSteps * kBlockElts * 2 + (own ^ (32 * (step % kBlockSteps)));
   }
+  /// The row of h of a place in a tile of tokens. In blocks, of four warps that multiply 64 rows,
+  /// warp w has places 8 w to 8 w + 7 and those 32 beyond: of a half-full tile all have as much to
+  /// store. (Of places whose bits do not overlap, the row of their sum is the sum of their rows.)
+  __device__ __forceinline__ static constexpr int row_of(int place) {
+    return kInBlocks ? (place & 24) * 2 + (place & 32) / 4 + (place & 7) : place;
+  }
   /// The piece and the first row that a thread copies; every kThreads >> kLogPieces-th row is its.
   __device__ __forceinline__ static int own_piece() {
     return static_cast<int>(threadIdx.x) & ((1 << kLogPieces) - 1);
@@ -185,7 +191,7 @@ __device__ __forceinline__ void copy_h(const HView& h, const Tile& tile, const i
   const int piece = Ranks::own_piece(), left = rank - piece * 8;
   if (piece * 8 >= round_up(rank, 16)) return;
   for (int i = Ranks::own_row(); i < tile.count; i += kThreads >> Ranks::kLogPieces) {
-    T* dst = h_tile + Ranks::place(i, piece);
+    T* dst = h_tile + Ranks::place(Ranks::row_of(i), piece);
     const int row = h_row(h, tile, first_row, i, h.by_position ? 0 : tokens[i]);
     if (row < 0) continue;
     const std::int64_t at = slice_at + row * h.row_stride + (left > 0 ? piece * 8 : 0);
