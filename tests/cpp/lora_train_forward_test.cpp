@@ -62,9 +62,8 @@ TEST_P(LoraTrainForward, OneLaunchChangesNoBit) {
     const lora::cuda::ForwardPlan none{};
     const auto first = make({nullptr, nullptr, &none});
     for (int parts = 2; parts <= kLeaves; parts *= 2) {
-      for (const auto& [rows, clusters] : {std::pair{64, 0}, {64, 2}, {40, 0}, {24, 3}, {8, 0}}) {
-        if (float_weights && clusters > 0) continue;
-        const ForwardPlan once = forward_plan(c.hidden, kLeaves, parts, clusters, rows);
+      for (const int rows : {128, 72, 64, 40, 8}) {
+        const ForwardPlan once = forward_plan(c.hidden, kLeaves, parts, rows);
         expect_same_forward(*first, *make({nullptr, nullptr, &once}),
                             "one launch of clusters of " + std::to_string(parts) + ", tiles of " +
                                 std::to_string(rows) + " rows");
@@ -73,9 +72,11 @@ TEST_P(LoraTrainForward, OneLaunchChangesNoBit) {
   }
 }
 
-// Clusters that share the depth and split float32 weights, in more steps than they have stages.
+// Clusters that share the depth, and up to 16 ranks split float32 weights, in more steps than they
+// have stages and in tiles that are not full.
 TEST_P(LoraTrainForward, SplitWeightsChangeNoBit) {
-  for (const auto& [rank, finite] : {std::pair{16, true}, {8, false}, {5, true}, {12, false}}) {
+  for (const auto& [rank, finite] :
+       {std::pair{16, true}, {8, false}, {5, true}, {12, false}, {32, false}}) {
     TrainCase c;
     c.rows = 203;
     c.hidden = 2184;
@@ -97,11 +98,14 @@ TEST_P(LoraTrainForward, SplitWeightsChangeNoBit) {
     plan.parts = unfused_parts(c.rows, width, plan.leaves);
     const auto first = make({&plan, nullptr, nullptr});
     plan.fused = plan.product = true;
-    plan.ranks = 64;
-    plan.rows = lora::cuda::kProductRows;
+    plan.ranks = width <= 64 ? 64 : kHalfPartTile;
     for (plan.parts = 2; plan.parts <= kLeaves; plan.parts *= 2) {
-      expect_same_forward(*first, *make({&plan, nullptr, nullptr}),
-                          "clusters of " + std::to_string(plan.parts));
+      for (const int rows : {128, 72, 40}) {
+        plan.rows = rows;
+        expect_same_forward(*first, *make({&plan, nullptr, nullptr}),
+                            "clusters of " + std::to_string(plan.parts) + ", tiles of " +
+                                std::to_string(rows) + " rows");
+      }
     }
   }
 }

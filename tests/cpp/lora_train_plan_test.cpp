@@ -191,30 +191,32 @@ TEST(LoraTrainPlan, ClustersThatRunAtOnceMakeYToo) {
   EXPECT_EQ(tile(4096, 4096, 4096, 64), Tile(2, 64));
   EXPECT_EQ(tile(4096, 8192, 1024, 32), Tile(2, 64));
   EXPECT_EQ(tile(4096, 4096, 8192, 32), Tile(2, 64));
-  EXPECT_EQ(tile(4225, 4096, 4096, 32), Tile(0, 0));
-  EXPECT_EQ(tile(3000, 5120, 5120, 32), Tile(2, 48));
-  EXPECT_EQ(tile(2500, 5120, 5120, 16), Tile(2, 40));
-  EXPECT_EQ(tile(2048, 4096, 4096, 64), Tile(2, 32));
-  EXPECT_EQ(tile(1024, 4096, 4096, 32), Tile(4, 40));
+  EXPECT_EQ(tile(4225, 4096, 4096, 32), Tile(2, 72));
+  EXPECT_EQ(tile(3000, 5120, 5120, 32), Tile(4, 104));
+  EXPECT_EQ(tile(2500, 5120, 5120, 16), Tile(4, 88));
+  EXPECT_EQ(tile(2048, 4096, 4096, 64), Tile(4, 72));
+  EXPECT_EQ(tile(1024, 4096, 4096, 32), Tile(8, 72));
   EXPECT_EQ(tile(512, 4096, 4096, 16), Tile(8, 40));
-  EXPECT_EQ(tile(1024, 7168, 2048, 64), Tile(4, 40));
+  EXPECT_EQ(tile(1024, 7168, 2048, 64), Tile(8, 72));
   EXPECT_EQ(tile(256, 4096, 4096, 16), Tile(8, 24));
   EXPECT_EQ(tile(768, 3584, 18944, 32), Tile(8, 56));
   EXPECT_EQ(tile(64, 14336, 14336, 16), Tile(0, 0));
   EXPECT_EQ(tile(512, 4096, 14336, 8), Tile(0, 0));
-  EXPECT_EQ(tile(3000, 4096, 4096, 8), Tile(0, 0));
-  EXPECT_EQ(tile(2048, 5120, 13824, 32), Tile(0, 0));
+  EXPECT_EQ(tile(3000, 4096, 4096, 8), Tile(4, 104));
+  EXPECT_EQ(tile(2048, 5120, 13824, 32), Tile(4, 72));
   EXPECT_EQ(tile(4096, 1024, 28672, 16), Tile(0, 0));
   EXPECT_EQ(tile(4096, 4096, 4096, 72), Tile(0, 0));
-  EXPECT_EQ(choose_forward(8192, 4096, 4096, 64, kH200.sms).clusters, 66);
+  EXPECT_EQ(tile(8192, 4096, 4096, 64), Tile(2, 128));
+  EXPECT_EQ(tile(8500, 4096, 4096, 64), Tile(0, 0));
   // Float32 weights.
   const auto parts = [](std::int64_t rows, std::int64_t columns, std::int64_t out, int width) {
     return choose_forward(rows, columns, out, width, kH200.sms, true).parts;
   };
   EXPECT_EQ(parts(4096, 4096, 4096, 16), 2);
   EXPECT_EQ(parts(512, 4096, 4096, 8), 8);
-  EXPECT_EQ(parts(2048, 4096, 4096, 16), 0);
-  EXPECT_EQ(parts(8192, 4096, 4096, 16), 0);
+  EXPECT_EQ(parts(2048, 4096, 4096, 16), 4);
+  EXPECT_EQ(parts(8192, 4096, 4096, 16), 2);
+  EXPECT_EQ(parts(8500, 4096, 4096, 16), 0);
   EXPECT_EQ(parts(4096, 4096, 4096, 24), 0);
   std::mt19937_64 rng(11);
   for (int i = 0; i < 3000; ++i) {
@@ -226,7 +228,7 @@ TEST(LoraTrainPlan, ClustersThatRunAtOnceMakeYToo) {
     EXPECT_GE(plan.parts, 2);
     EXPECT_LE(plan.leaves, lora::cuda::kMostForwardLeaves);
     EXPECT_EQ(plan.leaf, leaf_columns(columns, plan.parts * plan.leaves));
-    EXPECT_TRUE(plan.rows > 0 && plan.rows <= lora::cuda::kForwardRows && plan.rows % 8 == 0);
+    EXPECT_TRUE(plan.rows > 0 && plan.rows <= lora::cuda::kTallForwardRows && plan.rows % 8 == 0);
   }
 }
 

@@ -149,6 +149,21 @@ void emu_bulk_copy(Thread* t, u32 to, u64 from, u32 bytes, u32 barrier, u32 ctas
   }
 }
 
+void emu_bulk_send(Thread* t, u32 to, u32 from, u32 bytes, u32 barrier, u32 at) {
+  Fiber* f = fiber(t);
+  require(f, to % 16 == 0 && from % 16 == 0 && bytes % 16 == 0, at, "a misaligned bulk copy");
+  require_alive(f, to, at);
+  note_access(f, f->smem + to, bytes, AccessKind::kWrite, at);
+  std::memset(shared_at(f, to, bytes, at), poison(), bytes);
+  later(f->warp->cta, [=] {
+    require_alive(f, to, at);
+    require_alive(f, from, at);
+    note_copied(f, f->smem + to, bytes);
+    std::memcpy(shared_at(f, to, bytes, at), shared_at(f, from, bytes, at), bytes);
+    mbarrier_update(f, barrier, 0, -s64{bytes}, at);
+  });
+}
+
 void emu_tensor_copy(Thread* t, u32 rank, u32 to, u64 address, u32 barrier, u32 ctas, u32 at) {
   Fiber* f = fiber(t);
   const TensorMap map = tensor_map(f, rank, address, to, at);

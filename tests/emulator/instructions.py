@@ -207,6 +207,11 @@ class Instructions(Conversions):
                 f"{sets} emu_tensor_copy(t, {rank}, {self.shared32(args[0])}, "
                 f"{address}, {self.shared32(args[2])}, {ctas}, {at});"
             )
+        if parts[4] == "shared::cta":
+            to, source, barrier = (self.shared32(args[i]) for i in (0, 1, 3))
+            return (
+                f"emu_bulk_send(t, {to}, {source}, {self.read(args[2], 'u32')}, {barrier}, {at});"
+            )
         ctas = self.read(args[4], "u16") if multicast else "0"
         return (
             f"emu_bulk_copy(t, {self.shared32(args[0])}, {self.address(args[1], 'global')}, "

@@ -102,6 +102,7 @@ void emu_mbarrier_wait(Thread*, u32 barrier, u32 parity, u32 at);
 u32 emu_mbarrier_test(Thread*, u32 barrier, u32 parity, u32 at);
 void emu_tensor_store(Thread*, u32 rank, u64 map, u32 from, u32 at);
 void emu_tensor_copy(Thread*, u32 rank, u32 to, u64 map, u32 barrier, u32 ctas, u32 at);
+void emu_bulk_send(Thread*, u32 to, u32 from, u32 bytes, u32 barrier, u32 at);
 void emu_bulk_copy(Thread*, u32 to, u64 from, u32 bytes, u32 barrier, u32 ctas, u32 at);
 void emu_st_async(Thread*, u32 to, u32 words, u32 barrier, u32 at);
 void emu_wgmma(Thread*, u32 n, u32 kind, u64 a, u64 b, u32 add, u32 flags, u32 at);

@@ -5,18 +5,19 @@
 // bytes  = 2 M K + 2 M N + 2 M R; A and B come from L2 for every 64 rows
 // FLOP   = 2 M R (K + N): never the limit
 // 4096 rows, K = N = 4096, R = 64: 68 MB, 15.8 us at 4.28 TB/s
-// limit  : DRAM, which mostly reads at first and writes at the end
-// wrong  : so many rows that clusters have several tiles each (12345 x 2560 x 2560, rank 24: 50 us
-//          for 43 apart), and few thread blocks for a wide y, of which each takes 0.3 to 0.5 us for
-//          128 columns whatever its rows are (512 x 4096 x 14336, rank 8: 14.1 us for 10.6)
+// limit  : DRAM, which mostly reads at first and writes at the end; of few thread blocks what an SM
+//          takes in, 66 KB a microsecond, and lets out, 30
+// wrong  : so many rows that clusters of 128 have more than two rounds, and few thread blocks for a
+//          wide y (512 x 4096 x 14336, rank 8: 14.1 us for 10.6)
 //
-// A cluster has up to 64 rows, as few as let all tiles run at once (an MMA's other rows are not
-// looked at), and each of its thread blocks some of the leaves of K, as in product_split.cu: stages
-// come by TMA, sums pass by st.async. A thread block rounds h of some rows, stores it and sends it
-// to all others of the cluster; then each makes every so many columns of y. B comes through the
-// same ring and is there before h is, and so does a base. Apart, y begins some 3 us after the last
-// sum of h: h's stores, the end of a kernel, the start of the next, and h from L2. x leaves L2
-// first, as nobody reads it again: 1 us of 23.
+// A cluster has up to 64 rows, or two halves of up to 64 each, as few as let all tiles run at once
+// (an MMA's other rows are not looked at), and each of its thread blocks some of the leaves of K,
+// as in product_split.cu: stages come by TMA, sums pass by st.async or, of two
+// halves, by the copy engine. A thread block rounds h
+// of some rows, stores it and sends it to all others of the cluster; then each makes every so many
+// columns of y. B comes through the same ring and is there before h is, and so does a base. Apart,
+// y begins some 3 us after the last sum of h: h's stores, the end of a kernel, the start of the
+// next, and h from L2. x leaves L2 first, as nobody reads it again: 1 us of 23.
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -39,19 +40,26 @@ constexpr int kForwardThreads = kConsumers + 32;
 /// before are not in their way.
 constexpr int kMostAheadSteps = 8, kAheadSteps = 3;
 
-/// kRanks: 32 or 64. A stage has room for 64 columns of x and A, or for 128 columns of B.
-/// kShare: columns of B that share a row of 128 bytes, as they lie side by side.
-template <class T_, int kRanks, int kShare_>
-struct ForwardShape
-    : Shape<T_, kRanks, Major::kDepth, Major::kDepth, ProductEnd::kStore, 2, true, false, true> {
-  static constexpr int kShare = kShare_, kLines = kForwardColumns / kShare;
-  static constexpr int kStageBytes = kForwardColumns * device::kSwizzleBytes;
-  static constexpr int kSumBytes = kForwardRows * kRanks * 4;
-  static constexpr int kHiddenBytes = kForwardRows * device::kSwizzleBytes;
-  /// Two blocks of 64 rows and columns of each warpgroup, on their way out.
-  static constexpr int kOutBytes = 4 * kBlockBytes;
+/// kRanks: 32 or 64, of two halves also 16. A stage has room for 64 columns of x and A, or for 128
+/// columns of B.
+/// kShare: columns of B that share a row of 128 bytes, as they lie side by side. kHalves: of a
+/// tile's rows, up to 64 each; a warpgroup makes h of all columns of one of two.
+template <class T_, int kRanks, int kShare_, int kHalves_>
+struct ForwardShape : Shape<T_, kRanks, Major::kDepth, Major::kDepth, ProductEnd::kStore, 2, true,
+                            false, kHalves_ == 1> {
+  static constexpr int kShare = kShare_, kLines = kForwardColumns / kShare, kHalves = kHalves_;
+  static constexpr int kTileRows = kHalves * kForwardRows;
+  static constexpr int kStageBytes = std::max(kForwardColumns * device::kSwizzleBytes,
+                                              (kTileRows + kRanks) * device::kSwizzleBytes);
+  static constexpr bool kCopiesSums = kHalves == 2;
+  static constexpr int kSumsPitch = kCopiesSums ? padded_sums(kRanks / 8) : kRanks;
+  static constexpr int kSumBytes = kTileRows * kSumsPitch * 4;
+  static constexpr int kHiddenBytes = kTileRows * device::kSwizzleBytes;
+  /// Two blocks of 64 rows and columns of each warpgroup, on their way out; sums before that.
+  static constexpr int kOutBytes =
+      kCopiesSums ? std::max(4 * kBlockBytes, kSumBytes) : 4 * kBlockBytes;
   static constexpr int kTileBytes = kHiddenBytes + kOutBytes + kSumBytes;
-  static constexpr int kStages = (kStoreRingBytes - kTileBytes) / kStageBytes;
+  static constexpr int kStages = (kStoreRingBytes - kTileBytes - kBarrierBytes) / kStageBytes;
   static constexpr int kSmem = kStages * kStageBytes + kTileBytes +
                                2 * kStages * static_cast<int>(sizeof(device::Mbarrier)) +
                                static_cast<int>(sizeof(Segments));
@@ -61,31 +69,22 @@ struct ForwardParams {
   Params h;
   CUtensorMap weights, out;
   int column_tiles;  ///< of y
-  int rows;          ///< of a tile
+  int half_rows;     ///< of a tile
   bool adds_base;    ///< h.base_map
   int ahead_steps;
   const void *x, *a;
   std::int64_t x_stride, a_stride;
 };
 
-/// A cluster's tile of rows.
-template <class S>
-__device__ __forceinline__ Unit<S> unit_of(const ForwardParams& q, const Segments& segments,
-                                           int index) {
-  Unit<S> unit(q.h, segments, index);
-  unit.row = index * q.rows;
-  return unit;
-}
-
 /// Asks for the first steps of x and A in L2, before what is before this kernel has ended.
 template <class S>
-__device__ __forceinline__ void ask(const ForwardParams& q, const Segments& segments, int index) {
-  const auto unit = unit_of<S>(q, segments, index);
+__device__ __forceinline__ void ask(const ForwardParams& q, const Unit<S>& unit) {
   const int lines = min(unit.steps, q.ahead_steps);
   const std::int64_t first = unit.first_step * kProductStep;
   for (int i = threadIdx.x; i < (S::kRows + S::kColumns) * kMostAheadSteps; i += kConsumers) {
     const int row = i / kMostAheadSteps, line = i % kMostAheadSteps, rank = row - S::kRows;
-    const bool there = rank < 0 ? row < q.rows && unit.row + row < unit.end : rank < q.h.live[0];
+    const bool there =
+        rank < 0 ? row < q.h.tile_rows && unit.row + row < unit.end : rank < q.h.live[0];
     if (line >= lines || !there) continue;
     const auto* from = static_cast<const unsigned short*>(rank < 0 ? q.x : q.a) +
                        (rank < 0 ? (unit.row + row) * q.x_stride : rank * q.a_stride) + first;
@@ -100,29 +99,25 @@ __device__ __forceinline__ void share_hidden(const ForwardParams& q, const Unit<
                                              device::Mbarrier* came) {
   const Params& p = q.h;
   constexpr int kOctets = S::kColumns / 8;
-  const int own_rows = q.rows / p.parts, plane = own_rows * S::kColumns;
+  const int own_rows = p.tile_rows / p.parts;
   const float factor = p.factor[0];
   const int live = p.live[0];
   for (int i = threadIdx.x; i < own_rows * kOctets; i += kConsumers) {
     const int own_row = i / kOctets, octet = i % kOctets;
+    const int tile_row = unit.part * own_rows + own_row;
     std::uint32_t words[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float4 v[kMostProductParts];
-      const float* from = sums + own_row * S::kColumns + octet * 8 + 4 * half;
-#pragma unroll
-      for (int part = 0; part < kMostProductParts; ++part) {
-        if (part < p.parts) v[part] = *reinterpret_cast<const float4*>(from + part * plane);
-      }
-      const float4 all = device::sum_of_parts(v, p.parts);
+      const float4 all = sum_received<S>(sums, p.parts, own_rows, own_row, 8 * octet + 4 * half);
       const auto scaled = [&](float one, int k) {
         return octet * 8 + 4 * half + k < live ? factor * one : 0.0f;
       };
       words[2 * half] = device::pack2<typename S::T>(scaled(all.x, 0), scaled(all.y, 1));
       words[2 * half + 1] = device::pack2<typename S::T>(scaled(all.z, 2), scaled(all.w, 3));
     }
-    const int tile_row = unit.part * own_rows + own_row;
-    auto* to = reinterpret_cast<float*>(hidden + device::swizzled(tile_row, octet));
+    const int half = tile_row < q.half_rows ? 0 : 1;
+    auto* to = reinterpret_cast<float*>(hidden + half * kBlockBytes +
+                                        device::swizzled(tile_row - half * q.half_rows, octet));
     const float4 four = make_float4(__uint_as_float(words[0]), __uint_as_float(words[1]),
                                     __uint_as_float(words[2]), __uint_as_float(words[3]));
     for (int rank = 0; rank < p.parts; ++rank) device::send_to_cluster(to, four, came, rank);
@@ -158,61 +153,75 @@ __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& un
     take_stage();
     const auto b =
         device::wgmma_descriptor(ring->stage() + warpgroup * kBlockBytes / S::kShare, kBlockBytes);
-    float sum[kSums];
-    device::wgmma_keep(sum);
-    device::wgmma_fence();
-    if constexpr (S::kShare > 1) {
-      multiply_lines<S>(a, b, sum);
-    } else {
+    float sums[S::kHalves][kSums];
 #pragma unroll
-      for (int k = 0; k < S::kColumns / 16; ++k) {
-        device::wgmma<T, 64, Major::kDepth, Major::kDepth>(sum, a + k * device::kDescriptorStep,
-                                                           b + k * device::kDescriptorStep, k > 0);
+    for (auto& sum : sums) device::wgmma_keep(sum);
+    device::wgmma_fence();
+#pragma unroll
+    for (int half = 0; half < S::kHalves; ++half) {
+      const auto own = a + half * (kBlockBytes / 16);
+      if constexpr (S::kShare > 1) {
+        multiply_lines<S>(own, b, sums[half]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < S::kColumns / 16; ++k) {
+          device::wgmma<T, 64, Major::kDepth, Major::kDepth>(
+              sums[half], own + k * device::kDescriptorStep, b + k * device::kDescriptorStep,
+              k > 0);
+        }
       }
     }
     device::wgmma_commit();
-    if (asks) device::store_boxes_wait_read<1>();
-    meet_warpgroup(warpgroup);
-    device::wgmma_wait<0>();
-    device::wgmma_keep(sum);
-    free_stage();
-    if (S::kShare == 1 && q.adds_base) {
-      take_stage();
-      const unsigned char* base =
-          smem + ring->at.stage * S::kStageBytes + warpgroup * kBlockBytes + lane % 4 * 4;
 #pragma unroll
-      for (int i = 0; i < kSums / 2; ++i) {
-        const auto* two =
-            reinterpret_cast<const std::uint32_t*>(base + device::swizzled(row + i % 2 * 8, i / 2));
-        const float2 v = device::unpack2<T>(*two);
-        sum[2 * i] = v.x + sum[2 * i];
-        sum[2 * i + 1] = v.y + sum[2 * i + 1];
+    for (int half = 0; half < S::kHalves; ++half) {
+      auto& sum = sums[half];
+      if (asks) device::store_boxes_wait_read<1>();
+      meet_warpgroup(warpgroup);
+      if (half == 0) {
+        device::wgmma_wait<0>();
+#pragma unroll
+        for (auto& each : sums) device::wgmma_keep(each);
+        free_stage();
       }
-      __syncwarp();
-      free_stage();
-    }
-    if constexpr (S::kShare > 1) {
-      if (16 * warp < q.rows) put_lines<S>(tile_bytes + (block - ring->tile), sum);
-    } else {
+      if (S::kShare == 1 && q.adds_base) {
+        take_stage();
+        const unsigned char* base =
+            smem + ring->at.stage * S::kStageBytes + warpgroup * kBlockBytes + lane % 4 * 4;
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        if (16 * warp >= q.rows) break;
-        std::uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* v = sum + 4 * j + 2 * i;
-          words[i] = device::pack2<T>(v[0], v[1]);
+        for (int i = 0; i < kSums / 2; ++i) {
+          const auto* two = reinterpret_cast<const std::uint32_t*>(
+              base + device::swizzled(row + i % 2 * 8, i / 2));
+          const float2 v = device::unpack2<T>(*two);
+          sum[2 * i] = v.x + sum[2 * i];
+          sum[2 * i + 1] = v.y + sum[2 * i + 1];
         }
-        device::stmatrix_x4((block + put) ^ j * 16, words);
+        __syncwarp();
+        free_stage();
       }
+      if constexpr (S::kShare > 1) {
+        if (16 * warp < q.half_rows) put_lines<S>(tile_bytes + (block - ring->tile), sum);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+          if (16 * warp >= q.half_rows) break;
+          std::uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* v = sum + 4 * j + 2 * i;
+            words[i] = device::pack2<T>(v[0], v[1]);
+          }
+          device::stmatrix_x4((block + put) ^ j * 16, words);
+        }
+      }
+      device::fence_async_proxy();
+      meet_warpgroup(warpgroup);
+      if (asks) {
+        device::store_box(q.out, tile * kForwardColumns + 64 * warpgroup,
+                          unit.row + half * q.half_rows, block);
+        device::store_boxes_commit();
+      }
+      block = 2 * blocks + kBlockBytes - block;
     }
-    device::fence_async_proxy();
-    meet_warpgroup(warpgroup);
-    if (asks) {
-      device::store_box(q.out, tile * kForwardColumns + 64 * warpgroup, unit.row, block);
-      device::store_boxes_commit();
-    }
-    block = 2 * blocks + kBlockBytes - block;
   }
   if (asks) device::store_boxes_wait_read();
 }
@@ -231,13 +240,14 @@ __device__ __forceinline__ void produce_weights(const ForwardParams& q, Ring<S>&
     device::copy_box(ring.stage(), q.weights, 0, tile * S::kLines, next(S::kLines));
     ring.at.next();
     if (!q.adds_base) continue;
-    device::Mbarrier* full = next(2 * q.rows);
+    for (int half = 0; half < S::kHalves; ++half, ring.at.next()) {
+      device::Mbarrier* full = next(2 * q.half_rows);
 #pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      device::copy_box(ring.stage() + block * kBlockBytes, q.h.base_map, column + 64 * block,
-                       unit.row, full);
+      for (int block = 0; block < 2; ++block) {
+        device::copy_box(ring.stage() + block * kBlockBytes, q.h.base_map, column + 64 * block,
+                         unit.row + half * q.half_rows, full);
+      }
     }
-    ring.at.next();
   }
 }
 
@@ -249,14 +259,14 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   __shared__ device::Mbarrier received, came;
   const Params& p = q.h;
   Ring<S> ring(smem);
-  const int sum_bytes = q.rows * S::kColumns * 4, share_bytes = q.rows * S::kColumns * 2;
+  const Unit<S> unit(p, *ring.segments, static_cast<int>(blockIdx.x));
   if (threadIdx.x == 0) {
     ring.init_barriers();
     received.init(1);
     came.init(1);
     device::Mbarrier::fence_init();
-    received.arrive_and_expect(sum_bytes);
-    came.arrive_and_expect(share_bytes);
+    received.arrive_and_expect(p.tile_rows * S::kSumsPitch * 4);
+    came.arrive_and_expect(p.tile_rows * S::kColumns * 2);
   }
   if (threadIdx.x == kConsumers) {
     device::prefetch_tensor_map(p.a[0]);
@@ -264,39 +274,32 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     device::prefetch_tensor_map(q.weights);
     device::prefetch_tensor_map(q.out);
   }
-  if (threadIdx.x < kConsumers) ask<S>(q, *ring.segments, static_cast<int>(blockIdx.x));
+  if (threadIdx.x < kConsumers) ask(q, unit);
   device::cluster_arrive();
   device::cluster_wait();  // all blocks run, and their barriers are there
   device::pdl_begin(false);
   if (threadIdx.x >= kConsumers) {
     if (threadIdx.x == kConsumers) {
-      for (int i = blockIdx.x; i < p.units; i += static_cast<int>(gridDim.x)) {
-        const auto unit = unit_of<S>(q, *ring.segments, i);
-        produce<S, true>(p, ring, unit, q.rows);
-        produce_weights<S>(q, ring, unit);
-      }
+      produce<S, true, S::kHalves>(p, ring, unit);
+      produce_weights<S>(q, ring, unit);
     }
     return;
   }
   unsigned char* const hidden = smem + S::kStages * S::kStageBytes;
-  auto* const sums = reinterpret_cast<float*>(hidden + S::kHiddenBytes + S::kOutBytes);
-  std::uint32_t parity = 0;
-#pragma unroll 1
-  for (int i = blockIdx.x; i < p.units; i += static_cast<int>(gridDim.x), parity ^= 1) {
-    const auto unit = unit_of<S>(q, *ring.segments, i);
-    float sum[S::kSums];
-    multiply(p, unit, &ring, sum);
-    send_sums<S>(unit.part, p.parts, sums, sum, &received, q.rows);
-    received.wait(parity);
-    // For the next tile, whose sums others send once they have this thread's share of h.
-    if (threadIdx.x == 0) received.arrive_and_expect(sum_bytes);
-    share_hidden(q, unit, sums, hidden, &came);
-    came.wait(parity);
-    // The same: others send theirs once they have this thread's sums of the next tile.
-    if (threadIdx.x == 0) came.arrive_and_expect(share_bytes);
-    device::fence_async_proxy();
-    make_y(q, unit, &ring, smem);
+  auto* const out = reinterpret_cast<float*>(hidden + S::kHiddenBytes);
+  float* const sums = out + S::kOutBytes / 4;
+  float sum[S::kSums];
+  multiply(p, unit, &ring, sum);
+  if constexpr (S::kCopiesSums) {
+    copy_sums<S>(unit.part, p.parts, sums, out, sum, &received, p.tile_rows);
+  } else {
+    send_sums<S>(unit.part, p.parts, sums, sum, &received, p.tile_rows);
   }
+  received.wait(0);
+  share_hidden(q, unit, sums, hidden, &came);
+  came.wait(0);
+  device::fence_async_proxy();
+  make_y(q, unit, &ring, smem);
 #endif
 }
 
@@ -318,21 +321,23 @@ void launch_shape(const char* op, const ForwardProduct& product, const ForwardPl
   h.parts = plan.parts;
   h.leaf = plan.leaf;
   h.leaves = plan.leaves;
-  h.rows = kForwardRows;
-  ForwardParams q{
-      make_params<S>(op, product.h, h), {}, {}, 0, plan.rows, false, 0, nullptr, nullptr, 0, 0};
-  set_map(q.h.a[0], product.h, product.h.a[0], plan.rows, kProductStep);
+  h.rows = S::kTileRows;
+  ForwardParams q{};
+  q.h = make_params<S>(op, product.h, h);
+  q.h.tile_rows = plan.rows;
   q.h.units = static_cast<int>(ceil_div<std::int64_t>(q.h.rows, plan.rows));
+  q.half_rows = plan.rows / S::kHalves;
+  set_map(q.h.a[0], product.h, product.h.a[0], q.half_rows, kProductStep);
   const ProductOperand& b = product.b;
   ProductOperand lines = b;
   if (S::kShare > 1) lines = {b.data, b.rows / S::kShare, kProductStep, kProductStep, false};
   set_map(q.weights, product.h, lines, S::kLines, kProductStep);
   device::set_tensor_map(q.out, product.h.dtype, product.y, b.rows, product.h.a[0].rows,
-                         product.y_stride, plan.rows);
+                         product.y_stride, q.half_rows);
   q.adds_base = product.base.data != nullptr;
   if (q.adds_base) {
     device::set_tensor_map(q.h.base_map, product.h.dtype, product.base.data, b.rows,
-                           product.h.a[0].rows, product.base.stride, plan.rows);
+                           product.h.a[0].rows, product.base.stride, q.half_rows);
   }
   q.ahead_steps = q.h.part_steps <= kMostAheadSteps ? q.h.part_steps : kAheadSteps;
   q.x = product.h.a[0].data;
@@ -341,7 +346,7 @@ void launch_shape(const char* op, const ForwardProduct& product, const ForwardPl
   q.a_stride = product.h.b[0].stride;
   q.column_tiles = static_cast<int>(ceil_div<std::int64_t>(b.rows, kForwardColumns));
   device::Launch l;
-  l.grid = dim3(plan.clusters > 0 ? std::min(q.h.units, plan.clusters) : q.h.units, plan.parts);
+  l.grid = dim3(q.h.units, plan.parts);
   l.cluster_y = plan.parts;
   l.threads = kForwardThreads;
   l.smem = S::kSmem;
@@ -354,11 +359,17 @@ void launch_shape(const char* op, const ForwardProduct& product, const ForwardPl
 template <class T>
 void launch_type(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
                  Stream stream) {
+  const std::int64_t ranks = product.h.columns[0];
+  if (plan.rows > kForwardRows) {
+    if (ranks <= 16) return launch_shape<ForwardShape<T, 16, 1, 2>>(op, product, plan, stream);
+    if (ranks <= 32) return launch_shape<ForwardShape<T, 32, 1, 2>>(op, product, plan, stream);
+    return launch_shape<ForwardShape<T, 64, 1, 2>>(op, product, plan, stream);
+  }
   const int share = rows_of_line(product, plan);
-  if (share == 4) return launch_shape<ForwardShape<T, 32, 4>>(op, product, plan, stream);
-  if (share == 2) return launch_shape<ForwardShape<T, 32, 2>>(op, product, plan, stream);
-  product.h.columns[0] <= 32 ? launch_shape<ForwardShape<T, 32, 1>>(op, product, plan, stream)
-                             : launch_shape<ForwardShape<T, 64, 1>>(op, product, plan, stream);
+  if (share == 4) return launch_shape<ForwardShape<T, 32, 4, 1>>(op, product, plan, stream);
+  if (share == 2) return launch_shape<ForwardShape<T, 32, 2, 1>>(op, product, plan, stream);
+  ranks <= 32 ? launch_shape<ForwardShape<T, 32, 1, 1>>(op, product, plan, stream)
+              : launch_shape<ForwardShape<T, 64, 1, 1>>(op, product, plan, stream);
 }
 
 }  // namespace
@@ -376,7 +387,7 @@ bool takes_forward(const ForwardProduct& product) {
 void launch_forward(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
                     Stream stream) {
   check(takes_forward(product) && plan.parts > 1 && plan.parts <= kMostProductParts &&
-            plan.rows > 0 && plan.rows <= kForwardRows && plan.rows % kForwardRowUnit == 0,
+            plan.rows > 0 && plan.rows <= kTallForwardRows && plan.rows % kForwardRowUnit == 0,
         op, ": no h and y in one launch");
   product.h.dtype == DType::kFloat16 ? launch_type<__half>(op, product, plan, stream)
                                      : launch_type<__nv_bfloat16>(op, product, plan, stream);

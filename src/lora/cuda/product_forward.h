@@ -6,7 +6,8 @@
 
 namespace mortar::lora::cuda {
 
-inline constexpr int kForwardRows = kProductRows / 2;  ///< of a cluster's tile, at most
+inline constexpr int kForwardRows = kProductRows / 2;  ///< of an MMA, and a cluster's tile, at most
+inline constexpr int kTallForwardRows = kProductRows;  ///< of a tile of two halves, at most
 inline constexpr int kForwardRowUnit = 8;              ///< tiles have a multiple of it
 inline constexpr int kForwardRanks = 64;               ///< at most
 inline constexpr int kPartsForwardRanks = 16;          ///< of float32 weights
@@ -18,7 +19,6 @@ struct ForwardPlan {
   int parts = 0;            ///< thread blocks of a cluster, 2, 4 or 8; 0: not by one launch
   std::int64_t leaf = 0;    ///< columns of a leaf
   int leaves = 1;           ///< of a thread block
-  int clusters = 0;         ///< of the launch, which have tiles in turns; 0: one for each tile
   int rows = kForwardRows;  ///< of a tile
 };
 

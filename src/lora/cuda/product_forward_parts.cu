@@ -7,15 +7,14 @@
 // FLOP   = 6 M R K + 12 M R N
 // 4096 rows, K = N = 4096, R = 16: 67 MB, 15.8 us at 4.28 TB/s
 // limit  : DRAM; of few rows a thread block's steps, some 0.22 us for 64 columns of x and 0.7 us
-//          for 128 of y
-// wrong  : more ranks (0.42 and 0.9 us with 32; 4096 x 4096 x 4096 33.3 us for 33.7 apart), and
-//          long steps of few rows (2048 x 4096 x 4096: 23.7 us for 20.6)
+//          (of more than 64 rows 0.9 to 1.4) for 128 of y
+// wrong  : more ranks (0.42 and 0.9 us with 32; 4096 x 4096 x 4096 33.3 us for 33.7 apart)
 //
-// A cluster has a tile of rows, as in product_forward.cu. Boxes of the weights come in float32 to
-// the place where their parts will lie; a warp splits a whole one, so that eight of them are being
-// split at a time, and the latency of none is waited for. h passes between the thread blocks in
-// float32; each thread splits what it has of it as the first operand of wgmma, once. Columns of y
-// come 64 at a time, which the two warpgroups that multiply have in turns.
+// A cluster has a tile of rows, as in product_forward.cu, of one half or two. Boxes of the weights
+// come in float32 to the place where their parts will lie; a warp splits a whole one, so that eight
+// of them are being split at a time, and the latency of none is waited for. h passes between the
+// thread blocks in float32; each thread splits what it has of it as the first operand of wgmma,
+// once. Columns of y come 64 at a time, which the two warpgroups that multiply have in turns.
 #include "core/check.h"
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
@@ -33,14 +32,17 @@ namespace {
 using namespace forward_parts;
 
 /// The sums of this thread block's columns of x, in the tree of leaves.
+template <class S>
 __device__ __forceinline__ void multiply(const PartsParams& p, const Work& work, std::uint32_t smem,
-                                         Barriers* bars, float (&sum)[S::kSums]) {
+                                         Barriers<S>* bars, float (&sum)[S::kSums]) {
+  const std::uint32_t warpgroup = threadIdx.x / kWarpgroup;
+  const std::uint32_t own_rows = S::kHalves == 1 ? 0 : warpgroup * kBlockBytes;
   const std::uint32_t own_columns =
-      S::kSlotsAt + threadIdx.x / kWarpgroup * S::kMmaColumns * device::kSwizzleBytes;
+      S::kSlotsAt + (S::kHalves == 1 ? warpgroup * S::kMmaColumns * device::kSwizzleBytes : 0);
   const auto release = [&](int step) {
     if (step < 0 || threadIdx.x % 32 != 0) return;
     bars->x_empty[step % S::kStages].arrive();
-    bars->a_empty[step % S::kSlots].arrive();
+    bars->a_empty[step % kSlots].arrive();
   };
   device::LeafSums<S::kSums, 2> tree;
   int step = 0;
@@ -54,11 +56,11 @@ __device__ __forceinline__ void multiply(const PartsParams& p, const Work& work,
     int last = -1;  // step of the MMAs in flight
 #pragma unroll 1
     for (; step < end; ++step) {
-      const int stage = step % S::kStages, slot = step % S::kSlots;
-      bars->a_ready[slot].wait(step / S::kSlots & 1);
+      const int stage = step % S::kStages, slot = step % kSlots;
+      bars->a_ready[slot].wait(step / kSlots & 1);
       bars->x_full[stage].wait(step / S::kStages & 1);
-      const auto a = device::wgmma_descriptor(smem + stage * kBlockBytes);
-      const auto b = device::wgmma_descriptor(smem + own_columns + slot * S::kSlotBytes);
+      const auto a = device::wgmma_descriptor(smem + own_rows + stage * S::kStageBytes);
+      const auto b = device::wgmma_descriptor(smem + own_columns + slot * kSlotBytes);
       device::wgmma_keep(sum);
       device::wgmma_fence();
 #pragma unroll
@@ -80,24 +82,19 @@ __device__ __forceinline__ void multiply(const PartsParams& p, const Work& work,
 }
 
 /// Sums this thread block's rows of h, stores them and sends them to the whole cluster.
+template <class S>
 __device__ __forceinline__ void share_hidden(const PartsParams& p, const Work& work,
                                              const float* sums, float* hidden,
                                              device::Mbarrier* came) {
   constexpr int kFours = S::kRanks / 4;
-  const int own_rows = p.tile_rows / p.parts, plane = own_rows * S::kColumns;
+  const int own_rows = p.tile_rows / p.parts;
   for (int i = threadIdx.x; i < own_rows * kFours; i += kConsumers) {
     const int own_row = i / kFours, value = i % kFours * 4;
     float4 column[kSumCopies];
 #pragma unroll
     for (int q = 0; q < kSumCopies; ++q) {
-      const float* from =
-          sums + own_row * S::kColumns + train::cuda::part_column(value, kSumCopies) + 8 * q;
-      float4 v[kMostProductParts];
-#pragma unroll
-      for (int part = 0; part < kMostProductParts; ++part) {
-        if (part < p.parts) v[part] = *reinterpret_cast<const float4*>(from + part * plane);
-      }
-      column[q] = device::sum_of_parts(v, p.parts);
+      column[q] = sum_received<S>(sums, p.parts, own_rows, own_row,
+                                  train::cuda::part_column(value, kSumCopies) + 8 * q);
     }
     const float4 four = train::cuda::scaled(
         train::cuda::sum_of_columns(column[0], column[1], column[2]), p.factor, p.rank - value);
@@ -111,27 +108,32 @@ __device__ __forceinline__ void share_hidden(const PartsParams& p, const Work& w
 }
 
 /// y of this thread block's columns.
+template <class S>
 __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, const float* hidden,
-                                       std::uint32_t smem, Barriers* bars) {
+                                       std::uint32_t smem, Barriers<S>* bars) {
   constexpr int kSums = 64 / 2, kSteps = kPairCopies / 2;
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4,
             lane = static_cast<int>(threadIdx.x) % 32;
   const bool asks = threadIdx.x % kWarpgroup == 0;
-  std::uint32_t h[S::kOctets][kSteps][4];
+  std::uint32_t h[S::kHalves][S::kOctets][kSteps][4];
 #pragma unroll
-  for (int octet = 0; octet < S::kOctets; ++octet) {
-    const auto at = [&](int row) {
-      return *reinterpret_cast<const float2*>(hidden + row * S::kRanks + 8 * octet + lane % 4 * 2);
-    };
-    const float2 v = at(16 * warp + lane / 4), w = at(16 * warp + lane / 4 + 8);
-    const PartWords low(v.x, v.y), high(w.x, w.y);
+  for (int half = 0; half < S::kHalves; ++half) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      h[octet][step][0] = low.hidden[2 * step];
-      h[octet][step][1] = high.hidden[2 * step];
-      h[octet][step][2] = low.hidden[2 * step + 1];
-      h[octet][step][3] = high.hidden[2 * step + 1];
+    for (int octet = 0; octet < S::kOctets; ++octet) {
+      const auto at = [&](int row) {
+        const float* own = hidden + (half * p.half_rows + row) * S::kRanks;
+        return *reinterpret_cast<const float2*>(own + 8 * octet + lane % 4 * 2);
+      };
+      const float2 v = at(16 * warp + lane / 4), w = at(16 * warp + lane / 4 + 8);
+      const PartWords low(v.x, v.y), high(w.x, w.y);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        h[half][octet][step][0] = low.hidden[2 * step];
+        h[half][octet][step][1] = high.hidden[2 * step];
+        h[half][octet][step][2] = low.hidden[2 * step + 1];
+        h[half][octet][step][3] = high.hidden[2 * step + 1];
+      }
     }
   }
   const std::uint32_t blocks = smem + 2 * warpgroup * kBlockBytes;
@@ -139,60 +141,69 @@ __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, c
   std::uint32_t block = blocks;
   for (int unit = warpgroup; unit < work.units; unit += 2) {
     const int pair = work.pair(unit);
-    bars->b_ready[pair].wait(unit / S::kPairs & 1);
-    const std::uint32_t weights = smem + S::kSlotsAt + pair * S::kPairBytes;
-    float sum[kSums];
-    device::wgmma_keep(sum);
+    bars->b_ready[pair].wait(unit / kPairs & 1);
+    const std::uint32_t weights = smem + S::kSlotsAt + pair * kPairBytes;
+    float sums[S::kHalves][kSums];
+#pragma unroll
+    for (auto& sum : sums) device::wgmma_keep(sum);
     device::wgmma_fence();
 #pragma unroll
-    for (int octet = 0; octet < S::kOctets; ++octet) {
-      if (8 * octet >= p.width) break;
+    for (int half = 0; half < S::kHalves; ++half) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int piece = octet * kPairCopies + 2 * step;
-        device::wgmma<64>(
-            sum, h[octet][step],
-            device::wgmma_descriptor(weights + piece / 8 * kBlockBytes + piece % 8 * 16),
-            piece > 0);
+      for (int octet = 0; octet < S::kOctets; ++octet) {
+        if (8 * octet >= p.width) break;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          const int piece = octet * kPairCopies + 2 * step;
+          device::wgmma<64>(
+              sums[half], h[half][octet][step],
+              device::wgmma_descriptor(weights + piece / 8 * kBlockBytes + piece % 8 * 16),
+              piece > 0);
+        }
       }
+      device::wgmma_commit();
     }
-    device::wgmma_commit();
-    if (asks) device::store_boxes_wait_read<1>();
-    meet_warpgroup(warpgroup);
-    device::wgmma_wait<0>();
-    device::wgmma_keep(sum);
-    if (lane == 0) bars->b_empty[pair].arrive();
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      if (16 * warp >= p.tile_rows) break;
-      std::uint32_t words[4];
+    for (int half = 0; half < S::kHalves; ++half) {
+      auto& sum = sums[half];
+      if (asks) device::store_boxes_wait_read<1>();
+      meet_warpgroup(warpgroup);
+      half + 1 < S::kHalves ? device::wgmma_wait<1>() : device::wgmma_wait<0>();
+      device::wgmma_keep(sum);
+      if (half + 1 == S::kHalves && lane == 0) bars->b_empty[pair].arrive();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* v = sum + 4 * j + 2 * i;
-        words[i] = device::pack2<__nv_bfloat16>(v[0], v[1]);
+      for (int j = 0; j < 8; j += 2) {
+        if (16 * warp >= p.half_rows) break;
+        std::uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* v = sum + 4 * j + 2 * i;
+          words[i] = device::pack2<__nv_bfloat16>(v[0], v[1]);
+        }
+        device::stmatrix_x4((block + put) ^ j * 16, words);
       }
-      device::stmatrix_x4((block + put) ^ j * 16, words);
+      device::fence_async_proxy();
+      meet_warpgroup(warpgroup);
+      if (asks) {
+        device::store_box(p.y, work.column(p, unit), work.row + half * p.half_rows, block);
+        device::store_boxes_commit();
+      }
+      block = 2 * blocks + kBlockBytes - block;
     }
-    device::fence_async_proxy();
-    meet_warpgroup(warpgroup);
-    if (asks) {
-      device::store_box(p.y, work.column(p, unit), work.row, block);
-      device::store_boxes_commit();
-    }
-    block = 2 * blocks + kBlockBytes - block;
   }
   if (asks) device::store_boxes_wait_read();
 }
 
+template <class S>
 __global__ void __launch_bounds__(kPartsThreads, 1)
     forward_parts_kernel(const __grid_constant__ PartsParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char smem[];
-  __shared__ Barriers bars;
+  __shared__ Barriers<S> bars;
   const Work work(p);
   if (threadIdx.x == 0) {
     bars.init();
-    bars.received.arrive_and_expect(p.tile_rows * S::kColumns * 4);
+    bars.received.arrive_and_expect(p.tile_rows * S::kSumsPitch * 4);
     bars.came.arrive_and_expect(p.tile_rows * S::kRanks * 4);
   }
   if (threadIdx.x == kCopyAt) {
@@ -201,8 +212,8 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
     device::prefetch_tensor_map(p.b);
     device::prefetch_tensor_map(p.y);
   }
-  if (threadIdx.x < kConsumers) {
-    const int row = static_cast<int>(threadIdx.x) / 4, line = static_cast<int>(threadIdx.x) % 4;
+  for (int i = threadIdx.x; i < 4 * S::kRows; i += kPartsThreads) {
+    const int row = i / 4, line = i % 4;
     if (line < min(kAheadSteps, work.steps) && row < p.tile_rows && work.row + row < p.rows) {
       device::prefetch_l2(static_cast<const unsigned short*>(p.x_data) +
                           (work.row + row) * p.x_stride + (work.first_step + line) * kProductStep);
@@ -214,24 +225,24 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
   const std::uint32_t own = device::smem_address(smem);
   if (threadIdx.x >= kCopyAt) {
     device::fewer_registers<32>();
-    if (threadIdx.x == kCopyAt) produce(p, work, own, &bars);
+    if (threadIdx.x == kCopyAt) produce<S>(p, work, own, &bars);
     return;
   }
   if (threadIdx.x >= kConsumers) {
     device::fewer_registers<72>();
-    split(work, smem, &bars);
+    split<S>(work, smem, &bars);
     return;
   }
   device::more_registers<152>();
   auto* const sums = reinterpret_cast<float*>(smem + S::kSumsAt);
   auto* const hidden = reinterpret_cast<float*>(smem + S::kHiddenAt);
   float sum[S::kSums];
-  multiply(p, work, own, &bars, sum);
+  multiply<S>(p, work, own, &bars, sum);
   send_sums<S>(work.part, p.parts, sums, sum, &bars.received, p.tile_rows);
   bars.received.wait(0);
-  share_hidden(p, work, sums, hidden, &bars.came);
+  share_hidden<S>(p, work, sums, hidden, &bars.came);
   bars.came.wait(0);
-  make_y(p, work, hidden, own, &bars);
+  make_y<S>(p, work, hidden, own, &bars);
 #endif
 }
 
@@ -245,23 +256,24 @@ bool takes_forward(const PartsForward& f) {
          device::takes_tensor_map(f.y, f.out_columns, f.rows, f.y_stride);
 }
 
-void launch_forward(const char* op, const PartsForward& f, const ForwardPlan& plan, Stream stream) {
-  check(takes_forward(f) && plan.parts > 1 && plan.parts <= kMostProductParts && plan.rows > 0 &&
-            plan.rows <= kForwardRows && plan.rows % kForwardRowUnit == 0 && plan.clusters == 0,
-        op, ": no h and y of float32 weights in one launch");
+namespace {
+
+template <class S>
+void launch_shape(const char* op, const PartsForward& f, const ForwardPlan& plan, Stream stream) {
   PartsParams p{};
+  p.tile_rows = plan.rows;
+  p.half_rows = plan.rows / S::kHalves;
   const auto bf16 = DType::kBFloat16;
-  device::set_tensor_map(p.x, bf16, f.x, f.columns, f.rows, f.x_stride, plan.rows);
+  device::set_tensor_map(p.x, bf16, f.x, f.columns, f.rows, f.x_stride, p.half_rows);
   // Boxes of 32 floats are boxes of 64 elements of 16 bits.
   device::set_tensor_map(p.a, bf16, f.a, 2 * f.columns, f.rank, 2 * f.a_stride, S::kRanks);
   device::set_tensor_map(p.b, bf16, f.b, 2 * f.rank, f.out_columns, 2 * f.b_stride, 64);
-  device::set_tensor_map(p.y, bf16, f.y, f.out_columns, f.rows, f.y_stride, plan.rows);
+  device::set_tensor_map(p.y, bf16, f.y, f.out_columns, f.rows, f.y_stride, p.half_rows);
   p.x_data = f.x;
   p.x_stride = f.x_stride;
   p.rows = f.rows;
   p.rank = f.rank;
   p.width = round_up(f.rank, 8);
-  p.tile_rows = plan.rows;
   p.parts = plan.parts;
   p.leaves = plan.leaves;
   p.leaf_steps = static_cast<int>(plan.leaf / kProductStep);
@@ -281,7 +293,17 @@ void launch_forward(const char* op, const PartsForward& f, const ForwardPlan& pl
   l.stream = stream;
   l.pdl = true;
   l.carve_out = true;
-  device::launch<forward_parts_kernel>(op, l, p);
+  device::launch<forward_parts_kernel<S>>(op, l, p);
+}
+
+}  // namespace
+
+void launch_forward(const char* op, const PartsForward& f, const ForwardPlan& plan, Stream stream) {
+  check(takes_forward(f) && plan.parts > 1 && plan.parts <= kMostProductParts && plan.rows > 0 &&
+            plan.rows <= kTallForwardRows && plan.rows % kForwardRowUnit == 0,
+        op, ": no h and y of float32 weights in one launch");
+  plan.rows > kForwardRows ? launch_shape<PartsShape<2>>(op, f, plan, stream)
+                           : launch_shape<PartsShape<1>>(op, f, plan, stream);
 }
 
 }  // namespace mortar::lora::cuda

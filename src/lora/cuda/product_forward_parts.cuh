@@ -6,7 +6,7 @@
 #include "core/int_math.h"
 #include "device/parts.cuh"
 #include "lora/cuda/product_forward.h"
-#include "lora/cuda/product_shape.cuh"
+#include "lora/cuda/product_split.cuh"
 #include "lora/train/cuda/part_columns.cuh"
 
 namespace mortar::lora::cuda::forward_parts {
@@ -21,31 +21,36 @@ inline constexpr int kSplitters = kSplitThreads / 32;  ///< warps, which have bo
 inline constexpr int kCopyAt = kConsumers + kSplitThreads, kPartsThreads = kCopyAt + kWarpgroup;
 inline constexpr int kBoxFloats = 32;  ///< columns of a box of float32
 inline constexpr int kAheadSteps = 3;  ///< of x, asked for before the wait
+/// 64 columns of A, or half of 64 rows of B.
+inline constexpr int kSlotBytes = kBlockBytes;
+inline constexpr int kSlots = 16;
+inline constexpr int kPairs = kSlots / 2;  ///< slots of 64 rows of B
+inline constexpr int kPairBytes = 2 * kSlotBytes;
 
-/// As the products' own shapes say it.
+/// As the products' own shapes say it. kHalves: of a tile's rows, up to 64 each, of which each
+/// warpgroup that multiplies makes h of one of two; of one, each makes half of h's columns.
+template <int kHalves_>
 struct PartsShape {
-  static constexpr int kRanks = kPartsForwardRanks, kOctets = kRanks / 8;
-  static constexpr int kRows = kForwardRows;
-  static constexpr int kColumns = 64;  ///< of h's parts, 48; no MMA has 24
-  static constexpr int kMmaColumns = kColumns / 2, kSums = kMmaColumns / 2;
-  /// 64 columns of A, or half of 64 rows of B.
-  static constexpr int kSlotBytes = kColumns * device::kSwizzleBytes;
-  static constexpr int kSlots = 16;
-  static constexpr int kPairs = kSlots / 2;  ///< slots of 64 rows of B
-  static constexpr int kPairBytes = 2 * kSlotBytes;
-  static constexpr int kStages = 9;  ///< of x
-  static constexpr int kSlotsAt = kStages * kBlockBytes;
+  static constexpr int kRanks = kPartsForwardRanks, kOctets = kRanks / 8, kHalves = kHalves_;
+  static constexpr int kRows = kHalves * kForwardRows;
+  static constexpr int kPartColumns = kRanks * kSumCopies;              ///< of h
+  static constexpr int kMmaColumns = kHalves == 1 ? 32 : kPartColumns;  ///< no MMA here has 24
+  static constexpr int kColumns = kHalves == 1 ? 2 * kMmaColumns : kMmaColumns;
+  static constexpr int kSums = kMmaColumns / 2, kSumsPitch = kColumns;
+  static constexpr int kStages = kHalves == 1 ? 9 : 4;  ///< of x
+  static constexpr int kStageBytes = kHalves * kBlockBytes;
+  static constexpr int kSlotsAt = kStages * kStageBytes;
   static constexpr int kSumsAt = kSlotsAt + kSlots * kSlotBytes;
-  static constexpr int kHiddenAt = kSumsAt + kRows * kColumns * 4;
+  static constexpr int kHiddenAt = kSumsAt + kRows * kSumsPitch * 4;
   static constexpr int kSmem = kHiddenAt + kRows * kRanks * 4;
   /// Each warp has its own slots: a barrier's phase that is two ahead would be taken for the one
   /// that has ended.
   static_assert(kSlots % kSplitters == 0 && kPairs % kSplitters == 0);
   static_assert(kOctets * kPairCopies <= 16, "two blocks of parts of B");
+  static_assert(kPartColumns * device::kSwizzleBytes <= kSlotBytes, "parts of A");
   static_assert(kRanks <= kBoxFloats);
-  static_assert(kStages >= 4, "y leaves from where x was");
+  static_assert(kSlotsAt >= 4 * kBlockBytes, "y leaves from where x was");
 };
-using S = PartsShape;
 
 struct PartsParams {
   CUtensorMap x, a, b, y;
@@ -53,17 +58,18 @@ struct PartsParams {
   std::int64_t x_stride;
   std::int64_t rows;
   int rank, width;  ///< of the adapter, and in whole octets
-  int tile_rows, parts, leaves, leaf_steps, part_steps, steps;
+  int tile_rows, half_rows, parts, leaves, leaf_steps, part_steps, steps;
   int column_tiles;  ///< of 128 columns of y
   float factor;
   float* h;
   std::int64_t h_stride;
 };
 
+template <class S>
 struct Barriers {
   device::Mbarrier x_full[S::kStages], x_empty[S::kStages];
-  device::Mbarrier a_full[S::kSlots], a_ready[S::kSlots], a_empty[S::kSlots];
-  device::Mbarrier b_full[S::kPairs], b_ready[S::kPairs], b_empty[S::kPairs];
+  device::Mbarrier a_full[kSlots], a_ready[kSlots], a_empty[kSlots];
+  device::Mbarrier b_full[kPairs], b_ready[kPairs], b_empty[kPairs];
   device::Mbarrier received, came;
 
   __device__ __forceinline__ void init() {
@@ -71,12 +77,12 @@ struct Barriers {
       x_full[i].init(1);
       x_empty[i].init(kConsumers / 32);
     }
-    for (int i = 0; i < S::kSlots; ++i) {
+    for (int i = 0; i < kSlots; ++i) {
       a_full[i].init(1);
       a_ready[i].init(32);
       a_empty[i].init(kConsumers / 32);
     }
-    for (int i = 0; i < S::kPairs; ++i) {
+    for (int i = 0; i < kPairs; ++i) {
       b_full[i].init(1);
       b_ready[i].init(32);
       b_empty[i].init(kWarpgroup / 32);
@@ -97,43 +103,48 @@ struct Work {
     first_step = part * p.part_steps;
     steps = max(0, min(p.part_steps, p.steps - first_step));
     units = 2 * ((p.column_tiles - part + p.parts - 1) / p.parts);
-    first_pair = (steps + 1) / 2 % S::kPairs;  // whose slots are free first
+    first_pair = (steps + 1) / 2 % kPairs;  // whose slots are free first
   }
   __device__ __forceinline__ int column(const PartsParams& p, int unit) const {
     return ((unit / 2 * p.parts + part) * 2 + unit % 2) * 64;
   }
-  __device__ __forceinline__ int pair(int unit) const { return (first_pair + unit) % S::kPairs; }
+  __device__ __forceinline__ int pair(int unit) const { return (first_pair + unit) % kPairs; }
 };
 
 /// Copies x and A, then B; by one thread.
+template <class S>
 __device__ __forceinline__ void produce(const PartsParams& p, const Work& work, std::uint32_t smem,
-                                        Barriers* bars) {
+                                        Barriers<S>* bars) {
   constexpr int kABytes = S::kRanks * device::kSwizzleBytes;  // of a box
-  constexpr int kAAt = S::kSlotBytes - 2 * kABytes;
+  constexpr int kAAt = kSlotBytes - 2 * kABytes;
   for (int i = 0; i < work.steps; ++i) {
     const int column = (work.first_step + i) * kProductStep, stage = i % S::kStages,
-              slot = i % S::kSlots;
-    bars->a_empty[slot].wait((i / S::kSlots & 1) ^ 1);
+              slot = i % kSlots;
+    bars->a_empty[slot].wait((i / kSlots & 1) ^ 1);
     bars->a_full[slot].arrive_and_expect(2 * kABytes);
-    const std::uint32_t to = smem + S::kSlotsAt + slot * S::kSlotBytes + kAAt;
+    const std::uint32_t to = smem + S::kSlotsAt + slot * kSlotBytes + kAAt;
     device::copy_box(to, p.a, 2 * column, 0, bars->a_full + slot);
     device::copy_box(to + kABytes, p.a, 2 * (column + kBoxFloats), 0, bars->a_full + slot);
     bars->x_empty[stage].wait((i / S::kStages & 1) ^ 1);
     bars->x_full[stage].arrive_and_expect(p.tile_rows * device::kSwizzleBytes);
-    device::copy_box_once(smem + stage * kBlockBytes, p.x, column, work.row, bars->x_full + stage);
+#pragma unroll
+    for (int half = 0; half < S::kHalves; ++half) {
+      device::copy_box_once(smem + stage * S::kStageBytes + half * kBlockBytes, p.x, column,
+                            work.row + half * p.half_rows, bars->x_full + stage);
+    }
   }
   for (int unit = 0; unit < work.units; ++unit) {
     const int pair = work.pair(unit);
-    if (unit < S::kPairs) {
+    if (unit < kPairs) {
       for (int slot = 2 * pair; slot < 2 * pair + 2; ++slot) {
-        const int uses = (work.steps - slot + S::kSlots - 1) / S::kSlots;
+        const int uses = (work.steps - slot + kSlots - 1) / kSlots;
         if (slot < work.steps) bars->a_empty[slot].wait((uses - 1) & 1);
       }
     } else {
-      bars->b_empty[pair].wait((unit / S::kPairs & 1) ^ 1);
+      bars->b_empty[pair].wait((unit / kPairs & 1) ^ 1);
     }
     bars->b_full[pair].arrive_and_expect(kBlockBytes);
-    device::copy_box(smem + S::kSlotsAt + (pair + 1) * S::kPairBytes - kBlockBytes, p.b, 0,
+    device::copy_box(smem + S::kSlotsAt + (pair + 1) * kPairBytes - kBlockBytes, p.b, 0,
                      work.column(p, unit), bars->b_full + pair);
   }
 }
@@ -172,13 +183,14 @@ struct EightParts {
 };
 
 /// Splits 64 columns of A where they lie, by a warp.
+template <int kRanks>
 __device__ __forceinline__ void split_a(unsigned char* slot) {
-  constexpr int kABytes = S::kRanks * device::kSwizzleBytes;
+  constexpr int kABytes = kRanks * device::kSwizzleBytes, kOctets = kRanks / 8;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const unsigned char* from = slot + S::kSlotBytes - 2 * kABytes;
-  float v[S::kOctets][2][8];
+  const unsigned char* from = slot + kSlotBytes - 2 * kABytes;
+  float v[kOctets][2][8];
 #pragma unroll
-  for (int i = 0; i < S::kOctets; ++i) {
+  for (int i = 0; i < kOctets; ++i) {
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
       read_eight(from + box * kABytes, 8 * i + lane % 8, lane / 8 * 2, v[i][box]);
@@ -186,7 +198,7 @@ __device__ __forceinline__ void split_a(unsigned char* slot) {
   }
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < S::kOctets; ++i) {
+  for (int i = 0; i < kOctets; ++i) {
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
       const EightParts parts(v[i][box]);
@@ -200,11 +212,12 @@ __device__ __forceinline__ void split_a(unsigned char* slot) {
 }
 
 /// Splits 64 rows of B where they lie, by a warp.
+template <int kRanks>
 __device__ __forceinline__ void split_b(unsigned char* pair) {
-  constexpr int kRowsAtOnce = 32 / S::kOctets, kItems = 64 / kRowsAtOnce;
-  const int lane = static_cast<int>(threadIdx.x) % 32, octet = lane / 8 % S::kOctets;
-  const int first_row = lane / 8 / S::kOctets * 8 + lane % 8;
-  const unsigned char* from = pair + S::kPairBytes - kBlockBytes;
+  constexpr int kOctets = kRanks / 8, kRowsAtOnce = 32 / kOctets, kItems = 64 / kRowsAtOnce;
+  const int lane = static_cast<int>(threadIdx.x) % 32, octet = lane / 8 % kOctets;
+  const int first_row = lane / 8 / kOctets * 8 + lane % 8;
+  const unsigned char* from = pair + kPairBytes - kBlockBytes;
   float v[kItems][8];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) read_eight(from, first_row + i * kRowsAtOnce, octet * 2, v[i]);
@@ -225,19 +238,20 @@ __device__ __forceinline__ void split_b(unsigned char* pair) {
 }
 
 /// Splits every kSplitters-th box of A, then of B; by a warp of its own number.
-__device__ __forceinline__ void split(const Work& work, unsigned char* smem, Barriers* bars) {
+template <class S>
+__device__ __forceinline__ void split(const Work& work, unsigned char* smem, Barriers<S>* bars) {
   const int warp = static_cast<int>(threadIdx.x) / 32 % kSplitters;
   for (int i = warp; i < work.steps; i += kSplitters) {
-    const int slot = i % S::kSlots;
-    bars->a_full[slot].wait(i / S::kSlots & 1);
-    split_a(smem + S::kSlotsAt + slot * S::kSlotBytes);
+    const int slot = i % kSlots;
+    bars->a_full[slot].wait(i / kSlots & 1);
+    split_a<S::kRanks>(smem + S::kSlotsAt + slot * kSlotBytes);
     device::fence_async_proxy();
     bars->a_ready[slot].arrive();
   }
   for (int unit = warp; unit < work.units; unit += kSplitters) {
     const int pair = work.pair(unit);
-    bars->b_full[pair].wait(unit / S::kPairs & 1);
-    split_b(smem + S::kSlotsAt + pair * S::kPairBytes);
+    bars->b_full[pair].wait(unit / kPairs & 1);
+    split_b<S::kRanks>(smem + S::kSlotsAt + pair * kPairBytes);
     device::fence_async_proxy();
     bars->b_ready[pair].arrive();
   }

@@ -41,6 +41,7 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
   p.mask_first = product.mask_first;
   p.segments = product.segments;
   p.pairs = product.pairs;
+  p.tile_rows = S::kRows;
   for (int i = 0; i < product.pairs; ++i) {
     if (i == 0 || along_depth) {
       set_map(p.a[i], product, product.a[i], S::kRows, kProductStep);

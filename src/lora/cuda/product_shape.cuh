@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/int_math.h"
 #include "device/barrier.cuh"
 #include "device/ring.cuh"
 #include "device/swizzle.cuh"
@@ -23,12 +24,17 @@ inline constexpr int kBlockBytes =
     kProductStep * device::kSwizzleBytes;           ///< 64 rows of 64 elements
 inline constexpr int kRingBytes = 200 * 1024;       ///< at most
 inline constexpr int kStoreRingBytes = 226 * 1024;  ///< at most, with the tile that is stored
+inline constexpr int kBarrierBytes = 512;           ///< of these, at most
 
 /// Where the rows of segments begin, and their tiles: those of a cluster, counted through all
 /// segments. One entry more than there are segments says where the last one ends.
 struct Segments {
   int row[kMostProductPairs + 1], tile[kMostProductPairs + 1];
 };
+
+/// Floats of a row of sums of so many octets of columns that the copy engine takes: of four rows
+/// no two begin at the same banks.
+constexpr int padded_sums(int octets) { return 8 * (octets | 1); }
 
 /// kLevels: of the tree of leaves that a thread holds; of those kParked in shared memory, as two
 /// sets of 64 sums and 64 more are too many for its registers. kSplit: the thread blocks of a
@@ -64,11 +70,17 @@ struct Shape {
   static constexpr bool kBase = kEnd == ProductEnd::kStore && kColumns == kProductRows && !kSplit;
   static constexpr int kParkedBytes = kParked * kConsumers * kSums * 4;
   /// 128 columns of the rounded tile on their way out, blocks of 64 rows and columns; or the sums
-  /// that the thread blocks of a cluster send each other.
+  /// that the thread blocks of a cluster send each other, of kForms those of whole values.
+  static constexpr int kSumOctets = kEnd == ProductEnd::kForms ? kColumns / 24 * 3 : kColumns / 8;
+  /// Whether the copy engine takes them, in padded rows, for which 128 columns leave no room.
+  static constexpr bool kCopiesSums =
+      kSplit && (kEnd == ProductEnd::kForms || kColumns < kProductRows);
+  static constexpr int kSumsPitch = kCopiesSums ? padded_sums(kSumOctets) : kColumns;  ///< floats
   static constexpr int kTileBytes =
-      kEnd == ProductEnd::kPartials ? 0 : kRows * (kSplit ? kColumns * 4 : 128 * 2);
-  static constexpr int kStages =
-      ((kTileBytes > 0 ? kStoreRingBytes : kRingBytes) - kTileBytes - kParkedBytes) / kStageBytes;
+      kEnd == ProductEnd::kPartials ? 0 : kRows * (kSplit ? kSumsPitch * 4 : 128 * 2);
+  static constexpr int kStages = ((kTileBytes > 0 ? kStoreRingBytes : kRingBytes) - kTileBytes -
+                                  kParkedBytes - kBarrierBytes) /
+                                 kStageBytes;
   static constexpr int kSmem = kStages * kStageBytes + kTileBytes + kParkedBytes +
                                2 * kStages * static_cast<int>(sizeof(device::Mbarrier)) +
                                static_cast<int>(sizeof(Segments));
@@ -90,6 +102,7 @@ struct Params {
   const std::int32_t* offsets;
   int segments, pairs;
   int num_groups, tiles, parts, part_steps, leaf_steps, leaves, units;
+  int tile_rows;  ///< of clusters that share the depth
   bool early, scaled, adds_copies;
   std::int64_t rows;
   float* partials;
@@ -121,7 +134,8 @@ struct Unit {
       first_row = segments.row[segment];
       end = segments.row[segment + 1];
     }
-    row = first_row + (tile_of_rows * S::kSharers + (S::kSplit ? 0 : own)) * S::kRows;
+    row = first_row +
+          (S::kSplit ? tile_of_rows * p.tile_rows : (tile_of_rows * S::kSharers + own) * S::kRows);
     group = 0;
     while (group + 1 < p.num_groups && tile >= p.groups[group + 1].first_tile) ++group;
     column = (tile - p.groups[group].first_tile) * S::kColumns;

@@ -7,9 +7,10 @@
 //
 // A cluster has one tile of 128 rows, and each of its thread blocks some of the leaves of the
 // depth, which pass through a ring of stages filled by TMA. Then blocks send each other their sums
-// by st.async, and each adds those of some rows, in the tree's order, and rounds them: no partial
-// sums in memory, and no kernel that waits for this one to add them. Where b has columns of parts
-// of float32 weights, three make one value, which leaves in all the forms that others read.
+// by the copy engine, or by st.async, and each adds those of some rows, in the tree's order, and
+// rounds them: no partial sums in memory, and no kernel that waits for this one to add them. Where
+// b has columns of parts of float32 weights, three make one value, which leaves in all the forms
+// that others read.
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -31,7 +32,7 @@ template <class S>
 __device__ __forceinline__ void store_share(const Params& p, const Unit<S>& unit,
                                             const float* sums) {
   constexpr int kOctets = S::kColumns / 8;
-  const int own_rows = S::kRows / p.parts, plane = own_rows * S::kColumns;
+  const int own_rows = S::kRows / p.parts;
   const float factor = p.scaled ? p.factor[unit.first_b] : 1.0f;
   const int live = p.scaled ? p.live[unit.first_b] - unit.column : S::kColumns;
   for (int i = threadIdx.x; i < own_rows * kOctets; i += kConsumers) {
@@ -40,13 +41,7 @@ __device__ __forceinline__ void store_share(const Params& p, const Unit<S>& unit
     std::uint32_t words[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float4 v[kMostProductParts];
-      const float* from = sums + i * 8 + 4 * half;
-#pragma unroll
-      for (int part = 0; part < kMostProductParts; ++part) {
-        if (part < p.parts) v[part] = *reinterpret_cast<const float4*>(from + part * plane);
-      }
-      const float4 all = device::sum_of_parts(v, p.parts);
+      const float4 all = sum_received<S>(sums, p.parts, own_rows, i / kOctets, column + 4 * half);
       // Past b's rows the copies' zeros may have met Inf or NaN.
       const auto scaled = [&](float one, int k) {
         return column + 4 * half + k < live ? factor * one : 0.0f;
@@ -92,8 +87,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto* const sums = reinterpret_cast<float*>(smem + S::kStages * S::kStageBytes);
   float sum[S::kSums];
   multiply(p, unit, &ring, sum);
-  send_sums<S>(unit.part, p.parts, sums, sum, &received);
+  if constexpr (S::kCopiesSums) {
+    meet_consumers();  // stages have been read
+    copy_sums<S>(unit.part, p.parts, sums, reinterpret_cast<float*>(smem), sum, &received);
+  } else {
+    send_sums<S>(unit.part, p.parts, sums, sum, &received);
+  }
   received.wait(0);
+  device::cluster_arrive_relaxed();  // others' sums are here
   // Made anew: kept, what it has would take registers of sums.
   int same = index;
   asm volatile("" : "+r"(same));
@@ -103,6 +104,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     store_share<S>(p, stored, sums);
   }
+  device::cluster_wait();  // this thread block's sums have left
 #endif
 }
 

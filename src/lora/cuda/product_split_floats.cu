@@ -33,13 +33,13 @@ using forward_parts::kCopyAt;
 using forward_parts::kPartsThreads;
 using forward_parts::kSplitters;
 
-constexpr int kRanks = forward_parts::S::kRanks;
+constexpr int kRanks = kPartsForwardRanks;
 constexpr int kFloatBytes = kRanks * device::kSwizzleBytes;  ///< of a box of A
 constexpr int kAheadLines = 4;  ///< of a row, asked for before the wait
 
 struct FloatsShape
     : Shape<__nv_bfloat16, 64, Major::kDepth, Major::kDepth, ProductEnd::kForms, 2, true> {
-  static constexpr int kSlotBytes = forward_parts::S::kSlotBytes;
+  static constexpr int kSlotBytes = forward_parts::kSlotBytes;
   /// Each warp has its own stages: a barrier's phase that is two ahead would be taken for the one
   /// that has ended.
   static_assert(kStages % kSplitters == 0);
@@ -74,7 +74,7 @@ __device__ __forceinline__ void split_floats(Ring<S>& ring, const Unit<S>& unit,
   for (int i = warp; i < unit.steps; i += kSplitters) {
     const int stage = i % S::kStages;
     came[stage].wait(i / S::kStages & 1);
-    forward_parts::split_a(smem + stage * S::kStageBytes + S::kRowsBytes);
+    forward_parts::split_a<kRanks>(smem + stage * S::kStageBytes + S::kRowsBytes);
     device::fence_async_proxy();
     ring.full[stage].arrive();
   }
@@ -126,9 +126,12 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
   auto* const sums = reinterpret_cast<float*>(smem + S::kStages * S::kStageBytes);
   float sum[S::kSums];
   multiply(p, unit, &ring, sum);
-  send_sums<S>(unit.part, p.parts, sums, sum, &received);
+  meet_consumers();  // stages have been read
+  copy_sums<S>(unit.part, p.parts, sums, reinterpret_cast<float*>(smem), sum, &received);
   received.wait(0);
+  device::cluster_arrive_relaxed();  // others' sums are here
   store_forms_share<S>(p, unit, sums);
+  device::cluster_wait();  // this thread block's sums have left
 #endif
 }
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "device/leaf_sums.cuh"
-#include "lora/cuda/product_shape.cuh"
+#include "lora/cuda/product_split.cuh"
 #include "lora/train/cuda/part_columns.cuh"
 
 namespace mortar::lora::cuda::product {
@@ -15,7 +15,7 @@ __device__ __forceinline__ void store_forms_share(const Params& p, const Unit<S>
                                                   const float* sums) {
   namespace parts = lora::train::cuda;
   constexpr int kOctetColumns = 8 * parts::kSumCopies, kOctets = S::kColumns / kOctetColumns;
-  const int own_rows = S::kRows / p.parts, plane = own_rows * S::kColumns;
+  const int own_rows = S::kRows / p.parts;
   const float factor = p.factor[unit.first_b];
   const int live = p.live[unit.first_b];
   const int first = static_cast<int>(p.groups[unit.group].first_column) / parts::kSumCopies;
@@ -26,14 +26,8 @@ __device__ __forceinline__ void store_forms_share(const Params& p, const Unit<S>
     float4 column[parts::kSumCopies];
 #pragma unroll
     for (int q = 0; q < parts::kSumCopies; ++q) {
-      const float* from =
-          sums + own_row * S::kColumns + parts::part_column(value, parts::kSumCopies) + 8 * q;
-      float4 v[kMostProductParts];
-#pragma unroll
-      for (int part = 0; part < kMostProductParts; ++part) {
-        if (part < p.parts) v[part] = *reinterpret_cast<const float4*>(from + part * plane);
-      }
-      column[q] = device::sum_of_parts(v, p.parts);
+      column[q] = sum_received<S>(sums, p.parts, own_rows, own_row,
+                                  parts::part_column(value, parts::kSumCopies) + 8 * q);
     }
     const float4 sum = parts::sum_of_columns(column[0], column[1], column[2]);
     parts::store_forms(p.out, p.sum_columns, p.pair_columns, row, static_cast<int>(p.out_stride),
