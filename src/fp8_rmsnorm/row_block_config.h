@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launch choice of the kernel that holds blocks of rows in registers.
+// The launch choice of the kernel that takes blocks of rows.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,9 @@ namespace mortar::fp8_rmsnorm {
 /// rows, or one of n = kStrips strips of them: strip j has the runs of 512 bytes with the numbers
 /// j, j + n, j + 2 n, ...
 struct RowBlockPlan {
-  static constexpr int kPieces = 8;  ///< of 16 bytes, that a thread holds
+  static constexpr int kPieces = 8;             ///< of 16 bytes of a block, that a thread has
+  static constexpr int kStages = 2;             ///< blocks in shared memory: one on its way
+  static constexpr int kStaticSmem = 18 << 10;  ///< bytes at most, with what the system keeps
   static constexpr int kColumns = 16;
   static constexpr int kMostThreads = 512;
   /// Threads of a CTA, at most: conversions by integers take more registers.
@@ -29,6 +31,7 @@ struct RowBlockPlan {
   bool possible = false;
   int threads = 0;
   int strips = 1;
+  int smem = 0;         ///< bytes, of the stages
   int grid = 0;         ///< a multiple of the strips
   int finish_grid = 0;  ///< CTAs that add up strips
 
@@ -58,6 +61,8 @@ inline RowBlockPlan row_block_plan(const ForwardShape& s, const GpuShape& gpu, i
   // Of a thread's pieces of a row the upper half is added to the lower: a power of two apart.
   if (s.x_bytes > 1) threads = power_of_two_above(threads);
   if (threads > RowBlockPlan::most_threads(gpu.clusters)) return plan;
+  plan.smem = RowBlockPlan::kStages * RowBlockPlan::kPieces * 16 * static_cast<int>(threads);
+  if (plan.smem > gpu.max_smem - RowBlockPlan::kStaticSmem) return plan;
   plan.possible = true;
   plan.threads = static_cast<int>(threads);
   plan.strips = strips;

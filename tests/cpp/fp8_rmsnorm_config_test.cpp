@@ -106,6 +106,8 @@ TEST(Fp8RmsNormConfig, RowBlocksAreWholeAndFit) {
     EXPECT_GE(std::int64_t{blocks.threads} * s.x_bytes * blocks.strips, pieces);
     EXPECT_EQ(blocks.threads % RowBlockPlan::kRun, 0);
     EXPECT_LE(blocks.threads, RowBlockPlan::most_threads(gpu.clusters));
+    EXPECT_EQ(blocks.smem, 2 * 16 * RowBlockPlan::kPieces * blocks.threads);
+    EXPECT_LE(blocks.smem, gpu.max_smem - RowBlockPlan::kStaticSmem);
     EXPECT_EQ(blocks.grid % blocks.strips, 0);
     EXPECT_LE(blocks.grid / blocks.strips,
               ceil_div<std::int64_t>(s.rows, RowBlockPlan::rows(s.x_bytes)));

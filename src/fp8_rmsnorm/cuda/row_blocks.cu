@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pass over blocks of aligned rows that are held in registers: q with scales of rows, and the
-// maxima of the columns for those of q_t; or the statistics of rows too long for one CTA.
+// Pass over blocks of aligned rows, each in shared memory while the next is on its way there: q
+// with scales of rows, and the maxima of the columns for those of q_t; or the statistics of rows
+// too long for one CTA.
 //
 // z[m,n] = x s     rstd[m] = 1 / sqrt(mean_n z^2 + eps)     y[m,n] = z rstd (w + offset)
 // q = y / scale[m]     column maxima[n] = max_m |y|
 // bytes  : M N e_x + scales, M N for q
 // M=8192 N=4096 e4m3, groups of 16: 71.3 MB -> 16.7 us at 4.28 TB/s (copy roof of an H200)
-// limit  : neither yet: 13 instructions an element. A thread has the same 16 columns of some rows,
-//          whose weights and maxima it keeps in registers, and looks at x twice there. What a row
-//          takes beside that (its sum over the threads, rstd, its scale) one warp does, for as many
-//          rows at a time as there are warps
+// limit  : instructions, 16 an element at 0.65 of the issue rate. A thread has the same 16 columns
+//          of some rows, whose weights and maxima it keeps in registers, and looks at x twice. What
+//          a row takes beside that (its sum over the threads, rstd, its scale) one warp does, for
+//          as many rows at a time as there are warps
 // wrong  : COAT's roundings, a residual, stochastic rounding; rows of 8-bit x over 8,192 columns in
 //          one CTA
 #include "device/async_copy.cuh"
@@ -17,7 +18,7 @@
 #include "device/pdl.cuh"
 #include "fp8_rmsnorm/cuda/kernels.cuh"
 #include "fp8_rmsnorm/cuda/quantize.cuh"
-#include "fp8_rmsnorm/cuda/words.cuh"
+#include "fp8_rmsnorm/cuda/row_block_ring.cuh"
 
 namespace mortar::fp8_rmsnorm::cuda {
 namespace {
@@ -54,6 +55,7 @@ __global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCT
   __shared__ float sums[kRows][kMostThreads + 4];  // no bank twice, by columns too
   __shared__ std::uint32_t maxima[kRows][kMostWarps];
   __shared__ float2 of_rows[kRows];  // what z is multiplied with for q, and rstd
+  extern __shared__ uint4 stages[];
 
   // Coordinates.
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -61,52 +63,23 @@ __global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCT
   constexpr int kCtas = kQuantizes ? 1 : kStrips;  // of a block of rows
   const int strip = static_cast<int>(blockIdx.x) % kCtas;
   const int hidden = static_cast<int>(p.input.hidden), pieces = hidden / kElements;
-  const std::int64_t rows = p.input.rows, stride = p.input.x.row_stride;
-  const auto piece_of = [&](int slot) {
-    return ((slot * warps + warp) * kCtas + strip) * kRun + lane;
-  };
+  const std::int64_t rows = p.input.rows;
+  RowBlockRing<T> block(p, stages, (warp * kCtas + strip) * kRun + lane, warps * kCtas * kRun);
   const std::int64_t step = std::int64_t{kRows} * (gridDim.x / kCtas);
   std::int64_t row0 = std::int64_t{kRows} * (blockIdx.x / kCtas);
 
   // Load.
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) {
-    if (p.norm && piece_of(s) < pieces) {
+    if (p.norm && block.has(s)) {
       device::prefetch_l2(static_cast<const char*>(p.weight.data) +
-                          piece_of(s) * kElements * (p.weight.dtype == DType::kFloat32 ? 4 : 2));
+                          block.piece_of(s) * kElements *
+                              (p.weight.dtype == DType::kFloat32 ? 4 : 2));
     }
   }
   device::pdl_wait();
   device::pdl_trigger();
-  const bool narrow = p.input.x_scale.dtype != DType::kFloat32;
-  const int group_shift = kIsFloat8<T> ? log2_of(p.input.x_group) : 0;
-  uint4 raw[kRows][kSlots];
-  std::uint32_t scale_word[kRows] = {};
-  const auto load = [&](std::int64_t first) {
-    const T* x = static_cast<const T*>(p.input.x.data) + first * stride;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r, x += stride) {
-#pragma unroll
-      for (int s = 0; s < kSlots; ++s) {
-        raw[r][s] = make_uint4(0, 0, 0, 0);
-        if (first + r < rows && piece_of(s) < pieces) {
-          raw[r][s] = __ldcg(reinterpret_cast<const uint4*>(x + piece_of(s) * kElements));
-        }
-      }
-      if constexpr (kIsFloat8<T>) {
-        const bool there = first + r < rows && piece_of(0) < pieces;
-        const std::int64_t at =
-            (first + r) * p.input.x_scale.row_stride + (piece_of(0) * kElements >> group_shift);
-        const char* scales = static_cast<const char*>(p.input.x_scale.data);
-        if (narrow) {
-          load_word_if<true>(there, scale_word[r], scales + at * 2);
-        } else {
-          load_word_if<false>(there, scale_word[r], scales + at * 4);
-        }
-      }
-    }
-  };
-  load(row0);
+  block.load(row0);
   float w[kSlots][kElements];
   bool infinite = false;
 #pragma unroll
@@ -114,9 +87,9 @@ __global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCT
 #pragma unroll
     for (int k = 0; k < kQuads; ++k) {
       float quad[4] = {};
-      if (piece_of(s) < pieces) {
+      if (block.has(s)) {
         if (p.norm) {
-          load_run<4>(p.weight.data, p.weight.dtype, piece_of(s) * kElements + 4 * k, 4, true,
+          load_run<4>(p.weight.data, p.weight.dtype, block.piece_of(s) * kElements + 4 * k, 4, true,
                       quad);
         }
 #pragma unroll
@@ -133,19 +106,22 @@ __global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCT
   std::uint32_t of_columns[kSlots][kElements] = {};
 
   for (; row0 < rows; row0 += step) {
+    block.advance(row0 + step);
+
     // Reduce: each thread its part of a row; then each warp a row.
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float scale = kIsFloat8<T> ? scale_of_word(narrow, scale_word[r]) : 1.0f;
+      const float scale = block.scale(r);
       float sum[kSlots], most = 0.0f;
 #pragma unroll
       for (int s = 0; s < kSlots; ++s) {
+        const uint4 raw = block.piece(r, s);
         float squares[4] = {};
         std::uint32_t largest[2] = {};
 #pragma unroll
         for (int k = 0; k < kQuads; ++k) {
           float z[4];
-          unpack4<T>(raw[r][s], k, z);
+          unpack4<T>(raw, k, z);
 #pragma unroll
           for (int j = 0; j < 4; ++j) squares[j] = __fmaf_rn(z[j], z[j], squares[j]);
 #pragma unroll
@@ -167,7 +143,11 @@ __global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCT
       if (lane == 0) maxima[r][warp] = of_warp;
     }
     __syncthreads();
-    for (int r = warp; r < kRows && row0 + r < rows; r += warps) {
+    for (int r = warp; r < kRows; r += warps) {
+      if (row0 + r >= rows) {
+        if (kQuantizes && lane == 0) of_rows[r] = make_float2(0.0f, 0.0f);
+        continue;
+      }
       float part[kMostWarps];
 #pragma unroll
       for (int i = 0; i < kMostWarps; ++i) {
@@ -198,30 +178,46 @@ __global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCT
       const auto quantize = [&](auto tag) {
         using Out = typename decltype(tag)::type;
         char* q = static_cast<char*>(p.out.q.data) + row0 * p.out.q.row_stride;
+        // Two rows together: the maximum of three is one instruction.
 #pragma unroll
-        for (int r = 0; r < kRows; ++r, q += p.out.q.row_stride) {
-          if (row0 + r >= rows) break;
-          const float2 of_row = of_rows[r];
-          const float scale = kIsFloat8<T> ? scale_of_word(narrow, scale_word[r]) : 1.0f;
-          const float factor = finite_or_nan(of_row.x * scale);
-          const float to_y = finite_or_nan(scale * of_row.y);
+        for (int first = 0; first < kRows; first += 2, q += 2 * p.out.q.row_stride) {
+          if (row0 + first >= rows) break;
+          float factor[2], to_y[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float2 of_row = of_rows[first + i];
+            const float scale = block.scale(first + i);
+            factor[i] = finite_or_nan(of_row.x * scale);
+            to_y[i] = finite_or_nan(scale * of_row.y);
+          }
 #pragma unroll
           for (int s = 0; s < kSlots; ++s) {
-            std::uint32_t codes[kQuads];
+            const uint4 raw[2] = {block.piece(first, s), block.piece(first + 1, s)};
+            std::uint32_t codes[2][kQuads];
 #pragma unroll
             for (int k = 0; k < kQuads; ++k) {
-              float z[4], y[4];
-              unpack4<T>(raw[r][s], k, z);
+              float z[2][4];
 #pragma unroll
-              for (int j = 0; j < 4; ++j) {
-                y[j] = z[j] * factor * w[s][4 * k + j];
-                std::uint32_t& most = of_columns[s][4 * k + j];
-                most = max(most, device::product_bits(z[j], to_y));  // without its weight
+              for (int i = 0; i < 2; ++i) {
+                float y[4];
+                unpack4<T>(raw[i], k, z[i]);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) y[j] = z[i][j] * factor[i] * w[s][4 * k + j];
+                codes[i][k] = device::pack_fp8x4<Out>(y);
               }
-              codes[k] = device::pack_fp8x4<Out>(y);
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {  // without its weight
+                std::uint32_t& most = of_columns[s][4 * k + j];
+                most = max(max(most, device::product_bits(z[0][j], to_y[0])),
+                           device::product_bits(z[1][j], to_y[1]));
+              }
             }
-            if (p.out.q.given() && piece_of(s) < pieces) {
-              store_codes<kElements>(q + piece_of(s) * kElements, codes, kElements, true);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              if (p.out.q.given() && row0 + first + i < rows && block.has(s)) {
+                store_codes<kElements>(q + i * p.out.q.row_stride + block.piece_of(s) * kElements,
+                                       codes[i], kElements, true);
+              }
             }
           }
         }
@@ -237,14 +233,15 @@ __global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCT
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           if (row0 + r >= rows) break;
-          const float scale = kIsFloat8<T> ? scale_of_word(narrow, scale_word[r]) : 1.0f;
+          const float scale = block.scale(r);
           const float to_y = finite_or_nan(scale * of_rows[r].y);
 #pragma unroll
           for (int s = 0; s < kSlots; ++s) {
+            const uint4 raw = block.piece(r, s);
 #pragma unroll
             for (int k = 0; k < kQuads; ++k) {
               float z[4];
-              unpack4<T>(raw[r][s], k, z);
+              unpack4<T>(raw, k, z);
 #pragma unroll
               for (int j = 0; j < 4; ++j) {
                 const bool nan = fabsf(w[s][4 * k + j]) > kLargestFloat && z[j] * to_y == 0.0f;
@@ -255,7 +252,6 @@ __global__ void __launch_bounds__(RowBlockPlan::most_threads(MORTAR_FP8_INSTRUCT
         }
       }
     }
-    load(row0 + step);
   }
 
   if constexpr (kQuantizes) {
@@ -330,8 +326,8 @@ device::Launch launch_of(int grid, int threads, Stream stream) {
 
 template <BlockPass kPass>
 void launch_blocks(const ForwardParams& p, Stream stream) {
-  const device::Launch launch =
-      launch_of(p.plan.block_plan.grid, p.plan.block_plan.threads, stream);
+  device::Launch launch = launch_of(p.plan.block_plan.grid, p.plan.block_plan.threads, stream);
+  launch.smem = static_cast<std::size_t>(p.plan.block_plan.smem);
   device::visit_dtype<InputDTypes>(p.input.x.dtype, p.op, [&](auto tag) {
     device::launch<row_blocks_kernel<typename decltype(tag)::type, kPass>>(p.op, launch, p);
   });
