@@ -46,6 +46,19 @@ bool takes_forward(const PartsForward& product);
 void launch_forward(const char* op, const PartsForward& product, const ForwardPlan& plan,
                     Stream stream);
 
+/// h and y of several adapters' rows, up to eight of up to 32 ranks, or of one's, both with dropout
+/// on x (Product::rng).
+struct SegmentForward {
+  Product h;  ///< of kStore: one pair, operands dense along the depth; segments or none
+  ProductOperand b[kMostProductPairs];  ///< of each segment, dense along the ranks
+  ProductOperand base;
+  void* y = nullptr;
+  std::int64_t y_stride = 0;
+};
+bool takes_forward(const SegmentForward& product);
+void launch_forward(const char* op, const SegmentForward& product, const ForwardPlan& plan,
+                    Stream stream);
+
 /// Whether y's rows can be stored in boxes.
 bool takes_forward(const ForwardProduct& product);
 void launch_forward(const char* op, const ForwardProduct& product, const ForwardPlan& plan,

@@ -62,31 +62,42 @@ inline double apart_us(std::int64_t rows, std::int64_t columns, std::int64_t out
   return 6.3 + bytes / (width <= 16 ? 3.75e6 : 3.4e6) + (width > 32 ? 1.5 : 0);
 }
 
+/// `segments`: of product_forward_segments.cu, also one with dropout; 0: of the other kernels. As half
+/// of the last tile of each is empty on average, tiles of several have a few rows more, if they may.
+///
 /// Tiles of as few rows as let all run at once, or, of so many ranks that two launches take longer,
 /// of 64 rows in two full rounds. y is no wider than eight times x: where nearly all is written,
 /// two launches reach more of the DRAM (4096 x 1024 x 28672, rank 16: 65.4 us for 68.5).
 inline ForwardPlan choose_forward(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
-                                  int width, int sms, bool in_parts = false) {
+                                  int width, int sms, bool in_parts = false, int segments = 0) {
   using namespace lora::cuda;
   constexpr int kTwoRoundRanks = 64;
   if (width > (in_parts ? kPartsForwardRanks : kForwardRanks)) return {};
   if (out_columns > 8 * columns) return {};
   const auto operands = in_parts ? ShrinkOperands::kPartColumns : ShrinkOperands::kOneType;
-  const int leaves = leaves_of(rows, columns, width, 0, false, false, operands);
+  const int leaves = leaves_of(rows, columns, width, segments, false, false, operands);
   const int fewest = std::max(leaves / kMostForwardLeaves, 2);
   ForwardPlan best;
   double least = apart_us(rows, columns, out_columns, width, in_parts);
   for (int parts = leaves; parts >= fewest; parts /= 2) {
     const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
-    const std::int64_t tile =
+    std::int64_t tile =
         round_up<std::int64_t>(ceil_div<std::int64_t>(rows, at_once), kForwardRowUnit);
     if (tile > kForwardRows) continue;
+    if (segments > 1) {
+      const std::int64_t full = std::max<std::int64_t>(at_once - segments / 2, 1);
+      tile = std::min<std::int64_t>(
+          round_up<std::int64_t>(ceil_div<std::int64_t>(rows, full), kForwardRowUnit),
+          kForwardRows);
+      if (2 * rows < segments * tile) continue;  // windows of many adapters, piece by piece
+    }
     const double us =
         in_parts ? parts_forward_us(columns, out_columns, parts)
                  : forward_us(rows, columns, out_columns, width, parts, static_cast<int>(tile));
     if (us >= least) continue;
     least = us;
-    best = forward_plan(columns, leaves, parts, 0, static_cast<int>(tile));
+    best = forward_plan(columns, leaves, parts, segments > 1 ? static_cast<int>(at_once) : 0,
+                        static_cast<int>(tile));
   }
   if (best.parts > 0) return best;
   const std::int64_t tiles = ceil_div<std::int64_t>(rows, kForwardRows);
