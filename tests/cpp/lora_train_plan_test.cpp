@@ -208,9 +208,9 @@ TEST(LoraTrainPlan, ClustersThatRunAtOnceMakeYToo) {
   EXPECT_EQ(tile(4096, 4096, 4096, 72), Tile(0, 0));
   EXPECT_EQ(choose_forward(8192, 4096, 4096, 64, kH200.sms).clusters, 66);
   // Several adapters, whose last tiles are not full: as many clusters as run at once.
-  const auto segments = [](std::int64_t rows, std::int64_t columns, std::int64_t out, int adapters) {
-    const ForwardPlan plan =
-        choose_forward(rows, columns, out, 32, kH200.sms, false, adapters);
+  const auto segments = [](std::int64_t rows, std::int64_t columns, std::int64_t out,
+                           int adapters) {
+    const ForwardPlan plan = choose_forward(rows, columns, out, 32, kH200.sms, false, adapters);
     return std::tuple(plan.parts, plan.parts > 0 ? plan.rows : 0, plan.clusters);
   };
   using Segments = std::tuple<int, int, int>;

@@ -51,8 +51,8 @@ __device__ __forceinline__ void drop_stage(const SegmentParams& p, const Draws& 
     if (i / kAtOnce * kAtOnce * kRowStep >= tile.count) break;
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet) {
-      auto* v = reinterpret_cast<uint4*>(
-          stage + device::swizzled(row + i * kRowStep, 2 * quarter + octet));
+      auto* v = reinterpret_cast<uint4*>(stage +
+                                         device::swizzled(row + i * kRowStep, 2 * quarter + octet));
       *v = train::cuda::masked(*v, train::cuda::mask_words(kept[i][octet]));
     }
   }

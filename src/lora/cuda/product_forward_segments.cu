@@ -119,10 +119,9 @@ __device__ __forceinline__ void send_own(const SegmentParams& p, const Tile& til
   const int row = thread % kWarpgroup / 32 * 16 + lane / 4 + (upper ? 8 : 0);
   const int own_rows = p.tile_rows / p.parts, owner = row / own_rows;
   const int column = (kAdapters == 1 ? warpgroup * S::kMmaColumns : 0) + lane % 4 / 2 * 4;
-  float* to = sums +
-              (static_cast<int>(blockIdx.y) * own_rows + row % own_rows) * S::kColumns + column;
-  const bool sends =
-      row < p.tile_rows && (kAdapters == 1 || (row < tile.cut) == (warpgroup == 0));
+  float* to =
+      sums + (static_cast<int>(blockIdx.y) * own_rows + row % own_rows) * S::kColumns + column;
+  const bool sends = row < p.tile_rows && (kAdapters == 1 || (row < tile.cut) == (warpgroup == 0));
 #pragma unroll
   for (int j = 0; j < kAdapters * S::kSums / 4; ++j) {
     float v[4] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};

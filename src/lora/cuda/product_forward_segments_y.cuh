@@ -98,8 +98,8 @@ __device__ __forceinline__ void make_y(const SegmentParams& p, const Tile& tile,
           smem + at.stage * S::kStageBytes + warpgroup * kBlockBytes + lane % 4 * 4;
 #pragma unroll
       for (int n = 0; n < kSums / 2; ++n) {
-        const auto* two = reinterpret_cast<const std::uint32_t*>(
-            from + device::swizzled(row + n % 2 * 8, n / 2));
+        const auto* two =
+            reinterpret_cast<const std::uint32_t*>(from + device::swizzled(row + n % 2 * 8, n / 2));
         const float2 v = device::unpack2<T>(*two);
         sum[2 * n] = v.x + sum[2 * n];
         sum[2 * n + 1] = v.y + sum[2 * n + 1];

@@ -154,9 +154,8 @@ class Call {
   bool runs_once() {
     if (p_.weight == DType::kFloat32) return forward_parts(p_, table_.own[0], once_, stream_);
     if (in_segments(p_, rows_)) {
-      lora::cuda::launch_forward("lora_train",
-                                 segment_forward(p_, table_, rows_, work_.h.values), once_,
-                                 stream_);
+      lora::cuda::launch_forward("lora_train", segment_forward(p_, table_, rows_, work_.h.values),
+                                 once_, stream_);
       return true;
     }
     const SliceView& s = p_.slices[0];
