@@ -72,6 +72,60 @@ TEST_P(LoraTrainForward, OneLaunchChangesNoBit) {
   }
 }
 
+// The same of several adapters' rows, of which a tile may have those of many, and with dropout.
+TEST_P(LoraTrainForward, OneLaunchOfSegmentsChangesNoBit) {
+  struct Case {
+    std::vector<int> ranks;
+    std::vector<float> p = {};
+    DType type = DType::kBFloat16;
+    bool finite = true;
+    BaseIs base = BaseIs::kNone;
+    bool empty = false;
+  };
+  const Case cases[] = {
+      {{4, 8, 20, 32, 5}},
+      {{16, 16, 16}, {0.1f, 0.0f, 0.5f}, DType::kFloat16},
+      {{12, 24, 8}, {0.25f, 0.0f, 0.1f}, DType::kBFloat16, false, BaseIs::kInPlace},
+      {{1, 8, 16, 2, 3, 7, 9, 30}, {}, DType::kFloat16, true, BaseIs::kApart, true},
+      {{16}, {0.1f}},
+      {{32}, {0.05f}, DType::kFloat16, false},
+      {{6}, {0.5f}, DType::kBFloat16, true, BaseIs::kApart},
+      {{56}, {0.1f}},
+  };
+  for (const Case& one : cases) {
+    TrainCase c;
+    c.rows = 333;
+    c.hidden = 1104;
+    c.widths = {840};
+    c.ranks = one.ranks;
+    c.adapters = static_cast<int>(one.ranks.size());
+    if (c.adapters > 1) c.by = RowsBy::kSegments;
+    c.x = c.w = c.y = one.type;
+    c.p = one.p;
+    c.base = one.base;
+    c.empty_segment = one.empty;
+    const auto make = [&](const ForcedPlans& forced) {
+      auto step = std::make_unique<TrainStep>(c, GetParam());
+      if (!one.finite) spoil(step.get());
+      run_planned(step.get(), forced);
+      return step;
+    };
+    const lora::cuda::ForwardPlan none{};
+    const auto first = make({nullptr, nullptr, &none});
+    for (int parts = 2; parts <= kLeaves; parts *= 2) {
+      // Of 66 clusters adapters have tiles of their own.
+      for (const auto& [rows, clusters] : {std::pair{64, 0}, {64, 66}, {40, 2}, {24, 66}, {8, 0}}) {
+        const ForwardPlan once = forward_plan(c.hidden, kLeaves, parts, rows, clusters);
+        expect_same_forward(*first, *make({nullptr, nullptr, &once}),
+                            std::to_string(c.adapters) + " adapters of rank " +
+                                std::to_string(one.ranks[0]) + ", clusters of " +
+                                std::to_string(parts) + ", tiles of " + std::to_string(rows) +
+                                " rows");
+      }
+    }
+  }
+}
+
 // Clusters that share the depth, and up to 16 ranks split float32 weights, in more steps than they
 // have stages and in tiles that are not full.
 TEST_P(LoraTrainForward, SplitWeightsChangeNoBit) {

@@ -208,6 +208,21 @@ TEST(LoraTrainPlan, ClustersThatRunAtOnceMakeYToo) {
   EXPECT_EQ(tile(4096, 4096, 4096, 72), Tile(0, 0));
   EXPECT_EQ(tile(8192, 4096, 4096, 64), Tile(2, 128));
   EXPECT_EQ(tile(8500, 4096, 4096, 64), Tile(0, 0));
+  // Several adapters, whose last tiles are not full: as many clusters as run at once.
+  const auto segments = [](std::int64_t rows, std::int64_t columns, std::int64_t out,
+                           int adapters) {
+    const ForwardPlan plan =
+        choose_segment_forward(rows, columns, out, 32, kH200.sms, adapters);
+    return std::tuple(plan.parts, plan.parts > 0 ? plan.rows : 0, plan.clusters);
+  };
+  using Segments = std::tuple<int, int, int>;
+  EXPECT_EQ(segments(4096, 4096, 4096, 1), Segments(2, 64, 0));  // with dropout
+  EXPECT_EQ(segments(4096, 4096, 4096, 8), Segments(2, 64, 66));
+  EXPECT_EQ(segments(3000, 5120, 5120, 8), Segments(2, 56, 66));
+  EXPECT_EQ(segments(512, 4096, 4096, 2), Segments(8, 40, 15));
+  EXPECT_EQ(segments(512, 4096, 4096, 8), Segments(8, 48, 15));
+  EXPECT_EQ(segments(16, 4096, 4096, 8), Segments(0, 0, 0));
+  EXPECT_EQ(segments(4225, 4096, 4096, 8), Segments(0, 0, 0));
   // Float32 weights.
   const auto parts = [](std::int64_t rows, std::int64_t columns, std::int64_t out, int width) {
     return choose_forward(rows, columns, out, width, kH200.sms, true).parts;

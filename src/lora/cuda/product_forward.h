@@ -20,6 +20,7 @@ struct ForwardPlan {
   std::int64_t leaf = 0;    ///< columns of a leaf
   int leaves = 1;           ///< of a thread block
   int rows = kForwardRows;  ///< of a tile
+  int clusters = 0;         ///< of a SegmentForward, at most; 0: one for each tile
 };
 
 struct ForwardProduct {
@@ -44,6 +45,19 @@ struct PartsForward {
 };
 bool takes_forward(const PartsForward& product);
 void launch_forward(const char* op, const PartsForward& product, const ForwardPlan& plan,
+                    Stream stream);
+
+/// h and y of several adapters' rows, up to eight of up to 32 ranks, or of one's, both with dropout
+/// on x (Product::rng).
+struct SegmentForward {
+  Product h;  ///< of kStore: one pair, operands dense along the depth; segments or none
+  ProductOperand b[kMostProductPairs];  ///< of each segment, dense along the ranks
+  ProductOperand base;
+  void* y = nullptr;
+  std::int64_t y_stride = 0;
+};
+bool takes_forward(const SegmentForward& product);
+void launch_forward(const char* op, const SegmentForward& product, const ForwardPlan& plan,
                     Stream stream);
 
 /// Whether y's rows can be stored in boxes.

@@ -143,16 +143,21 @@ class Call {
     return {p_, forced_.expand, looks_ahead(table_, rows_), machine_};
   }
 
-  /// For h and y of one adapter and slice.
+  /// For h and y of one slice.
   ForwardPlan plan_once() const {
     const bool may = plan_ == nullptr && forced_.shrink == nullptr && forced_.expand == nullptr &&
-                     looks_ahead(table_, rows_) && may_run_once(p_, machine_);
+                     may_run_once(p_, table_, rows_, machine_);
     if (!may || forced_.once != nullptr) return may ? *forced_.once : ForwardPlan{};
-    return choose_once(p_, table_.own[0], machine_);
+    return choose_once(p_, table_, rows_, machine_);
   }
 
   bool runs_once() {
     if (p_.weight == DType::kFloat32) return forward_parts(p_, table_.own[0], once_, stream_);
+    if (in_segments(p_, rows_)) {
+      lora::cuda::launch_forward("lora_train", segment_forward(p_, table_, rows_, work_.h.values),
+                                 once_, stream_);
+      return true;
+    }
     const SliceView& s = p_.slices[0];
     const bool taken =
         forward_products(shrink_params(Side::kA, 0, 1, p_.x, p_.hidden, work_.h, false, {}),

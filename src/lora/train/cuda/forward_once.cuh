@@ -8,16 +8,19 @@
 
 namespace mortar::lora::train::cuda {
 
-/// Whether h and y are of one slice and without dropout, and products of one 16-bit type, or of
-/// float32 weights beside bfloat16 and without a base.
-inline bool may_run_once(const Problem& p, const Machine& machine) {
-  if (!machine.products || p.num_slices != 1 || p.drops || p.hidden_width == 0) return false;
+/// Whether h and y are of one slice, and products of one 16-bit type, or of float32 weights beside
+/// bfloat16, of one adapter without dropout and a base.
+inline bool may_run_once(const Problem& p, const PairTable& pairs, const RowGroups& rows,
+                         const Machine& machine) {
+  if (!machine.products || p.num_slices != 1 || p.hidden_width == 0) return false;
+  if (pairs.entries != nullptr || rows.groups != nullptr || p.drops_delta()) return false;
   if (p.slices[0].width == 0) return false;
   const SliceView& slice = p.slices[0];
   if (p.x.dtype != slice.y.dtype) return false;
   return p.weight != DType::kFloat32
              ? p.x.dtype == p.weight
-             : in_part_columns(p.x.dtype, p.weight) && slice.base.data == nullptr;
+             : in_part_columns(p.x.dtype, p.weight) && slice.base.data == nullptr && !p.drops &&
+                   looks_ahead(pairs, rows);
 }
 
 /// The product of float32 weights.
@@ -50,10 +53,54 @@ inline bool forward_parts(const Problem& p, const PairEntry& pair, const Forward
   return true;
 }
 
-/// For h and y of one adapter's rows.
-inline ForwardPlan choose_once(const Problem& p, const PairEntry& pair, const Machine& machine) {
+/// The product of several adapters' rows, or with dropout; `h`: of 16-bit values.
+inline lora::cuda::SegmentForward segment_forward(const Problem& p, const PairTable& pairs,
+                                                  const RowGroups& rows, void* h) {
+  const SliceView& slice = p.slices[0];
+  lora::cuda::SegmentForward f;
+  lora::cuda::Product& own = f.h;
+  own.dtype = p.weight;
+  own.offsets = rows.offsets;
+  own.segments = rows.offsets != nullptr ? rows.num_adapters : 1;
+  const auto dense = [](const Matrix& m, std::int64_t lines, std::int64_t columns) {
+    const bool takes = m.col_stride == 1;
+    return lora::cuda::ProductOperand{takes ? m.data : nullptr, lines, columns, m.row_stride};
+  };
+  own.a[0] = dense(p.x, p.num_rows, p.hidden);
+  for (int i = 0; i < own.segments; ++i) {
+    const PairEntry& pair = pairs.own[i];
+    if (pair.rank == 0) continue;
+    own.b[i] = dense(pair.a, pair.rank, p.hidden);
+    own.factor[i] = pair.factor;
+    own.thresholds[i] = pair.threshold;
+    f.b[i] = dense(pair.b, slice.width, pair.rank);
+  }
+  own.columns[0] = p.hidden_width;
+  own.out = h;
+  own.out_stride = p.hidden_width;
+  if (p.drops) {
+    own.rng = p.rng;
+    own.mask_columns = p.hidden;
+  }
+  if (slice.base.data != nullptr) f.base = dense(slice.base, p.num_rows, slice.width);
+  f.y = slice.y.col_stride == 1 ? slice.y.data : nullptr;
+  f.y_stride = slice.y.row_stride;
+  return f;
+}
+inline bool in_segments(const Problem& p, const RowGroups& rows) {
+  return p.drops || rows.offsets != nullptr;
+}
+
+/// For h and y in one launch.
+inline ForwardPlan choose_once(const Problem& p, const PairTable& pairs, const RowGroups& rows,
+                               const Machine& machine) {
   const bool in_parts = p.weight == DType::kFloat32;
-  if (in_parts && !takes_forward(parts_forward(p, pair))) return {};
+  if (in_parts && !takes_forward(parts_forward(p, pairs.own[0]))) return {};
+  if (in_segments(p, rows)) {
+    if (!takes_forward(segment_forward(p, pairs, rows, p.h))) return {};
+    return choose_segment_forward(p.num_rows, p.hidden, p.slices[0].width, p.hidden_width,
+                                  machine.sms, static_cast<int>(p.num_adapters));
+  }
   return choose_forward(p.num_rows, p.hidden, p.slices[0].width, p.hidden_width, machine.sms,
                         in_parts);
 }

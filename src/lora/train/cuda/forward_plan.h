@@ -14,8 +14,8 @@ using lora::cuda::ForwardPlan;
 
 /// A plan of tiles of `rows` and so many thread blocks a cluster.
 inline ForwardPlan forward_plan(std::int64_t columns, int leaves, int parts,
-                                int rows = lora::cuda::kForwardRows) {
-  return {parts, leaf_columns(columns, leaves), leaves / parts, rows};
+                                int rows = lora::cuda::kForwardRows, int clusters = 0) {
+  return {parts, leaf_columns(columns, leaves), leaves / parts, rows, clusters};
 }
 
 /// What a thread block has of so many columns, by `unit` columns.
@@ -124,6 +124,38 @@ inline ForwardPlan choose_forward(std::int64_t rows, std::int64_t columns, std::
       least = us;
       best = forward_plan(columns, leaves, parts, tile);
     }
+  }
+  return best;
+}
+
+/// The same of so many adapters' rows, or of one's with dropout (product_forward_segments.cu), all of
+/// whose tiles have up to 64 rows and run at once. As half of the last tile of each of several is
+/// empty on average, theirs have a few rows more, if they may.
+inline ForwardPlan choose_segment_forward(std::int64_t rows, std::int64_t columns,
+                                          std::int64_t out_columns, int width, int sms,
+                                          int segments) {
+  using namespace lora::cuda;
+  if (width > kForwardRanks || out_columns > 8 * columns) return {};
+  const int leaves =
+      leaves_of(rows, columns, width, segments, false, false, ShrinkOperands::kOneType);
+  const int fewest = std::max(leaves / kMostForwardLeaves, 2);
+  ForwardPlan best;
+  double least = apart_us(rows, columns, out_columns, width, false);
+  for (int parts = leaves; parts >= fewest; parts /= 2) {
+    const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
+    const auto tile_of = [&](std::int64_t clusters) {
+      return round_up<std::int64_t>(ceil_div<std::int64_t>(rows, clusters), kForwardRowUnit);
+    };
+    if (tile_of(at_once) > kForwardRows) continue;
+    const std::int64_t full = std::max<std::int64_t>(at_once - segments / 2, 1);
+    const int tile = static_cast<int>(std::min<std::int64_t>(tile_of(full), kForwardRows));
+    // Windows of many adapters are done piece by piece.
+    if (segments > 1 && 2 * rows < std::int64_t{segments} * tile) continue;
+    const double us = forward_us(rows, columns, out_columns, width, parts, tile);
+    if (us >= least) continue;
+    least = us;
+    const int clusters = segments > 1 ? static_cast<int>(at_once) : 0;
+    best = forward_plan(columns, leaves, parts, tile, clusters);
   }
   return best;
 }

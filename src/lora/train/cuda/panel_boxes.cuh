@@ -9,6 +9,7 @@
 #include "device/barrier.cuh"
 #include "device/pdl.cuh"
 #include "device/swizzle.cuh"
+#include "device/thread_anew.cuh"
 #include "lora/train/cuda/panel.cuh"
 
 namespace mortar::lora::train::cuda {
@@ -30,13 +31,7 @@ __device__ __forceinline__ void forget(device::Mbarrier& barrier) {
                : "memory");
 }
 
-/// threadIdx.x, read anew: what follows from it would else be kept in registers from one place of
-/// the grid to the next.
-__device__ __forceinline__ int thread_anew() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
+using device::thread_anew;
 
 /// Zeros for rows `begin` to `end` - 1 of kBlocks blocks; by a warpgroup.
 template <int kBlocks>
