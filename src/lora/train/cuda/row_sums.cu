@@ -203,7 +203,7 @@ bool RowSums::stores_grad(const PanelParams& panel, const PanelOperand& o) const
   const std::int64_t dense = of_a ? o.columns : pair.rank, lines = of_a ? pair.rank : o.columns;
   return stores_sums(p_.num_rows, o.columns, o.width, panel.chunk.rows, of_a,
                      device::current_device().num_sms) &&
-         grad.dtype == p_.weight && grad.col_stride == 1 &&
+         grad.data != nullptr && grad.dtype == p_.weight && grad.col_stride == 1 &&
          device::takes_tensor_map(grad.data, dense, lines, grad.row_stride);
 }
 
