@@ -265,24 +265,28 @@ TEST_P(LoraTrainGpu, StridesChangeNoBitOfAnyPlan) {
 }
 
 // Those of wide ranks take the copies of whole tiles where rows are dense and aligned; sums over
-// rows do from 24 ranks on.
+// rows do from 24 ranks on. Of 520 ranks and few rows products store dA and dB, or add to them.
 TEST_P(LoraTrainGpu, StridesChangeNoBitOfWideRanks) {
   struct Case {
     int rank;
     DType weight;
-    int adapters = 1;
+    int adapters = 1, rows = 1200;
+    bool add = false;
   };
-  for (const auto& [rank, weight, adapters] : {Case{24, kBF16},
-                                               {40, kBF16},
-                                               {64, kBF16},
-                                               {136, kBF16},
-                                               {16, DType::kFloat32},
-                                               {40, DType::kFloat32},
-                                               {72, DType::kFloat32},
-                                               {136, kBF16, 3}}) {
+  for (const auto& [rank, weight, adapters, rows, add] : {Case{520, kBF16, 1, 200, true},
+                                                          {520, kBF16, 1, 200},
+                                                          {24, kBF16},
+                                                          {40, kBF16},
+                                                          {64, kBF16},
+                                                          {136, kBF16},
+                                                          {16, DType::kFloat32},
+                                                          {40, DType::kFloat32},
+                                                          {72, DType::kFloat32},
+                                                          {136, kBF16, 3}}) {
     TrainCase c = base_case();
     c.w = weight;
-    c.rows = 1200;
+    c.rows = rows;
+    c.add = add;
     c.hidden = 272;
     c.widths = {528};
     c.ranks = {rank, 24, rank};

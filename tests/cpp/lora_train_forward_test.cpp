@@ -72,6 +72,49 @@ TEST_P(LoraTrainForward, OneLaunchChangesNoBit) {
   }
 }
 
+// The same of more ranks, and in tiles of more rows, of which warps have 16 each.
+TEST_P(LoraTrainForward, OneLaunchOfWideRanksChangesNoBit) {
+  struct Case {
+    int rank;
+    std::int64_t hidden;
+    DType type = DType::kBFloat16;
+    bool finite = true;
+    BaseIs base = BaseIs::kNone;
+  };
+  for (const auto& [rank, hidden, type, finite, base] :
+       {Case{128, 520}, Case{72, 1104, DType::kFloat16, false},
+        Case{104, 1104, DType::kBFloat16, true, BaseIs::kApart},
+        Case{128, 520, DType::kFloat16, true, BaseIs::kInPlace}}) {
+    TrainCase c;
+    c.rows = 333;
+    c.hidden = hidden;
+    c.widths = {456};
+    c.ranks = {rank};
+    c.x = c.w = c.y = type;
+    c.base = base;
+    const auto make = [&, finite = finite](const ForcedPlans& forced) {
+      auto step = std::make_unique<TrainStep>(c, GetParam());
+      if (!finite) spoil(step.get());
+      run_planned(step.get(), forced);
+      return step;
+    };
+    const lora::cuda::ForwardPlan none{};
+    const auto first = make({nullptr, nullptr, &none});
+    const int leaves = leaves_of(c.rows, c.hidden, round_up(rank, 8), 0, false, false,
+                                 ShrinkOperands::kOneType);
+    const int fewest = std::max(leaves / lora::cuda::kMostWideForwardLeaves, 2);
+    ASSERT_GE(leaves, fewest);
+    for (int parts = fewest; parts <= leaves; parts *= 2) {
+      for (const int rows : {128, 80, 48, 16}) {
+        const ForwardPlan once = forward_plan(c.hidden, leaves, parts, rows);
+        expect_same_forward(*first, *make({nullptr, nullptr, &once}),
+                            "one launch of clusters of " + std::to_string(parts) + ", tiles of " +
+                                std::to_string(rows) + " rows, rank " + std::to_string(rank));
+      }
+    }
+  }
+}
+
 // The same of several adapters' rows, of which a tile may have those of many, and with dropout.
 TEST_P(LoraTrainForward, OneLaunchOfSegmentsChangesNoBit) {
   struct Case {

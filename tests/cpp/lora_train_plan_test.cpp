@@ -205,9 +205,15 @@ TEST(LoraTrainPlan, ClustersThatRunAtOnceMakeYToo) {
   EXPECT_EQ(tile(3000, 4096, 4096, 8), Tile(4, 104));
   EXPECT_EQ(tile(2048, 5120, 13824, 32), Tile(4, 72));
   EXPECT_EQ(tile(4096, 1024, 28672, 16), Tile(0, 0));
-  EXPECT_EQ(tile(4096, 4096, 4096, 72), Tile(0, 0));
   EXPECT_EQ(tile(8192, 4096, 4096, 64), Tile(2, 128));
   EXPECT_EQ(tile(8500, 4096, 4096, 64), Tile(0, 0));
+  // Of more ranks up to 128 rows.
+  EXPECT_EQ(tile(8192, 4096, 4096, 128), Tile(2, 128));
+  EXPECT_EQ(tile(6000, 3584, 3584, 96), Tile(2, 96));
+  EXPECT_EQ(tile(3000, 8192, 2048, 128), Tile(4, 112));
+  EXPECT_EQ(tile(2048, 4096, 4096, 128), Tile(4, 80));
+  EXPECT_EQ(tile(16384, 4096, 4096, 128), Tile(0, 0));
+  EXPECT_EQ(tile(8192, 4096, 4096, 136), Tile(0, 0));
   // Several adapters, whose last tiles are not full: as many clusters as run at once.
   const auto segments = [](std::int64_t rows, std::int64_t columns, std::int64_t out,
                            int adapters) {
@@ -236,14 +242,17 @@ TEST(LoraTrainPlan, ClustersThatRunAtOnceMakeYToo) {
   std::mt19937_64 rng(11);
   for (int i = 0; i < 3000; ++i) {
     const std::int64_t rows = 1 + rng() % 20000, columns = 1 + rng() % 20000;
-    const int width = 8 * static_cast<int>(1 + rng() % 8);
+    const int width = 8 * static_cast<int>(1 + rng() % 16);
+    const bool wide = width > lora::cuda::kForwardRanks;
     const ForwardPlan plan = choose_forward(rows, columns, 1 + rng() % 20000, width, kH200.sms);
     if (plan.parts == 0) continue;
     EXPECT_GE(plan.parts * plan.leaves * plan.leaf, columns);
     EXPECT_GE(plan.parts, 2);
-    EXPECT_LE(plan.leaves, lora::cuda::kMostForwardLeaves);
+    EXPECT_LE(plan.leaves,
+              wide ? lora::cuda::kMostWideForwardLeaves : lora::cuda::kMostForwardLeaves);
     EXPECT_EQ(plan.leaf, leaf_columns(columns, plan.parts * plan.leaves));
-    EXPECT_TRUE(plan.rows > 0 && plan.rows <= lora::cuda::kTallForwardRows && plan.rows % 8 == 0);
+    EXPECT_LE(plan.rows, lora::cuda::kTallForwardRows);
+    EXPECT_TRUE(plan.rows > 0 && plan.rows % (wide ? 16 : 8) == 0);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lora/train/cuda/panel.h"
+#include "lora/train/cuda/stored_sums.h"
 
 namespace mortar::testing {
 namespace {
@@ -96,6 +97,24 @@ TEST(LoraTrainSumsPlan, FewElementsAreSummedByThreadBlocksThatHaveAllRows) {
   EXPECT_FALSE(whole(512, 4096, 4096, 128));
   EXPECT_FALSE(whole(512, 4096, 4096, 16, 2));
   EXPECT_FALSE(whole(0, 4096, 4096, 16));
+}
+
+// dA and dB of up to two chunks of rows without partial sums, if their tiles fill the device.
+TEST(LoraTrainSumsPlan, ProductsStoreSumsOfFewChunks) {
+  const auto stores = [](std::int64_t rows, std::int64_t columns, int width, int chunks,
+                         bool of_a) {
+    return stores_sums(rows, columns, width, ceil_div<std::int64_t>(rows, chunks), of_a, 132);
+  };
+  EXPECT_TRUE(stores(2048, 4096, 512, 2, true));
+  EXPECT_TRUE(stores(2048, 4096, 512, 1, false));
+  EXPECT_TRUE(stores(4096, 8192, 256, 2, true));
+  EXPECT_TRUE(stores(4096, 8192, 256, 1, false));
+  EXPECT_TRUE(stores(2048, 8192, 128, 1, false));
+  EXPECT_FALSE(stores(8192, 4096, 256, 2, false));
+  EXPECT_FALSE(stores(8192, 4096, 512, 2, true));
+  EXPECT_FALSE(stores(8192, 4096, 512, 3, true));
+  EXPECT_FALSE(stores(2048, 8192, 128, 1, true));
+  EXPECT_FALSE(stores(2048, 8192, 64, 1, false));
 }
 
 }  // namespace

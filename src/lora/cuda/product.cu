@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
         }
       } else {
         if (p.scaled) scale_sums<S>(p, unit, sum);
+        if constexpr (S::kA == Major::kRows) add_to_zero(sum);
         if constexpr (S::kBase) {
           if (p.base != nullptr) add_base(&ring, smem, first_row, sum);
         }
@@ -202,6 +203,7 @@ struct Launcher {
     if (product.a[0].rows_dense) {
       constexpr Major kRows = Major::kRows;
       using enum ProductEnd;
+      if (product.end == kStore) return run<T, 128, kRows, kRows, kStore, 1>();
       if (plan.columns == 256) return run<T, 256, kRows, kRows, kPartials, 0>();
       if (plan.columns == 192) return run<T, 192, kRows, kRows, kPartials, 0>();
       if (plan.columns == 128) return run<T, 128, kRows, kRows, kPartials, 0>();

@@ -75,7 +75,7 @@ struct Product {
 
   ProductEnd end = ProductEnd::kStore;
   /// Starts and stores while the kernel before it runs, which has waited for all before it and
-  /// neither writes the operands nor touches the partials; and waits for its end. Partials alone.
+  /// neither writes the operands nor touches the output; and waits for its end. Sums over rows.
   bool early = false;
   /// Three neighbouring octets of b's rows are the parts of one (lora/train/cuda/part_columns.cuh),
   /// which are added: partials have a third of the columns. Of sums over rows.

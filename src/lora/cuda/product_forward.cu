@@ -26,19 +26,14 @@
 #include "device/wgmma.cuh"
 #include "lora/cuda/product_forward.h"
 #include "lora/cuda/product_forward_lines.cuh"
+#include "lora/cuda/product_forward_params.cuh"
 #include "lora/cuda/product_multiply.cuh"
-#include "lora/cuda/product_params.cuh"
 #include "lora/cuda/product_split.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
 
 using namespace product;
-
-constexpr int kForwardThreads = kConsumers + 32;
-/// Steps that are asked for before the wait: all of them, or so few that those of the kernel
-/// before are not in their way.
-constexpr int kMostAheadSteps = 8, kAheadSteps = 3;
 
 /// kRanks: 32 or 64, of two halves also 16. A stage has room for 64 columns of x and A, or for 128
 /// columns of B.
@@ -48,7 +43,7 @@ template <class T_, int kRanks, int kShare_, int kHalves_>
 struct ForwardShape : Shape<T_, kRanks, Major::kDepth, Major::kDepth, ProductEnd::kStore, 2, true,
                             false, kHalves_ == 1> {
   static constexpr int kShare = kShare_, kLines = kForwardColumns / kShare, kHalves = kHalves_;
-  static constexpr int kTileRows = kHalves * kForwardRows;
+  static constexpr int kTileRows = kHalves * kForwardRows, kBoxes = kHalves;
   static constexpr int kStageBytes = std::max(kForwardColumns * device::kSwizzleBytes,
                                               (kTileRows + kRanks) * device::kSwizzleBytes);
   static constexpr bool kCopiesSums = kHalves == 2;
@@ -64,33 +59,6 @@ struct ForwardShape : Shape<T_, kRanks, Major::kDepth, Major::kDepth, ProductEnd
                                2 * kStages * static_cast<int>(sizeof(device::Mbarrier)) +
                                static_cast<int>(sizeof(Segments));
 };
-
-struct ForwardParams {
-  Params h;
-  CUtensorMap weights, out;
-  int column_tiles;  ///< of y
-  int half_rows;     ///< of a tile
-  bool adds_base;    ///< h.base_map
-  int ahead_steps;
-  const void *x, *a;
-  std::int64_t x_stride, a_stride;
-};
-
-/// Asks for the first steps of x and A in L2, before what is before this kernel has ended.
-template <class S>
-__device__ __forceinline__ void ask(const ForwardParams& q, const Unit<S>& unit) {
-  const int lines = min(unit.steps, q.ahead_steps);
-  const std::int64_t first = unit.first_step * kProductStep;
-  for (int i = threadIdx.x; i < (S::kRows + S::kColumns) * kMostAheadSteps; i += kConsumers) {
-    const int row = i / kMostAheadSteps, line = i % kMostAheadSteps, rank = row - S::kRows;
-    const bool there =
-        rank < 0 ? row < q.h.tile_rows && unit.row + row < unit.end : rank < q.h.live[0];
-    if (line >= lines || !there) continue;
-    const auto* from = static_cast<const unsigned short*>(rank < 0 ? q.x : q.a) +
-                       (rank < 0 ? (unit.row + row) * q.x_stride : rank * q.a_stride) + first;
-    device::prefetch_l2(from + line * kProductStep);
-  }
-}
 
 /// Sums this thread block's rows of h, stores them and sends them to the whole cluster.
 template <class S>
@@ -316,44 +284,8 @@ int rows_of_line(const ForwardProduct& product, const ForwardPlan& plan) {
 template <class S>
 void launch_shape(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
                   Stream stream) {
-  ProductPlan h;
-  h.columns = S::kColumns;
-  h.parts = plan.parts;
-  h.leaf = plan.leaf;
-  h.leaves = plan.leaves;
-  h.rows = S::kTileRows;
-  ForwardParams q{};
-  q.h = make_params<S>(op, product.h, h);
-  q.h.tile_rows = plan.rows;
-  q.h.units = static_cast<int>(ceil_div<std::int64_t>(q.h.rows, plan.rows));
-  q.half_rows = plan.rows / S::kHalves;
-  set_map(q.h.a[0], product.h, product.h.a[0], q.half_rows, kProductStep);
-  const ProductOperand& b = product.b;
-  ProductOperand lines = b;
-  if (S::kShare > 1) lines = {b.data, b.rows / S::kShare, kProductStep, kProductStep, false};
-  set_map(q.weights, product.h, lines, S::kLines, kProductStep);
-  device::set_tensor_map(q.out, product.h.dtype, product.y, b.rows, product.h.a[0].rows,
-                         product.y_stride, q.half_rows);
-  q.adds_base = product.base.data != nullptr;
-  if (q.adds_base) {
-    device::set_tensor_map(q.h.base_map, product.h.dtype, product.base.data, b.rows,
-                           product.h.a[0].rows, product.base.stride, q.half_rows);
-  }
-  q.ahead_steps = q.h.part_steps <= kMostAheadSteps ? q.h.part_steps : kAheadSteps;
-  q.x = product.h.a[0].data;
-  q.x_stride = product.h.a[0].stride;
-  q.a = product.h.b[0].data;
-  q.a_stride = product.h.b[0].stride;
-  q.column_tiles = static_cast<int>(ceil_div<std::int64_t>(b.rows, kForwardColumns));
-  device::Launch l;
-  l.grid = dim3(q.h.units, plan.parts);
-  l.cluster_y = plan.parts;
-  l.threads = kForwardThreads;
-  l.smem = S::kSmem;
-  l.stream = stream;
-  l.pdl = true;
-  l.carve_out = true;
-  device::launch<forward_kernel<S>>(op, l, q);
+  const ForwardParams q = make_forward_params<S>(op, product, plan);
+  device::launch<forward_kernel<S>>(op, forward_launch<S>(q, plan, stream), q);
 }
 
 template <class T>
@@ -376,7 +308,7 @@ void launch_type(const char* op, const ForwardProduct& product, const ForwardPla
 
 bool takes_forward(const ForwardProduct& product) {
   const Product& h = product.h;
-  return h.offsets == nullptr && h.pairs == 1 && h.columns[0] <= kForwardRanks &&
+  return h.offsets == nullptr && h.pairs == 1 && h.columns[0] <= kWideForwardRanks &&
          h.b[0].data != nullptr && !h.a[0].rows_dense && !h.b[0].rows_dense &&
          !product.b.rows_dense && takes_product(h.a[0]) && takes_product(h.b[0]) &&
          takes_product(product.b) &&
@@ -389,6 +321,7 @@ void launch_forward(const char* op, const ForwardProduct& product, const Forward
   check(takes_forward(product) && plan.parts > 1 && plan.parts <= kMostProductParts &&
             plan.rows > 0 && plan.rows <= kTallForwardRows && plan.rows % kForwardRowUnit == 0,
         op, ": no h and y in one launch");
+  if (product.h.columns[0] > kForwardRanks) return launch_wide_forward(op, product, plan, stream);
   product.h.dtype == DType::kFloat16 ? launch_type<__half>(op, product, plan, stream)
                                      : launch_type<__nv_bfloat16>(op, product, plan, stream);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// h = factor * x A^T and y = h B^T in one launch of sm_90a, for up to 64 ranks of one 16-bit type.
+// h = factor * x A^T and y = h B^T in one launch of sm_90a, for up to 128 ranks of one 16-bit type.
 #pragma once
 
 #include "lora/cuda/product.h"
@@ -10,6 +10,8 @@ inline constexpr int kForwardRows = kProductRows / 2;  ///< of an MMA, and a clu
 inline constexpr int kTallForwardRows = kProductRows;  ///< of a tile of two halves, at most
 inline constexpr int kForwardRowUnit = 8;              ///< tiles have a multiple of it
 inline constexpr int kForwardRanks = 64;               ///< at most
+inline constexpr int kWideForwardRows = kProductRows;  ///< the same of product_forward_wide.cu
+inline constexpr int kWideForwardRowUnit = 16, kWideForwardRanks = 128, kMostWideForwardLeaves = 2;
 inline constexpr int kPartsForwardRanks = 16;          ///< of float32 weights
 inline constexpr int kForwardColumns = 128;  ///< of y, that a thread block makes at a time
 
@@ -64,5 +66,8 @@ void launch_forward(const char* op, const SegmentForward& product, const Forward
 bool takes_forward(const ForwardProduct& product);
 void launch_forward(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
                     Stream stream);
+/// The same of more ranks.
+void launch_wide_forward(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
+                         Stream stream);
 
 }  // namespace mortar::lora::cuda

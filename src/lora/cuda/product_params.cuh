@@ -107,7 +107,7 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
   p.out_stride = product.out_stride;
   check((product.rng != nullptr) == S::kDrops, op, ": no product of dropped rows");
   check(!p.adds_copies || S::kColumns <= 192, op, ": copies are added in tiles of up to 192");
-  check(!p.early || S::kEnd == ProductEnd::kPartials, op, ": an early product has partials");
+  check(!p.early || S::kA == Major::kRows, op, ": an early product sums over rows");
   check(product.base == nullptr || S::kBase, op, ": tiles with a base have 128 columns");
   if (product.base != nullptr) {
     device::set_tensor_map(p.base_map, product.dtype, product.base, product.columns[0], p.rows,

@@ -70,6 +70,13 @@ __device__ __forceinline__ void store_added_partials(const Params& p, const Unit
   }
 }
 
+/// Sums over rows as they are where partials are added to zero: none is -0.
+template <int kSums>
+__device__ __forceinline__ void add_to_zero(float (&sum)[kSums]) {
+#pragma unroll
+  for (float& v : sum) v = 0.0f + v;
+}
+
 /// Adds the base's tile, which lies in shared memory as two blocks of 64 columns. `row` is counted
 /// from the tile's first.
 template <class S>

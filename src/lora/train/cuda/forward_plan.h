@@ -94,6 +94,50 @@ inline double apart_us(std::int64_t rows, std::int64_t columns, std::int64_t out
   return 6.3 + read / 2.97e6 + written / 3.87e6 + (width > 32 ? 1.5 : 0);
 }
 
+/// The same of up to 128 rows and ranks (lora/cuda/product_forward_wide.cu): all bytes that pass
+/// through an SM's shared memory, and a start that is longer in large clusters. Within a tenth
+/// of what nine sizes of 1,024 to 8,192 rows took on an H200.
+inline double wide_forward_us(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
+                              int width, int parts, int tile_rows) {
+  using namespace lora::cuda;
+  constexpr double kStartUs = 2.2, kPartUs = 0.7, kBytesPerUs = 52e3;
+  const double step_bytes = 2.0 * kProductStep * (tile_rows + kWideForwardRanks);
+  const double tile_bytes = 2.0 * kForwardColumns * (tile_rows + kWideForwardRanks);
+  const double own = kStartUs + kPartUs * parts +
+                     (units_of_block(columns, kProductStep, parts) * step_bytes +
+                      units_of_block(out_columns, kForwardColumns, parts) * tile_bytes) /
+                         kBytesPerUs;
+  return std::max(own, 5 + 2 * static_cast<double>(columns + out_columns) *
+                               static_cast<double>(rows + width) / 4.1e6);
+}
+/// Two launches for so many ranks.
+inline double wide_apart_us(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
+                            int width) {
+  return 10.2 + 2 * static_cast<double>(columns + out_columns) *
+                    static_cast<double>(rows + width) / 3.03e6;
+}
+
+/// Tiles of as few rows as let all run at once.
+inline ForwardPlan choose_wide_forward(std::int64_t rows, std::int64_t columns,
+                                       std::int64_t out_columns, int width, int sms) {
+  using namespace lora::cuda;
+  const int leaves = leaves_of(rows, columns, width, 0, false, false, ShrinkOperands::kOneType);
+  ForwardPlan best;
+  double least = wide_apart_us(rows, columns, out_columns, width);
+  for (int parts = leaves; parts >= std::max(leaves / kMostWideForwardLeaves, 2); parts /= 2) {
+    const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
+    const std::int64_t tile =
+        round_up<std::int64_t>(ceil_div<std::int64_t>(rows, at_once), kWideForwardRowUnit);
+    if (tile > kWideForwardRows) continue;
+    const double us =
+        wide_forward_us(rows, columns, out_columns, width, parts, static_cast<int>(tile));
+    if (us >= least) continue;
+    least = us;
+    best = forward_plan(columns, leaves, parts, static_cast<int>(tile));
+  }
+  return best;
+}
+
 /// Tiles of as few rows as let all run at once, or, where y is no wider than x, of more than 64 in
 /// two rounds, whose thread blocks start as those of the first end. (us on an H200, apart / in two
 /// rounds: rank 16, 12345 x 2560 x 2560 42.0 / 38.3; 16384 x 2048 x 2048 42.0 / 40.7; 12000 x 4096
@@ -103,8 +147,9 @@ inline double apart_us(std::int64_t rows, std::int64_t columns, std::int64_t out
 inline ForwardPlan choose_forward(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
                                   int width, int sms, bool in_parts = false) {
   using namespace lora::cuda;
-  if (width > (in_parts ? kPartsForwardRanks : kForwardRanks)) return {};
+  if (width > (in_parts ? kPartsForwardRanks : kWideForwardRanks)) return {};
   if (out_columns > 8 * columns) return {};
+  if (width > kForwardRanks) return choose_wide_forward(rows, columns, out_columns, width, sms);
   const auto operands = in_parts ? ShrinkOperands::kPartColumns : ShrinkOperands::kOneType;
   const int leaves = leaves_of(rows, columns, width, 0, false, false, operands);
   const int fewest = std::max(leaves / kMostForwardLeaves, 2);

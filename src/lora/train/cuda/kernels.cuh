@@ -214,7 +214,6 @@ void panels(const PanelParams& p, Policy policy, Stream stream);
 /// `ranks`: rank columns of a thread block, 8, 16 or 32.
 void whole_sums(const PanelParams& p, int ranks, bool drops, Policy policy, Stream stream);
 bool takes_products(const PanelParams& p, Policy policy);
-void panel_products(const PanelParams& p, Policy policy, Stream stream);
 
 /// ds[row, j] = factor * (the panels' partials in order), rounded; zeros past a rank and for base
 /// rows.

@@ -7,6 +7,7 @@
 #include "lora/cuda/product_split_floats.h"
 #include "lora/train/cuda/forward_once.cuh"
 #include "lora/train/cuda/kernels.cuh"
+#include "lora/train/cuda/stored_sums.h"
 
 namespace mortar::lora::train::cuda {
 namespace {
@@ -126,11 +127,38 @@ Product product_of(const ExpandParams& e, Policy policy) {
   return p;
 }
 
-Product product_of(const PanelParams& s, const PanelOperand& own, Policy policy) {
+/// The columns of h or ds that a sum over rows has.
+Matrix narrow_of(const PanelParams& s, const PanelOperand& own, Policy policy) {
+  return {static_cast<unsigned short*>(const_cast<void*>(s.s)) + own.first_hidden, s.hidden_width,
+          1, type_of(policy)};
+}
+
+/// dA, whose rows are ranks, or dB.
+Product stored_product_of(const PanelParams& s, const PanelOperand& own, Policy policy) {
+  const bool of_a = s.side == Side::kA;
+  const PairEntry& pair = s.pairs.own[own.slice];
+  const Matrix grad = pair.grad(of_a);
+  const ProductOperand ranks = by_rows(narrow_of(s, own, policy), s.rows.num_rows, pair.rank);
+  const ProductOperand wide = by_rows(own.wide, s.rows.num_rows, own.columns);
   Product p;
   p.dtype = type_of(policy);
-  const Matrix narrow{static_cast<unsigned short*>(const_cast<void*>(s.s)) + own.first_hidden,
-                      s.hidden_width, 1, p.dtype};
+  p.a[0] = of_a ? ranks : wide;
+  p.b[0] = of_a ? wide : ranks;
+  p.columns[0] = p.b[0].rows;
+  p.early = s.early;
+  p.out = grad.data;
+  p.out_stride = grad.row_stride;
+  if ((pair.adds >> (of_a ? 0 : 1) & 1) != 0) {
+    p.base = grad.data;
+    p.base_stride = grad.row_stride;
+  }
+  return p;
+}
+
+Product product_of(const PanelParams& s, const PanelOperand& own, Policy policy) {
+  const Matrix narrow = narrow_of(s, own, policy);
+  Product p;
+  p.dtype = type_of(policy);
   p.a[0] = by_rows(own.wide, s.rows.num_rows, own.columns);
   p.b[0] = by_rows(narrow, s.rows.num_rows, own.width);
   p.columns[0] = own.width;
@@ -233,15 +261,23 @@ bool forward_products(const ShrinkParams& s, const ExpandParams& e, Policy polic
   return true;
 }
 
-void panel_products(const PanelParams& s, Policy policy, Stream stream) {
+void panel_products(const PanelParams& s, const StoredSums& stored, Policy policy,
+                    Stream stream) {
   for (int i = 0; i < s.num_operands; ++i) {
     const PanelOperand& own = s.operands[i];
     ProductPlan plan;
     plan.columns = rows_launch_tile(own.width, s.copies);
     plan.parts = static_cast<int>(ceil_div<std::int64_t>(s.rows.num_rows, s.chunk.rows));
     plan.leaf = s.chunk.rows;
+    if (stored.of[i]) {
+      plan.columns = lora::cuda::kProductRows;
+      plan.leaves = plan.parts;
+      plan.parts = 1;
+    }
     plan.clusters = s.free_sms / lora::cuda::kProductCluster;
-    launch_product("lora_train", product_of(s, own, policy), plan, stream);
+    launch_product("lora_train",
+                   stored.of[i] ? stored_product_of(s, own, policy) : product_of(s, own, policy),
+                   plan, stream);
   }
 }
 

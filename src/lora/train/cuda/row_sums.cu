@@ -149,6 +149,7 @@ bool RowSums::sum_x_with_dx(const HiddenForms& ds) {
   }
   PanelParams all = panel_params(Side::kA, plan, ds);
   add_operand(&all, Side::kA, 0, ds, da_);
+  add_sums(all);
   input_boxes(all, p_.dx, plan_.with_dx, policy_of(p_.weight, p_.weight), stream_);
   return true;
 }
@@ -178,10 +179,42 @@ void RowSums::run_panels(PanelParams panel) {
                     kPanelShapes[panel.shape].groups == 1 &&
                     panel.chunk.rows % lora::cuda::kProductStep == 0;
   if (wide && plan_.products && takes_products(panel, policy)) {
-    return panel_products(panel, policy, stream_);
+    StoredSums stored;
+    for (int i = 0; i < panel.num_operands; ++i) {
+      stored.of[i] = stores_grad(panel, panel.operands[i]);
+    }
+    add_sums(panel, stored);
+    return panel_products(panel, stored, policy, stream_);
   }
+  add_sums(panel);
   if (plan_.boxes && panel_boxes(panel, policy, stream_)) return;
   panels(panel, policy, stream_);
+}
+
+/// Whether a product stores dA or dB, dense along its rows and of the operands' type.
+bool RowSums::stores_grad(const PanelParams& panel, const PanelOperand& o) const {
+  if (p_.num_adapters > 1 || o.num_slices > 1 || panel.pairs.entries != nullptr ||
+      panel.copies > 1 || panel.masked) {
+    return false;
+  }
+  const PairEntry& pair = panel.pairs.own[o.slice];
+  const bool of_a = panel.side == Side::kA;
+  const Matrix grad = pair.grad(of_a);
+  const std::int64_t dense = of_a ? o.columns : pair.rank, lines = of_a ? pair.rank : o.columns;
+  return stores_sums(p_.num_rows, o.columns, o.width, panel.chunk.rows, of_a,
+                     device::current_device().num_sms) &&
+         grad.data != nullptr && grad.dtype == p_.weight && grad.col_stride == 1 &&
+         device::takes_tensor_map(grad.data, dense, lines, grad.row_stride);
+}
+
+/// What is left to be added when a pass over x or dy has ended.
+void RowSums::add_sums(const PanelParams& panel, const StoredSums& stored) {
+  for (int i = 0; i < panel.num_operands; ++i) {
+    // Not by the address of the sums: without rows there are none, and no workspace.
+    const PanelOperand& o = panel.operands[i];
+    if (stored.of[i] || o.width == 0 || (panel.side == Side::kB && !p_.wants_db)) continue;
+    add_sums(panel.side, o.slice, o.num_slices, o.columns, panel.chunk, o.sums);
+  }
 }
 
 void RowSums::finish() {
@@ -248,10 +281,6 @@ int RowSums::add_operand(PanelParams* to, Side side, int slice, const HiddenForm
     if (masked) o.threshold = pair.threshold;
     if ((of_a ? pair.da : pair.db).data == nullptr) continue;
     o.live = p_.slices[i].first_hidden + round_up(pair.rank, kHiddenGranule) - o.first_hidden;
-  }
-  // Not by the address of the sums: without rows there are none, and no workspace.
-  if (!plan_.whole && o.width > 0 && (of_a || p_.wants_db)) {
-    add_sums(side, slice, num_slices, columns, to->chunk, sums);
   }
   return o.panels;
 }

@@ -8,6 +8,7 @@
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/panel.h"
 #include "lora/train/cuda/part_columns.cuh"
+#include "lora/train/cuda/stored_sums.h"
 #include "lora/train/cuda/workspace.h"
 
 namespace mortar::lora::train::cuda {
@@ -75,6 +76,8 @@ class RowSums {
 
  private:
   void run_panels(PanelParams panel);
+  bool stores_grad(const PanelParams& panel, const PanelOperand& o) const;
+  void add_sums(const PanelParams& panel, const StoredSums& stored = {});
   PanelParams panel_params(Side side, const PanelPlan& plan, const HiddenForms& narrow) const;
   int add_operand(PanelParams* to, Side side, int slice, const HiddenForms& narrow, float* sums);
   OuterParams outer_params(Side side, int slice, int num_slices, const Matrix& wide,
