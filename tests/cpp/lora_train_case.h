@@ -250,7 +250,8 @@ class TrainStep {
   std::vector<Tensor> ys_, bases_, dys_;
 };
 
-/// Copies what a step reads from one whose matrices may lie otherwise.
+/// Copies what a step reads from one whose matrices may lie otherwise; of one that adds to
+/// gradients, before it does.
 inline void copy_inputs(TrainStep& from, TrainStep* to) {
   const auto copy = [](GuardedMatrix& a, GuardedMatrix* b) {
     const Tensor source = a.host(), target = b->host();
@@ -268,7 +269,12 @@ inline void copy_inputs(TrainStep& from, TrainStep* to) {
   for (std::size_t i = 0; i < from.a.size(); ++i) {
     copy(from.a[i], &to->a[i]);
     copy(from.b[i], &to->b[i]);
+    if (from.c.add && from.c.ranks[i % from.c.ranks.size()] > 0) {
+      copy(from.da[i], &to->da[i]);
+      copy(from.db[i], &to->db[i]);
+    }
   }
+  if (from.c.add) copy(from.dx, &to->dx);
   for (std::size_t s = 0; s < from.dy.size(); ++s) {
     copy(from.dy[s], &to->dy[s]);
     copy(from.base[s], in_place ? &to->y[s] : &to->base[s]);
@@ -351,12 +357,11 @@ inline void expect_strides_change_no_bit(const TrainCase& c, Device device,
   TrainCase turned = c, misaligned = c;
   turned.transposed = true;
   misaligned.layout = {3, 1};
-  TrainStep first(c, device);
-  first.run_forward();
-  first.run_backward();
   for (const TrainCase& one : {turned, misaligned}) {
-    TrainStep other(one, device);
+    TrainStep first(c, device), other(one, device);
     copy_inputs(first, &other);
+    first.run_forward();
+    first.run_backward();
     other.run_forward();
     other.run_backward();
     expect_same_results(first, other, what + (one.transposed ? ", transposed" : ", misaligned"));
