@@ -220,9 +220,8 @@ double mma_clocks(const LoraShape& s, const Machine& m) {
 
 /// Rank rows up to which a CTA makes the partials of one leaf: it is short, and as many as can be
 /// share SMs best. (us, up to three leaves and one: 1,281 tokens of 9 adapters, rank 4, 13,312 to
-/// 16,384, 33.3 and 32.2; 2,879 of 3, rank 8, 16,384 to 16,384 + 2 x 1,024, 72.1 and 70.5; but 76 of
-/// one, rank 256, 53,248 to 16,384, 25.7 and 33.6; 2,746 of 35, rank 64, 13,824 to 5,120, 46.1 and
-/// 47.3.)
+/// 16,384, 33.3 and 32.2; 2,879 of 3, rank 8, 16,384 to 16,384 + 2 x 1,024, 72.1 and 70.5; but 76
+/// of one, rank 256, 53,248 to 16,384, 25.7 and 33.6.)
 constexpr int kFewRows = 48;
 
 /// The shape of one 16-bit type that takes the fewest clocks, of those allowed.

@@ -118,9 +118,9 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
 }
 
 /// Sums of a consumer warpgroup over the CTA's part of K (Share::kAll: over the second half of it,
-/// with those of the first half parked; Share::kLeaf: given to `leave` leaf by leaf, while copies of
-/// the next one are on their way). They start at +0 and leaves are added to them, so that a leaf of
-/// -0 gives +0 on all paths.
+/// with those of the first half parked; Share::kLeaf: given to `leave` leaf by leaf, while copies
+/// of the next one are on their way). They start at +0 and leaves are added to them, so that a leaf
+/// of -0 gives +0 on all paths.
 template <class Tr, class Leave>
 __device__ __forceinline__ void consume(const ShrinkParams& p, Shared<Tr>& shared,
                                         std::uint32_t ring, float4* parked,
@@ -351,8 +351,7 @@ void shrink_wgmma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
         "lora_shrink: wgmma needs tiles of 64 tokens and rows of whole 16-byte pieces, a shape of "
         "the weights' type, and leaves partials from CTAs of K chunks alone");
   device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
-    launch_shape<typename decltype(tag)::type>(c, p, stream,
-                                               std::make_index_sequence<kCount>());
+    launch_shape<typename decltype(tag)::type>(c, p, stream, std::make_index_sequence<kCount>());
   });
 }
 
