@@ -31,7 +31,7 @@ enum class Partials {
 enum class Share {
   kAll,   ///< both halves of the leaves, the sums of the first one parked in shared memory
   kHalf,  ///< one of them, the other by the other CTA of a cluster
-  kLeaf,  ///< one leaf
+  kLeaf,  ///< leaves, whose sums it stores one by one
 };
 
 /// Shapes of shrink_wgmma.cu: rank rows and tiles of 64 tokens of a CTA, as many stages as the
@@ -56,7 +56,8 @@ inline constexpr WgmmaShape kWgmmaShapes[] = {
     {48, 1, 7, 2, Share::kHalf},          {96, 1, 4, 2, Share::kHalf},
     {64, 2, 2, 1, Share::kHalf, true, 2}, {32, 1, 2, 2, Share::kHalf, true, 3},
     {32, 1, 3, 1, Share::kHalf, true, 7}, {64, 1, 6, 2, Share::kLeaf},
-    {64, 1, 6, 2, Share::kHalf},
+    {64, 1, 6, 2, Share::kHalf},          {64, 1, 13, 1, Share::kHalf},
+    {64, 2, 4, 2, Share::kLeaf},
 };
 
 /// Shapes of shrink_mma.cu: warps along tokens (16 each) and along rank rows, fragments of 8 rank
@@ -86,7 +87,7 @@ struct ShrinkPlan {
   int per_sm = 0;              ///< CTAs per SM, decode kernel; 0: as many as fit; or in fewer
                                ///< registers, kDenseShrinkPerSm
   int stages = kDecodeStages;  ///< of its ring of rank rows: that, or kFewDecodeStages
-  int leaves = 1;              ///< whose partials a CTA of the kernel of parts makes
+  int leaves = 1;              ///< whose partials a CTA makes, kernels of parts and of wgmma
 
   bool split() const { return partials != Partials::kNone; }
   friend bool operator==(const ShrinkPlan&, const ShrinkPlan&) = default;

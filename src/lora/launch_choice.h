@@ -76,6 +76,10 @@ bool runs_wgmma(const LoraShape& s, const Machine& m);
 /// Runs of so many tiles of 64 tokens. The host does not know how tokens are shared out: it takes
 /// all adapters to be there and the last run of each to be half full.
 double likely_runs(const LoraShape& s, int tiles);
+/// K chunks that a CTA of it takes one after the other, at most.
+inline constexpr int kMostLeaves = 3;
+/// It in a shape, of K chunks with so many a CTA.
+ShrinkPlan wgmma_plan(int shape, int leaves);
 /// The shape of it that takes one 16-bit type the fewest clocks.
 ShrinkPlan wgmma_shrink(const LoraShape& s, const Machine& m);
 /// The shape of one K chunk a CTA, and where it leaves partials sooner than the decode kernel does.
@@ -86,6 +90,9 @@ ShrinkPlan walking_shrink(const LoraShape& s, const Machine& m);
 ExpandPlan wide_expand(int shape);
 /// Whether it is faster than those for lower ranks, and whether the persistent one is.
 bool suits_wide(const LoraShape& s, const Machine& m);
+/// Whether all CTAs of ranks 65 to 128 run at once in one of these or in the prefill kernel, and
+/// then how.
+bool suits_round(const LoraShape& s, const Machine& m, ExpandPlan& c);
 bool suits_wide_walk(const LoraShape& s, const Machine& m);
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m);
 /// With so many columns a CTA.

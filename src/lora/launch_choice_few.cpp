@@ -251,6 +251,7 @@ bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, Expan
   if (columns <= 1 || (columns == 2 && 2 * s.num_tokens * s.hidden <= kSmallX)) {
     shrink.shape = kSmallLeaf;
     shrink.rows = kWgmmaShapes[kSmallLeaf].rows;
+    shrink.leaves = 1;
   }
   return true;
 }

@@ -65,18 +65,26 @@ double stage_clocks(const Costs& costs, double ctas, double resident, double byt
   return std::max({ctas * bytes / rate, ctas * products, std::ceil(ctas / resident) * least});
 }
 
+/// A shape, and of Share::kLeaf the leaves whose partials a CTA makes, one after the other.
+struct Choice {
+  WgmmaShape shape;
+  int leaves = 1;
+};
+
 /// CTAs that share K.
-double parts_of(const LoraShape& s, const WgmmaShape& shape) {
-  if (shape.share == Share::kLeaf) return static_cast<double>(num_leaves(s.hidden));
-  return shape.share == Share::kHalf ? 2 : 1;
+double parts_of(const LoraShape& s, const Choice& c) {
+  if (c.shape.share == Share::kLeaf) {
+    return static_cast<double>(ceil_div<std::int64_t>(num_leaves(s.hidden), c.leaves));
+  }
+  return c.shape.share == Share::kHalf ? 2 : 1;
 }
 /// CTAs of one run.
-double ctas_of(const LoraShape& s, const WgmmaShape& shape) {
-  return parts_of(s, shape) * std::max(1, ceil_div(s.rank_rows(), shape.rows));
+double ctas_of(const LoraShape& s, const Choice& c) {
+  return parts_of(s, c) * std::max(1, ceil_div(s.rank_rows(), c.shape.rows));
 }
 /// Steps of K of a CTA.
-double steps_of(const LoraShape& s, const WgmmaShape& shape) {
-  return std::ceil(static_cast<double>(s.hidden) / (64 * parts_of(s, shape)));
+double steps_of(const LoraShape& s, const Choice& c) {
+  return std::ceil(static_cast<double>(s.hidden) / (64 * parts_of(s, c)));
 }
 
 /// CTAs of a run that share its rank rows, and these.
@@ -107,14 +115,15 @@ double by_ranks(const LoraShape& s, int cta_rows, Clocks&& clocks) {
   return (all + clocks(mean)) / 2;
 }
 
-double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
-                    const WgmmaShape& shape, double runs, const Columns& columns) {
+double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, const Choice& c,
+                    double runs, const Columns& columns) {
+  const WgmmaShape& shape = c.shape;
   constexpr std::int64_t kFewPartials = 10 << 20;
   constexpr double kL2Bytes = 45;  // that an SM reads or writes of partials in a clock
-  const double ctas = std::ceil(runs * parts_of(s, shape) * columns.ctas / m.sms);
+  const double ctas = std::ceil(runs * parts_of(s, c) * columns.ctas / m.sms);
   const double tokens = std::min(64.0 * shape.tiles, static_cast<double>(s.num_tokens) / runs);
   const double bytes = 128 * (tokens + columns.rows / columns.ctas);
-  const double size = shape.rows * shape.tiles, steps = steps_of(s, shape);
+  const double size = shape.rows * shape.tiles, steps = steps_of(s, c);
   const double clocks = stage_clocks(costs, ctas, shape.per_sm, bytes, shape.stages,
                                      costs.product * size + costs.step, costs.least) *
                             steps +
@@ -128,10 +137,10 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
   return partials_are_light(s) || partial_bytes(s) <= kFewPartials ? all : costs.many * all;
 }
 
-double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
-                    const WgmmaShape& shape, double runs) {
-  return by_ranks(s, shape.rows, [&](const Columns& columns) {
-    return wgmma_clocks(costs, s, m, shape, runs, columns);
+double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, const Choice& c,
+                    double runs) {
+  return by_ranks(s, c.shape.rows, [&](const Columns& columns) {
+    return wgmma_clocks(costs, s, m, c, runs, columns);
   });
 }
 
@@ -151,8 +160,8 @@ double even_runs(const LoraShape& s, int tiles) {
 /// of 13, 18,944 to 3,584, 87 and 126; but 2,089 of 5, rank 64, 8,192 to 2,048 + 2 x 256, 40 and
 /// 34.) Of ragged ranks the widest CTAs are mostly empty. (us, 192 rows and 96: 12,612 tokens of 27
 /// adapters, ranks up to 64, qkv, 122 and 105.)
-double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
-                    const WgmmaShape& shape) {
+double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, const Choice& c) {
+  const WgmmaShape& shape = c.shape;
   constexpr double kFew = 0.3, kEven = 0.5, kThree = 1.12, kWidest = 1.06;
   const double narrow = s.max_rank > kExpandPrefillMaxRank ? 0.9 : 1.05;
   const std::int64_t groups = used_adapters(s), tokens = 64 * shape.tiles;
@@ -161,10 +170,10 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
   const double half_full = static_cast<double>(s.num_tokens) / static_cast<double>(tokens) +
                            static_cast<double>(groups) / 2;
   const double clocks =
-      kFew * wgmma_clocks(costs, s, m, shape, least) +
-      kEven * wgmma_clocks(costs, s, m, shape, even_runs(s, shape.tiles)) +
+      kFew * wgmma_clocks(costs, s, m, c, least) +
+      kEven * wgmma_clocks(costs, s, m, c, even_runs(s, shape.tiles)) +
       (1 - kFew - kEven) *
-          wgmma_clocks(costs, s, m, shape, std::clamp(half_full, least, std::max(least, most)));
+          wgmma_clocks(costs, s, m, c, std::clamp(half_full, least, std::max(least, most)));
   const bool half = shape.rows == 64 && shape.share == Share::kHalf;
   const bool widest = shape.rows == 192 && s.ragged;
   return clocks * (shape.tiles == 3 ? kThree : half ? narrow : widest ? kWidest : 1);
@@ -175,13 +184,26 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
 /// one adapter, rank 256, 1,024 to 2,048 + 2 x 1,024, 128 CTAs, 9.1 and 12.4; 775 of 20, rank 64,
 /// 512 to 2,048, 80 CTAs, 9.0 and 10.2; but 1,211 of two, rank 32, 512 to 2,048, 40 CTAs, 9.3 and
 /// 8.5.)
-bool wastes_stages(const LoraShape& s, const Machine& m, const WgmmaShape& shape) {
-  if (2 * even_runs(s, shape.tiles) * ctas_of(s, shape) <= m.sms) return false;
+bool wastes_stages(const LoraShape& s, const Machine& m, const Choice& c) {
+  const WgmmaShape& shape = c.shape;
+  if (2 * even_runs(s, shape.tiles) * ctas_of(s, c) <= m.sms) return false;
   return std::any_of(
       std::begin(kWgmmaShapes), std::end(kWgmmaShapes), [&](const WgmmaShape& other) {
         return other.rows == shape.rows && other.tiles == shape.tiles &&
                other.share == shape.share && other.float_weights == shape.float_weights &&
-               other.per_sm > shape.per_sm && steps_of(s, other) <= other.stages + 1;
+               other.per_sm > shape.per_sm && steps_of(s, {other, c.leaves}) <= other.stages + 1;
+      });
+}
+
+/// Whether a narrower shape that is the same otherwise holds all rank rows. (us, 64 rows and 48:
+/// 1,024 tokens of 8 adapters, rank 16, qkv, K chunks, 17.8 and 16.7; 2,055 of 5, halves of K, 26.2
+/// and 24.5.)
+bool is_wide(const LoraShape& s, const WgmmaShape& shape) {
+  return std::any_of(
+      std::begin(kWgmmaShapes), std::end(kWgmmaShapes), [&](const WgmmaShape& other) {
+        return other.rows < shape.rows && other.rows >= s.rank_rows() &&
+               other.tiles == shape.tiles && other.per_sm == shape.per_sm &&
+               other.share == shape.share && other.float_weights == shape.float_weights;
       });
 }
 
@@ -199,6 +221,12 @@ double mma_clocks(const LoraShape& s, const Machine& m) {
   });
 }
 
+/// Rank rows up to which a CTA makes the partials of one leaf: it is short, and as many as can be
+/// share SMs best. (us, up to three leaves and one: 1,281 tokens of 9 adapters, rank 4, 13,312 to
+/// 16,384, 33.3 and 32.2; 2,879 of 3, rank 8, 16,384 to 16,384 + 2 x 1,024, 72.1 and 70.5; but 76
+/// of one, rank 256, 53,248 to 16,384, 25.7 and 33.6.)
+constexpr int kFewRows = 48;
+
 /// The shape of one 16-bit type that takes the fewest clocks, of those allowed.
 template <class Allowed>
 ShrinkPlan least_clocks(const Costs& costs, const LoraShape& s, const Machine& m,
@@ -207,12 +235,16 @@ ShrinkPlan least_clocks(const Costs& costs, const LoraShape& s, const Machine& m
   double least = 0;
   for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
     const WgmmaShape& shape = kWgmmaShapes[i];
-    if (shape.float_weights || !allowed(shape) || wastes_stages(s, m, shape)) continue;
-    const double clocks = wgmma_clocks(costs, s, m, shape);
-    if (least != 0 && clocks >= least) continue;
-    least = clocks;
-    const bool leaf = shape.share == Share::kLeaf;
-    best = {ShrinkKernel::kWgmma, i, 64, shape.rows, leaf ? Partials::kFinish : Partials::kNone, 0};
+    if (shape.float_weights || !allowed(shape) || is_wide(s, shape)) continue;
+    const bool several = shape.share == Share::kLeaf && s.rank_rows() > kFewRows;
+    for (int leaves = 1; leaves <= (several ? kMostLeaves : 1); ++leaves) {
+      const Choice c{shape, leaves};
+      if (wastes_stages(s, m, c)) continue;
+      const double clocks = wgmma_clocks(costs, s, m, c);
+      if (least != 0 && clocks >= least) continue;
+      least = clocks;
+      best = wgmma_plan(i, leaves);
+    }
   }
   return best;
 }
@@ -224,6 +256,17 @@ double likely_runs(const LoraShape& s, int tiles) {
   const std::int64_t tokens = 64 * tiles, half = ceil_div<std::int64_t>(groups, 2);
   return static_cast<double>(groups == 1 ? ceil_div(s.num_tokens, tokens)
                                          : std::max(groups, s.num_tokens / tokens + half));
+}
+
+ShrinkPlan wgmma_plan(int shape, int leaves) {
+  ShrinkPlan c;
+  c.kernel = ShrinkKernel::kWgmma;
+  c.shape = shape;
+  c.tile_tokens = 64;
+  c.rows = kWgmmaShapes[shape].rows;
+  c.leaves = leaves;
+  if (kWgmmaShapes[shape].share == Share::kLeaf) c.partials = Partials::kFinish;
+  return c;
 }
 
 ShrinkPlan wgmma_shrink(const LoraShape& s, const Machine& m) {
@@ -259,7 +302,8 @@ ShrinkPlan walking_shrink(const LoraShape& s, const Machine& m) {
   if (runs_wgmma(s, m)) {
     const ShrinkPlan c = wgmma_shrink(s, m);
     const bool high = s.max_rank > kExpandPrefillMaxRank;
-    const double clocks = wgmma_clocks(high ? kHighCosts : kCosts, s, m, kWgmmaShapes[c.shape]);
+    const double clocks =
+        wgmma_clocks(high ? kHighCosts : kCosts, s, m, {kWgmmaShapes[c.shape], c.leaves});
     if (clocks < (high ? kClearly : 1) * mma_clocks(s, m)) return c;
   }
   ShrinkPlan c;

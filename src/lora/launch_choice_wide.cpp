@@ -57,6 +57,35 @@ bool suits_wide(const LoraShape& s, const Machine& m) {
          (tokens_per_adapter(s) >= kTwoTiles && 3 * ctas >= m.sms);
 }
 
+/// Of few tiles and columns: a step a CTA of the prefill kernel, whose CTAs have an SM each, or a
+/// tile a CTA of the wide kernel, two an SM, or two where they are mostly full. (us, these and what
+/// is chosen otherwise, rank 128: 126 tokens of one adapter, 14,336 to 4,096, 8.6 and 10.9; a tile,
+/// 200 of one, qkv, 13.1 and 13.8, 300, 4,096 to 4,096, 9.6 and 10.6; two, 800, 16.2 and 17.3; but
+/// 514 of one, 1,024 to 2,048 + 2 x 1,024, 12.1 and 11.6; half full, 514 of 4, rank 96, qkv, 21.1
+/// and 18.7.)
+bool suits_round(const LoraShape& s, const Machine& m, ExpandPlan& c) {
+  constexpr int kLeastRank = 65;
+  constexpr std::int64_t kTokens = 64;  // of an adapter
+  if (!runs_wide_walk(s, m) || h_width(s) < kLeastRank || h_width(s) > kExpandPrefillMaxRank ||
+      best_tile_tokens(s) != 64 || tokens_per_adapter(s) < kTokens) {
+    return false;
+  }
+  const bool mostly_full = 4 * static_cast<double>(s.num_tokens) >= 3 * 128 * likely_runs(s, 2);
+  const auto ctas = [&](int tiles) {
+    return likely_runs(s, tiles) * static_cast<double>(column_blocks(s, kPrefillCols));
+  };
+  if (4 * ctas(1) <= 3 * m.sms && prefill_smem(s) + kPrefillStaticSmem <= m.max_smem) {
+    c = prefill_expand(s, m);
+  } else if (ctas(1) <= 2 * m.sms) {
+    c = wide_expand(0);
+  } else if (mostly_full && ctas(2) <= 2 * m.sms) {
+    c = wide_expand(1);
+  } else {
+    return false;
+  }
+  return true;
+}
+
 /// Where a CTA has several steps of up to 128 tokens and 128 columns: two above rank 128, and six
 /// where adapters have few tokens, whose h fills little of a step. (us on an H100, the persistent
 /// kernel and the one chosen otherwise: 8,860 tokens of 5 adapters, rank 256, 1,280 to 5,120, 119

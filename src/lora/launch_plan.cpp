@@ -29,8 +29,8 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
                  other.rows >= s.rank_rows();
         });
     if (narrower || (leaf && !wgmma_splits) || shape.float_weights != s.float_weights) continue;
-    plans.push_back(
-        {ShrinkKernel::kWgmma, i, 64, shape.rows, leaf ? Partials::kFinish : Partials::kNone, 0});
+    plans.push_back(wgmma_plan(i, 1));
+    if (leaf && !s.float_weights) plans.push_back(wgmma_plan(i, kMostLeaves));
   }
   if (!s.one_type) {
     plans.push_back(parts_shrink(s, m));

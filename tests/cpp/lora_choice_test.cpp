@@ -366,6 +366,37 @@ TEST(LoraChoice, WideExpandWalksOverManySteps) {
   EXPECT_EQ(expand(shape(7200, 1, 512, 3584, {18944})), wide_expand(kWideWalkShape));
 }
 
+/// Ranks 65 to 128 whose CTAs all run at once take a step each, or a tile or two on wgmma.
+TEST(LoraChoice, FewStepsOfHighRanksAreOneRound) {
+  const auto expand = [](const LoraShape& s) { return choose(s, {}).expand; };
+  const ExpandPlan one_step = expand(shape(126, 1, 128, 14336, {4096}));
+  EXPECT_EQ(one_step.kernel, ExpandKernel::kPrefill);
+  EXPECT_EQ(one_step.log_run, 0);
+  for (const auto& [s, tiles] : {std::pair{shape(200, 1, 128, 4096, {4096, 1024, 1024}), 1},
+                                 {shape(126, 1, 128, 4096, {8192, 8192}), 1},
+                                 {shape(300, 1, 96, 4096, {4096}), 1},
+                                 {shape(800, 1, 128, 4096, {4096}), 2}}) {
+    const ExpandPlan c = expand(s);
+    EXPECT_EQ(c.kernel, ExpandKernel::kWide) << describe(choose(s, {}));
+    EXPECT_EQ(kWideShapes[c.shape].tiles, tiles) << describe(choose(s, {}));
+  }
+  EXPECT_EQ(expand(shape(200, 1, 64, 4096, {4096, 1024, 1024})).kernel, ExpandKernel::kPrefill);
+  EXPECT_EQ(expand(shape(800, 32, 128, 4096, {4096})).kernel, ExpandKernel::kDecode);
+}
+
+/// K chunks of many rank rows come several to a CTA where they would not all run at once.
+TEST(LoraChoice, ChunksOfManyRowsShareCtas) {
+  const auto leaves = [](const LoraShape& s) {
+    const ShrinkPlan c = choose(s, {}).shrink;
+    EXPECT_EQ(c.partials, Partials::kFinish) << describe(choose(s, {}));
+    return c.leaves;
+  };
+  EXPECT_EQ(leaves(shape(76, 1, 256, 53248, {16384})), 2);
+  EXPECT_EQ(leaves(shape(1566, 3, 64, 13312, {16384})), 3);
+  EXPECT_EQ(leaves(shape(471, 1, 64, 28672, {8192})), 1);
+  EXPECT_EQ(leaves(shape(1281, 9, 4, 13312, {16384})), 1);
+}
+
 /// One tile a CTA where CTAs of two would leave SMs idle.
 TEST(LoraChoice, WideExpandFillsTheChip) {
   const auto expand = [](const LoraShape& s) { return choose(s, {}).expand; };

@@ -14,7 +14,7 @@
 // Float32 A under a bfloat16 x is split into parts on its way to the ring: shrink_wgmma_parts.cuh.
 // Summation: a leaf of K is one chain of MMA steps from zero; the first half of the leaves is added
 // in order, then the second half, then both halves. A cluster of two CTAs takes a half each, a grid
-// a leaf each (slabs), or one CTA both halves: the same bits.
+// a few leaves each, whose sums are slabs, or one CTA both halves: the same bits.
 #include <cstddef>
 #include <iterator>
 #include <type_traits>
@@ -118,12 +118,13 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
 }
 
 /// Sums of a consumer warpgroup over the CTA's part of K (Share::kAll: over the second half of it,
-/// with those of the first half parked). They start at +0 and leaves are added to them, so that a
-/// leaf of -0 gives +0 on all paths.
-template <class Tr>
+/// with those of the first half parked; Share::kLeaf: given to `leave` leaf by leaf, while copies
+/// of the next one are on their way). They start at +0 and leaves are added to them, so that a leaf
+/// of -0 gives +0 on all paths.
+template <class Tr, class Leave>
 __device__ __forceinline__ void consume(const ShrinkParams& p, Shared<Tr>& shared,
                                         std::uint32_t ring, float4* parked,
-                                        float (&total)[Tr::kSums]) {
+                                        float (&total)[Tr::kSums], Leave&& leave) {
   using T = typename Tr::T;
   const Range r = range_of<Tr>(p);
   const int warpgroup = threadIdx.x / 128;
@@ -160,6 +161,11 @@ __device__ __forceinline__ void consume(const ShrinkParams& p, Shared<Tr>& share
     if (last >= 0 && signals) shared.empty[last].arrive();
 #pragma unroll
     for (int i = 0; i < Tr::kSums; ++i) total[i] += sum[i];
+    if constexpr (Tr::kShare == Share::kLeaf) {
+      leave(leaf);
+#pragma unroll
+      for (int i = 0; i < Tr::kSums; ++i) total[i] = 0;
+    }
     if constexpr (Tr::kShare == Share::kAll) {
       if (leaf + 1 == r.middle) {
         put_sums<Tr::kConsumers>(parked, total);
@@ -247,27 +253,32 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   meet_cluster<Tr>();
   device::pdl_wait();
   float total[Tr::kSums];
+  const auto leave = [&](int leaf) {  // its slab
+    std::int64_t base[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      base[i] = rows[i] < 0 ? -1 : rows[i] * p.h.row_stride + leaf * p.h.slab_stride;
+    }
+    store_sums<float>(p.h, base, shared.rows, shared.octets, 0, total);
+  };
   if constexpr (Tr::kFloatWeights) {
     consume_parts<Tr>(p, shared, ring, parked, total);
   } else {
-    consume<Tr>(p, shared, ring, parked, total);
+    consume<Tr>(p, shared, ring, parked, total, leave);
   }
-  std::int64_t base[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    base[i] = rows[i] < 0 ? -1 : rows[i] * p.h.row_stride;
-    if (rows[i] >= 0 && Tr::kShare == Share::kLeaf) base[i] += part * p.h.slab_stride;
+  if constexpr (Tr::kShare == Share::kLeaf) {
+    if constexpr (Tr::kFloatWeights) leave(part);
+    return;
   }
 
   // Reduce and store: the sum of both halves of K
-  if constexpr (Tr::kShare != Share::kHalf) {
-    if constexpr (Tr::kShare == Share::kAll) add_sums<Tr::kConsumers>(total, parked);
-    if constexpr (Tr::kShare == Share::kLeaf) {
-      store_sums<float>(p.h, base, shared.rows, shared.octets, 0, total);  // slabs
-    } else {
-      store_sums_any(p.h, base, shared.rows, shared.octets, 0, total);
-    }
-  } else {
+  std::int64_t base[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) base[i] = rows[i] < 0 ? -1 : rows[i] * p.h.row_stride;
+  if constexpr (Tr::kShare == Share::kAll) {
+    add_sums<Tr::kConsumers>(total, parked);
+    store_sums_any(p.h, base, shared.rows, shared.octets, 0, total);
+  } else if constexpr (Tr::kShare == Share::kHalf) {
     // Each CTA of the cluster takes half of the columns.
     constexpr int kHalf = Tr::kSums / 2;
     float own[kHalf], other[kHalf];
@@ -292,14 +303,14 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
 // ---- host ---------------------------------------------------------------------------------------
 
 template <class Tr>
-void launch_traits(const ShrinkParams& p, Stream stream) {
+void launch_traits(const ShrinkParams& p, int leaves, Stream stream) {
   static_assert((kSmem<Tr> + 1024) * Tr::kMinCtas <= 228 * 1024, "the CTAs fit an SM");
   constexpr bool kCluster = Tr::kShare == Share::kHalf;
   const std::int64_t runs =
       TileRun<Tr::kTiles, Tr::kThreads>::most(p.tiles, p.weights.num_adapters);
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(ceil_div(rank_rows(p), Tr::kRows)),
-                static_cast<unsigned>(kCluster ? 2 : p.h.num_slabs),
+                static_cast<unsigned>(kCluster ? 2 : ceil_div(p.h.num_slabs, leaves)),
                 p.zero_rows.data != nullptr ? shrink_depth(p) : static_cast<unsigned>(runs));
   l.cluster_y = kCluster ? 2 : 1;
   l.threads = Tr::kThreads;
@@ -309,7 +320,7 @@ void launch_traits(const ShrinkParams& p, Stream stream) {
   device::launch<shrink_wgmma_kernel<Tr>>("lora_shrink", l, p);
 }
 
-using Launch = void (*)(const ShrinkParams&, Stream);
+using Launch = void (*)(const ShrinkParams&, int leaves, Stream);
 
 /// Float32 weights are those of a bfloat16 x.
 template <class T, int kShape>
@@ -322,11 +333,11 @@ constexpr Launch launch_of() {
 }
 
 template <class T, std::size_t... kShapes>
-void launch_shape(int shape, const ShrinkParams& p, Stream stream,
+void launch_shape(const ShrinkPlan& c, const ShrinkParams& p, Stream stream,
                   std::index_sequence<kShapes...>) {
   static constexpr Launch kLaunches[] = {launch_of<T, static_cast<int>(kShapes)>()...};
-  check(kLaunches[shape] != nullptr, "lora_shrink: wgmma takes no float32 weights with this x");
-  kLaunches[shape](p, stream);
+  check(kLaunches[c.shape] != nullptr, "lora_shrink: wgmma takes no float32 weights with this x");
+  kLaunches[c.shape](p, c.leaves, stream);
 }
 
 }  // namespace
@@ -335,12 +346,12 @@ void shrink_wgmma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   constexpr std::size_t kCount = std::size(kWgmmaShapes);
   check(p.vector && p.tiles.tile_tokens == 64 && static_cast<std::size_t>(c.shape) < kCount &&
             (kWgmmaShapes[c.shape].share == Share::kLeaf) == c.split() &&
-            kWgmmaShapes[c.shape].float_weights == (p.weights.dtype == DType::kFloat32),
+            kWgmmaShapes[c.shape].float_weights == (p.weights.dtype == DType::kFloat32) &&
+            c.leaves >= 1 && (c.leaves == 1 || (c.split() && p.weights.dtype == p.x.dtype)),
         "lora_shrink: wgmma needs tiles of 64 tokens and rows of whole 16-byte pieces, a shape of "
-        "the weights' type, and leaves partials from CTAs of one K chunk alone");
+        "the weights' type, and leaves partials from CTAs of K chunks alone");
   device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
-    launch_shape<typename decltype(tag)::type>(c.shape, p, stream,
-                                               std::make_index_sequence<kCount>());
+    launch_shape<typename decltype(tag)::type>(c, p, stream, std::make_index_sequence<kCount>());
   });
 }
 

@@ -68,7 +68,7 @@ struct Traits {
                                                                : 88;
   static constexpr int kConsumerRegisters = std::min(
       240, kRegisters + (kRegisters - kProducerRegisters) * kProducers / kConsumers / 8 * 8);
-  static_assert(kRows == 16 || kRows == 32 || kRows == 64 || kRows % 48 == 0,
+  static_assert(kRows == 16 || kRows == 32 || kRows % 64 == 0 || kRows % 48 == 0,
                 "there is an MMA of so many columns");
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
   static_assert(!kFloatWeights || kShare != Share::kAll, "its sums would not fit beside the ring");
@@ -105,8 +105,9 @@ __device__ __forceinline__ Range range_of(const ShrinkParams& p) {
   Range r{
       static_cast<int>(leaf_size(hidden)), 0, num, static_cast<int>(first_leaves(num)), 0, 0, 0};
   if (Tr::kShare == Share::kLeaf) {
-    r.first = part;
-    r.end = part + 1;
+    const int own = ceil_div(num, static_cast<int>(gridDim.y));
+    r.first = part * own;
+    r.end = min(r.first + own, num);
   } else if (Tr::kShare == Share::kHalf) {
     if (part == 0) r.end = r.middle;
     if (part == 1) r.first = r.middle;
