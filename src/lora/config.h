@@ -136,6 +136,7 @@ struct ExpandPlan {
   int block_cols = 128;              ///< columns whose B lies in a stage of the ring, decode kernel
   int stages = kDecodeExpandStages;  ///< of that ring
   int per_sm = 0;   ///< CTAs per SM; decode kernel: 0, as many as fit, or kDenseExpandPerSm
+  int groups = 1;   ///< groups of columns that share an MMA step, direct kernel
   int cluster = 1;  ///< CTAs that make h together from split-K partials, decode kernel
   int log_run = 0;  ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel and the
                     ///< one that keeps B
@@ -145,8 +146,9 @@ struct ExpandPlan {
 
 /// CTAs of an SM of the decode kernel in fewer registers, which ranks up to 128 have besides.
 inline constexpr int kDenseExpandPerSm = 4, kDenseExpandMaxRank = 128;
-/// Largest rank of expand_direct.cu, and columns that its warps take at a time.
-inline constexpr int kDirectMaxRank = 16, kDirectCols = 128;
+/// Largest rank of expand_direct.cu, columns that its warps take at a time, and groups of columns
+/// that share an MMA step there, of few tokens and such a share of that rank.
+inline constexpr int kDirectMaxRank = 16, kDirectCols = 128, kDirectGroups = 4;
 /// Two column blocks of B of a larger rank do not fit an SM beside y.
 inline constexpr int kExpandPrefillMaxRank = 128;
 /// Rank rows of a CTA of the shrink of parts: with partials, and where it walks over the leaves of

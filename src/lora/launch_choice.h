@@ -95,8 +95,10 @@ bool suits_wide(const LoraShape& s, const Machine& m);
 bool suits_round(const LoraShape& s, const Machine& m, ExpandPlan& c);
 bool suits_wide_walk(const LoraShape& s, const Machine& m);
 ExpandPlan decode_expand(const LoraShape& s, const Machine& m);
-/// With so many columns a CTA.
-ExpandPlan direct_expand(int cols);
+/// With so many columns a CTA, and groups of them that share an MMA step.
+ExpandPlan direct_expand(int cols, int groups);
+/// Whether groups of columns can share a step: in any order, as on sm_90.
+bool shares_steps(const LoraShape& s, const Machine& m);
 /// With columns that suit it, and where it is faster.
 ExpandPlan choose_direct(const LoraShape& s, const Machine& m);
 bool suits_direct(const LoraShape& s);

@@ -31,12 +31,32 @@ bool runs_direct(const LoraShape& s) {
   return s.one_type && s.aligned_y && h_width(s) <= kDirectMaxRank;
 }
 
-ExpandPlan direct_expand(int cols) {
+ExpandPlan direct_expand(int cols, int groups) {
   ExpandPlan c;
   c.kernel = ExpandKernel::kDirect;
   c.cols = cols;
+  c.groups = groups;
   return c;
 }
+
+bool shares_steps(const LoraShape& s, const Machine& m) {
+  return runs_direct(s) && m.arch >= 90 && s.max_rank * kDirectGroups <= kDirectMaxRank;
+}
+
+namespace {
+
+/// Groups of columns that share an MMA step. Several where adapters have a token or two. (us on an
+/// H200, one and four, rank 4: 230 tokens of 135 adapters, 5,120 to 2 x 13,824, 40.9 and 25.5; 97
+/// of 62, 1,024 to 2,048 + 2 x 1,024, 5.4 and 4.9; 98 of 69, 8,192 to 8,192 + 2 x 1,024, 16.3 and
+/// 12.2; but 240 of 81, 7.6 and 8.3; 14 of 18, 1,024 to 2 x 3,072, 3.07 and 3.15.)
+int step_groups(const LoraShape& s, const Machine& m) {
+  constexpr std::int64_t kFewTokens = 2;
+  const std::int64_t columns = max_tiles(s.num_tokens, s.num_adapters, 16) * s.sum_widths();
+  const bool few = tokens_per_adapter(s) <= kFewTokens && columns >= kDirectColumns;
+  return few && shares_steps(s, m) ? kDirectGroups : 1;
+}
+
+}  // namespace
 
 ExpandPlan choose_direct(const LoraShape& s, const Machine& m) {
   // As many CTAs as run at once, but none with more than its share of bytes, or the last ones leave
@@ -44,13 +64,17 @@ ExpandPlan choose_direct(const LoraShape& s, const Machine& m) {
   // 1,024, 40 with 4,096, 52 with 8,192; 453 of 24, 27 with 1,024, 31 with 2,048, 46 with 4,096.)
   constexpr std::int64_t kMostBytes = 60 * 1024, kFewTiles = 32;
   const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
-  const int per_sm = tiles <= kFewTiles ? 3 : 4;  // there are fewer tiles than `tiles` as a rule
+  const int groups = step_groups(s, m), step = kDirectCols * groups;
+  // There are fewer tiles than `tiles` as a rule. (us, four groups, three CTAs an SM and four: 28
+  // tokens of 31 adapters, 2,048 to 2 x 8,192, 6.2 and 5.1.)
+  const int per_sm = groups == 1 && tiles <= kFewTiles ? 3 : 4;
   const std::int64_t column_bytes = ceil_div(4 * s.num_tokens, tiles) + 2 * s.max_rank;
-  ExpandPlan c = direct_expand(kDirectCols);
+  ExpandPlan c = direct_expand(step, groups);
   while (tiles * column_blocks(s, c.cols) > per_sm * m.sms &&
-         (c.cols + kDirectCols) * column_bytes <= kMostBytes) {
-    c.cols += kDirectCols;
+         (c.cols + step) * column_bytes <= kMostBytes) {
+    c.cols += step;
   }
+  if (groups > 1) return c;
   // Whole rounds of the groups of columns that a warp has in flight. (us on an H100, 240 tokens of
   // 81 adapters, rank 4, 3,584 to 3,584 + 2 x 512, 1,024 columns 9.4, 1,280 10.5; 453 of 24, 5,120
   // to 2 x 13,824, 31.7 and 35.0; but 98 of 69, 8,192 to 8,192 + 2 x 1,024, 1,536 columns 17.3,

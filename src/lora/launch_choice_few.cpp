@@ -256,6 +256,76 @@ bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, Expan
   return true;
 }
 
+namespace {
+
+/// What a CTA of 128 threads takes of an SM: registers of a thread and bytes of shared memory, with
+/// what the system keeps of it.
+struct Footprint {
+  int registers;
+  std::int64_t smem;
+};
+constexpr int kSmRegisters = 512;  ///< an SM's, for each of 128 threads
+constexpr std::int64_t kSystemSmem = 1024;
+
+Footprint footprint(const LoraShape& s, const ShrinkPlan& c) {
+  const bool at_once = c.rows > 32 && c.rows <= kRowsAtOnce;
+  const bool few = leaf_size(s.hidden) == kDecodeK || c.per_sm == kDenseShrinkPerSm;
+  return {few       ? 64
+          : at_once ? 96
+                    : 112,
+          decode_smem(s.hidden, std::min(c.rows, s.rank_rows()), c.stages) + kDecodeStaticSmem +
+              kSystemSmem};
+}
+Footprint footprint(const LoraShape& s, const ExpandPlan& c) {
+  const std::int64_t pitch = h_width(s) <= 16   ? 16
+                             : h_width(s) <= 32 ? 32
+                             : h_width(s) <= 64 ? 64
+                                                : 128;
+  const std::int64_t blocks = std::min(c.stages, ceil_div(c.cols, c.block_cols));
+  constexpr std::int64_t kStaticSmem = 1152;
+  return {c.per_sm == kDenseExpandPerSm ? 128 : 152,
+          (16 + blocks * c.block_cols) * pitch * 2 + kStaticSmem + kSystemSmem};
+}
+
+/// CTAs of one kind that find room beside so many of another, which lie evenly on all SMs: whole
+/// ones of each SM, not a share of the chip's registers.
+std::int64_t room_beside(const Machine& m, std::int64_t others, const Footprint& other,
+                         const Footprint& own) {
+  std::int64_t room = 0;
+  const auto add = [&](std::int64_t on_sm, std::int64_t sms) {
+    const std::int64_t registers = kSmRegisters - on_sm * other.registers;
+    const std::int64_t smem = m.sm_smem - on_sm * other.smem;
+    room += sms * std::max<std::int64_t>(0, std::min(registers / own.registers, smem / own.smem));
+  };
+  add(others / m.sms + 1, others % m.sms);
+  add(others / m.sms, m.sms - others % m.sms);
+  return room;
+}
+
+/// Whether the short CTAs of the decode expand are to run in fewer registers: only so they all find
+/// room beside shrink's, and what finds none starts late. (us on an H200: 30 tokens of 15 adapters,
+/// rank 16, qkv of 3,584, 4.8 and 7.0; 8 of 163, rank 64, 3,584 to 2 x 4,736, 5.4 and 7.3; 9 of
+/// 413, rank 64, 1,024 to 2,048 + 2 x 1,024, 3.9 and 4.1; but 44 of 14, rank 64, 2,048 to 2 x
+/// 2,048, 7.3 and 7.1; with room for three in four 44 of 325, rank 8, 3.9 and 3.7; of four blocks
+/// 126 of one, rank 16, 12.4 and 9.9.)
+bool suits_dense_expand(const LoraShape& s, const Machine& m, const ShrinkPlan& shrink,
+                        const ExpandPlan& expand) {
+  constexpr int kShortBlocks = 2;
+  if (expand.kernel != ExpandKernel::kDecode || expand.per_sm != 0 || expand.cluster != 1 ||
+      shrink.kernel != ShrinkKernel::kDecode || !runs_dense(s) || knows_tiles(s) ||
+      expand.cols > kShortBlocks * expand.block_cols) {
+    return false;
+  }
+  ExpandPlan dense = expand;
+  dense.per_sm = kDenseExpandPerSm;
+  dense.stages = decode_stages(s, dense, m);
+  const std::int64_t ctas = expand_ctas(s, expand), shrinks = decode_shrink_ctas(s, shrink.rows);
+  const Footprint other = footprint(s, shrink);
+  // A few that start late cost less than the fewer registers do.
+  return 3 * ctas > 4 * room_beside(m, shrinks, other, footprint(s, expand)) &&
+         ctas <= room_beside(m, shrinks, other, footprint(s, dense));
+}
+
 /// Whether the CTAs of the decode shrink are to run in fewer registers, for which they load
 /// fragments of x anew in every stage: where there is one stage, and both kernels of a call have
 /// more CTAs than the chip has registers for, so that expand's would start late. (us: 30 tokens of
@@ -265,7 +335,7 @@ bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, Expan
 /// 467, rank 16, 2,048 to 512 + 2 x 128, 4.6 and 4.1.)
 bool suits_dense_shrink(const LoraShape& s, const Machine& m, const ShrinkPlan& shrink,
                         const ExpandPlan& expand) {
-  constexpr int kOneStage = 16, kSmRegisters = 512;  // an SM's, for each of 128 threads
+  constexpr int kOneStage = 16;
   constexpr int kShrink = 112, kExpand = 152, kDenseExpand = 128;
   constexpr double kAll = 1.03;
   if (shrink.rows > kOneStage || leaf_size(s.hidden) == kDecodeK) return false;
@@ -275,6 +345,8 @@ bool suits_dense_shrink(const LoraShape& s, const Machine& m, const ShrinkPlan& 
       shrinks * kShrink + expand_ctas(s, expand) * (dense ? kDenseExpand : kExpand);
   return shrinks > m.sms && static_cast<double>(registers) > kAll * kSmRegisters * m.sms;
 }
+
+}  // namespace
 
 /// Gives the CTAs of a small batch an SM each. CTAs of later calls, which start early, then prepare
 /// themselves on other SMs: beside them a CTA has to wait for its turn in everything. Expand takes
@@ -290,6 +362,10 @@ void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandP
     expand.per_sm = 1;
   }
   if (shrink.kernel != ShrinkKernel::kDecode) return;
+  if (suits_dense_expand(s, m, shrink, expand)) {
+    expand.per_sm = kDenseExpandPerSm;
+    expand.stages = decode_stages(s, expand, m);
+  }
   if (shrink_fits(s, m, shrink.rows, expand)) {
     shrink.per_sm = 1;
   } else if (suits_dense_shrink(s, m, shrink, expand)) {

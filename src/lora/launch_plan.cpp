@@ -99,9 +99,12 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
   }
   if (runs_direct(s)) {
     for (int cols = kDirectCols; cols < 2 * s.max_width(); cols *= 2) {
-      for (const int per_sm : {0, 1}) {
-        plans.push_back(direct_expand(cols));
-        plans.back().per_sm = per_sm;
+      for (const int groups : {1, kDirectGroups}) {
+        if (groups > 1 && !shares_steps(s, m)) continue;
+        for (const int per_sm : {0, 1}) {
+          plans.push_back(direct_expand(cols, groups));
+          plans.back().per_sm = per_sm;
+        }
       }
     }
   }
@@ -272,6 +275,7 @@ void add_expand(Line& line, const ExpandPlan& c) {
              : c.shape == kWideStagedShape        ? ", persistent CTAs, y ahead"
                                                   : ", persistent CTAs");
   }
+  if (c.groups > 1) line.add(", %d groups of them a step", c.groups);
   const bool kept = c.kernel == ExpandKernel::kWide && c.shape == kWideKeptShape;
   if (c.kernel == ExpandKernel::kPrefill || kept) line.add(", runs of %d tiles", 1 << c.log_run);
   add_per_sm(line, c.per_sm);

@@ -116,6 +116,14 @@ class LoraOperands {
     }
   }
 
+  /// Changes a value of stacked B.
+  void set_b(int slice, std::int64_t adapter, std::int64_t column, int rank, float value) {
+    GuardedTensor& b = b_[slice];
+    const Tensor t = b.host();
+    b.set(adapter * t.strides[0] + column * t.strides[1] + rank, value);
+    b.upload();
+  }
+
   LoraGroups groups() const {
     return c.segments ? LoraGroups::from_segments(sorted_.view(), ids_.view(), counts_.view(),
                                                   starts_.view())

@@ -34,6 +34,7 @@ TEST(LoraChoice, OneKernelIsChosenWhereItIsFaster) {
   EXPECT_EQ(cols(shape(1, 1, 16, 4096, qkv)), 256);
   EXPECT_EQ(cols(shape(64, 1, 32, 4096, qkv)), 512);
   EXPECT_EQ(cols(shape(146, 1, 64, 4096, o)), 512);
+  EXPECT_EQ(cols(shape(23, 1, 64, 3584, {4736, 4736})), 512);
   EXPECT_EQ(cols(shape(1, 1, 16, 4096, gate_up)), 512);
   EXPECT_EQ(cols(shape(30, 5, 4, 768, {1024})), 64);
   // A cluster for each tile and slice is no more than there must be.
@@ -77,7 +78,6 @@ TEST(LoraChoice, StagesOfTheDecodeShrinkFollowItsCtas) {
 TEST(LoraChoice, RegistersOfTheDecodeShrinkFollowTheCtasOfBothKernels) {
   const auto per_sm = [](const LoraShape& s) { return choose(s, {}).shrink.per_sm; };
   EXPECT_EQ(per_sm(shape(59, 104, 8, 4096, {16384})), kDenseShrinkPerSm);
-  EXPECT_EQ(per_sm(shape(26, 36, 8, 2048, {2048, 512, 512})), kDenseShrinkPerSm);
   EXPECT_EQ(per_sm(shape(44, 325, 8, 3072, {1024})), 0);
   EXPECT_EQ(per_sm(shape(31, 467, 16, 2048, {512, 128, 128})), 0);
   EXPECT_EQ(per_sm(shape(59, 104, 8, 8192, {16384})), 0);
@@ -341,6 +341,30 @@ TEST(LoraChoice, CtasAreNoLargerThanTheirWork) {
   EXPECT_EQ(blocks.cols, 256);
   EXPECT_EQ(blocks.block_cols, 128);
   EXPECT_EQ(choose(shape(24, 1, 256, 4096, {3584, 3584}), {}).expand, wide_expand(0));
+}
+
+/// Groups of columns share an MMA step where there are many columns, and few tokens of an adapter.
+TEST(LoraChoice, GroupsOfColumnsShareAStep) {
+  const auto groups = [](const LoraShape& s, const Machine& m = {}) {
+    const ExpandPlan expand = choose(s, m).expand;
+    return expand.kernel == ExpandKernel::kDirect ? expand.groups : 0;
+  };
+  EXPECT_EQ(groups(shape(230, 135, 4, 5120, {13824, 13824})), 4);
+  EXPECT_EQ(groups(shape(230, 135, 4, 5120, {13824, 13824}), kMachines[1]), 1);
+  EXPECT_EQ(groups(shape(240, 81, 4, 3584, {3584, 512, 512})), 1);
+  EXPECT_EQ(groups(shape(125, 151, 8, 4096, {14336, 14336})), 1);
+}
+
+/// CTAs of expand run in fewer registers where that lets all of them start beside those of shrink.
+TEST(LoraChoice, ShortCtasOfExpandFindRoomBesideShrink) {
+  const auto dense = [](const LoraShape& s) {
+    return choose(s, {}).expand.per_sm == kDenseExpandPerSm;
+  };
+  EXPECT_TRUE(dense(shape(30, 15, 16, 3584, {3584, 512, 512})));
+  EXPECT_TRUE(dense(shape(8, 163, 64, 3584, {4736, 4736})));
+  EXPECT_TRUE(dense(shape(26, 36, 8, 2048, {2048, 512, 512})));
+  EXPECT_FALSE(dense(shape(44, 325, 8, 3072, {1024})));
+  EXPECT_FALSE(dense(shape(126, 1, 16, 3584, {18944, 18944})));
 }
 
 TEST(LoraChoice, WideExpandWalksOverManySteps) {

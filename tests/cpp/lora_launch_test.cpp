@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
+#include <limits>
 #include <set>
 #include <string>
 #include <tuple>
@@ -68,9 +70,44 @@ TEST_P(LoraLaunch, EveryShapeIsAmongThesePlans) {
   EXPECT_TRUE(dense_shrink_ran_);
   EXPECT_EQ(dense_ran_, (std::set{lora::kDenseExpandStages, lora::kDecodeExpandStages}));
   if (this_machine().arch != 90) return;
+  EXPECT_EQ(groups_ran_, (std::set{1, lora::kDirectGroups}));
   for (std::size_t i = 0; i < std::size(lora::kMmaShapes); ++i) {
     EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kMma), static_cast<int>(i)}))
         << "row " << i << " of kMmaShapes never ran";
+  }
+}
+
+/// Inf and NaN of B reach their own columns alone, also where groups of columns share a step.
+TEST_P(LoraLaunch, InfAndNanOfBStayInTheirColumns) {
+  constexpr std::int64_t kInf = 37, kNan = 900;
+  for (const int rank : {4, 8}) {
+    for (const std::int64_t tokens : {5, 70}) {
+      LoraCase c = case_of(tokens, 264, {1032, 264}, {rank});
+      c.map = Map::kDistinct;
+      LoraOperands clean(c, device_), dirty(c, device_);
+      dirty.set_b(0, 1, kInf, 0, std::numeric_limits<float>::infinity());
+      dirty.set_b(0, 1, kNan, rank - 1, std::numeric_limits<float>::quiet_NaN());
+      const GuardedTensor original = clean.y;
+      for (const LaunchPlan& plan : plans_to_run(clean)) {
+        if (plan.expand.kernel != lora::ExpandKernel::kDirect) continue;
+        const lora::cuda::InjectedPlan injected(plan);
+        for (LoraOperands* op : {&clean, &dirty}) {
+          restore_y(*op, original);
+          run_apply(*op);
+          op->y.download();
+        }
+        const Tensor y = clean.y.host();
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          for (std::int64_t n = 0; n < y.shape[1]; ++n) {
+            const float want = clean.y.get(t * y.strides[0] + n);
+            const float got = dirty.y.get(t * y.strides[0] + n);
+            const bool bad = clean.map[t] == 1 && (n == kInf || n == kNan);
+            ASSERT_TRUE(bad ? !std::isfinite(got) : got == want)
+                << describe(plan) << ": token " << t << ", column " << n;
+          }
+        }
+      }
+    }
   }
 }
 

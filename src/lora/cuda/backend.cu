@@ -177,6 +177,7 @@ void set_plan(ExpandParams& p, const LaunchPlan& plan, int cols) {
   p.block_cols = c.block_cols;
   p.stages = c.stages;
   p.per_sm = c.per_sm;
+  p.groups_a_step = c.groups;
   p.log_run = c.log_run;
   p.cluster = c.cluster;
   for (int i = 0; i < plan.shape.num_slices; ++i) {

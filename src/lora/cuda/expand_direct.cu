@@ -8,13 +8,25 @@
 // 230 tokens of 135 adapters, 5120 to 2 x 13824, r4: 55 MB -> 12.9 us
 // limit  : DRAM (B and y), and for few tokens the chain of dependent loads
 //
-// A CTA takes a run of columns of one slice and one tile of 16 tokens; of its columns a warp takes
-// every fourth group of 32. No value of B is used twice, so shared memory would only be a detour:
-// a lane loads the ranks that its fragments hold, and a warp waits for none of the others. B and y
-// of several groups are in flight at once; those of the first ones are asked for before the
-// predecessor has ended (B) and before h is made (y). h is made once per CTA, from the split-K
-// partials of shrink or from finished rows. The permutation of columns is that of the prefill
-// kernel.
+// A CTA takes a run of columns of one slice and one tile of 16 tokens. No value of B is used twice,
+// so shared memory would only be a detour: a lane loads the ranks that its fragments hold, and a
+// warp waits for none of the others. B and y of several groups of columns are in flight at once;
+// those of the first ones are asked for before the predecessor has ended (B) and before h is made
+// (y). h is made once per CTA, from the split-K partials of shrink or from finished rows.
+//
+// An MMA step has 16 ranks and 16 tokens, of which rank 4 and up to four tokens fill a sixteenth:
+// four groups of 32 columns share a step then. Each has ranks of its own in B and rows of its own
+// in h, whose other ranks are zero:
+//
+//   h: t 0 0 0     B: ranks of group 0     sums: y of token t, group 0
+//      0 t 0 0        ranks of group 1           y of token t, group 1
+//      0 0 t 0        ...                        ...
+//      0 0 0 t
+//      u 0 0 0                                   y of token u, group 0
+//
+// All lanes have B and y to move then, and there are a fourth of the steps. Zero times an Inf or
+// NaN of another group would be a NaN: where there is one, a group at a time is multiplied, the
+// others' B zero.
 #include <type_traits>
 
 #include "device/launch.cuh"
@@ -29,33 +41,60 @@ namespace mortar::lora::cuda {
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kTokens = 16;     ///< of a tile
-constexpr int kGroupCols = 32;  ///< of a warp at a time
+constexpr int kTokens = 16;  ///< of a tile
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool kAnyOrder = false;
 constexpr int kPerSm = 3;  // four would spill
 #else
 /// Tensor cores add the 16 products of a step at once, in whatever order they lie
-/// (docs/numerics.md): a lane takes four neighbouring ranks in one load.
+/// (docs/numerics.md): a lane takes four neighbouring ranks in one load, and the ranks of several
+/// groups share a step.
 constexpr bool kAnyOrder = true;
 constexpr int kPerSm = 4;  ///< CTAs of an SM, whose registers they share
 #endif
 
 using Ranks = RankTile<1>;
 static_assert(Ranks::kPitch == kDirectMaxRank, "one MMA step");
-constexpr int kStride = kWarps * kGroupCols;  ///< from a group of a warp to its next
-static_assert(kStride == kDirectCols);
-constexpr int kAhead = 4;  ///< groups of columns in flight
-/// Of these, groups that are asked for before h is made: its partials need registers, too.
-constexpr int kEarlyB = 2, kEarlyY = 1;
+/// Runs of y that are asked for before h is made: its partials need registers, too.
+constexpr int kEarlyY = 1;
 
-/// The ranks that lane `quad` of four has in a fragment: two from each on.
-__device__ __forceinline__ int first_ranks(int quad) { return kAnyOrder ? 4 * quad : 2 * quad; }
-constexpr int kSecondRanks = kAnyOrder ? 2 : 8;  ///< the others, counted from the first
+/// How a warp's columns, tokens and ranks lie in a step that so many groups of columns share.
+/// kEarlyB: runs of B that are asked for before h is made.
+template <int kGroups_, int kEarlyB_>
+struct Step {
+  static constexpr int kGroups = kGroups_, kEarlyB = kEarlyB_;
+  static_assert(kGroups == 1 || kGroups == kDirectGroups);
+  static constexpr int kCols = 32 * kGroups;      ///< of a warp at a time
+  static constexpr int kStride = kWarps * kCols;  ///< from a run of a warp to its next
+  static constexpr int kMostTokens = kTokens / kGroups;
+  static constexpr int kAhead = kGroups == 1 ? 4 : 3;  ///< runs of columns in flight
 
-/// B and y of a group of columns: B's fragments of 8 columns, y's rows, 8 apart.
-struct Group {
+  __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
+  /// Of this lane in B: its group and its ranks.
+  __device__ __forceinline__ static int group_b() { return kGroups == 1 ? 0 : lane() % 4; }
+  __device__ __forceinline__ static int ranks() {
+    return kGroups > 1 ? 0 : lane() % 4 * (kAnyOrder ? 4 : 2);
+  }
+  /// The 8 columns that its own are of, and its own one of fragment j. Of several groups it loads
+  /// two neighbours at once, those of fragments 2i and 2i + 1.
+  __device__ __forceinline__ static int octet_b() { return group_b() * 4 + lane() / 8; }
+  __device__ __forceinline__ static int col_b(int j) {
+    const int odd = lane() / 4 % 2;
+    return octet_b() * 8 + (kGroups == 1 ? 2 * j + odd : j / 2 * 4 + odd * 2 + j % 2);
+  }
+  /// Of this lane in the sums: its group, the first of its 8 columns, and its token in the first
+  /// or the second half of rows.
+  __device__ __forceinline__ static int group() { return lane() / 4 % kGroups; }
+  __device__ __forceinline__ static int col() { return (group() * 4 + lane() % 4) * 8; }
+  __device__ __forceinline__ static int token(int half) {
+    return (lane() / 4 + half * 8) / kGroups;
+  }
+};
+constexpr int kSecondRanks = kAnyOrder ? 2 : 8;  ///< a lane's other ranks, from its first on
+
+/// B and y of a run of columns: B's fragments of 8 columns, y's rows, half of the tokens apart.
+struct Run {
   uint2 b[4];
   uint4 y[2];
 
@@ -70,93 +109,151 @@ struct Group {
 };
 
 /// A lane's places in B and y.
-template <class T>
+template <class T, class S>
 struct Loader {
-  const T* b[4];        ///< its ranks of its rows of the group of B to be loaded next
-  std::int64_t b_step;  ///< elements from there to the next group
-  T* y[2];              ///< its columns of a group, in two rows
+  static constexpr int kLoads = S::kGroups == 1 ? 4 : 2;  ///< of B, a run
+  const T* b[kLoads];   ///< what it loads of the run of B to be loaded next
+  std::int64_t b_step;  ///< elements from there to the next run
+  T* y[2];              ///< its columns of a run, in two rows
   int rank;             ///< ranks from its first one on
   int b_left;           ///< columns of the CTA from those of `b` on
   int y_left[2];        ///< and from those of `y` on; none where there is no row
 
-  /// Loads the next group of B. kAligned: its rows start at multiples of 8 bytes, and there are a
-  /// multiple of four ranks.
+  /// Loads the next run of B. kAligned: its rows start at multiples of 8 bytes, and there are a
+  /// multiple of four ranks; of several groups, four side by side.
   template <bool kAligned>
-  __device__ __forceinline__ void load_b(Group& to) {
+  __device__ __forceinline__ void load_b(Run& to) {
     const int left = b_left > 0 ? rank : 0;
+    if constexpr (S::kGroups > 1) {
+      static_assert(kAligned);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if constexpr (!kAligned) {
-        to.b[j].x = device::load_some<T, 2>(b[j], left).word[0];
-        to.b[j].y = device::load_some<T, 2>(b[j] + kSecondRanks, left - kSecondRanks).word[0];
-      } else if constexpr (kAnyOrder) {
-        device::load_if(left > 0, to.b[j], b[j]);
-      } else {
-        device::load_if(left > 0, to.b[j].x, b[j]);
-        device::load_if(left > kSecondRanks, to.b[j].y, b[j] + kSecondRanks);
+      for (int i = 0; i < kLoads; ++i) {
+        uint2 &one = to.b[2 * i], &other = to.b[2 * i + 1];
+        uint4 both = make_uint4(one.x, one.y, other.x, other.y);
+        device::load_if(b_left > 0, both, b[i]);
+        one = make_uint2(both.x, both.y);
+        other = make_uint2(both.z, both.w);
+        b[i] += S::kStride * (kDirectMaxRank / S::kGroups);
       }
-      b[j] += b_step;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) {
+        if constexpr (!kAligned) {
+          to.b[j].x = device::load_some<T, 2>(b[j], left).word[0];
+          to.b[j].y = device::load_some<T, 2>(b[j] + kSecondRanks, left - kSecondRanks).word[0];
+        } else if constexpr (kAnyOrder) {
+          device::load_if(left > 0, to.b[j], b[j]);
+        } else {
+          device::load_if(left > 0, to.b[j].x, b[j]);
+          device::load_if(left > kSecondRanks, to.b[j].y, b[j] + kSecondRanks);
+        }
+        b[j] += b_step;
+      }
     }
-    b_left -= kStride;
+    b_left -= S::kStride;
   }
-  /// Loads y of the group that is `ahead` groups further, if wanted.
-  __device__ __forceinline__ void load_y(Group& to, int ahead, bool wanted) const {
+  /// Loads y of the run that is `ahead` runs further, if wanted.
+  __device__ __forceinline__ void load_y(Run& to, int ahead, bool wanted) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      device::load_if(wanted && y_left[half] > ahead * kStride, to.y[half],
-                      y[half] + ahead * kStride);
+      device::load_if(wanted && y_left[half] > ahead * S::kStride, to.y[half],
+                      y[half] + ahead * S::kStride);
     }
   }
-  __device__ __forceinline__ void advance_y(int groups) {
+  __device__ __forceinline__ void advance_y(int runs) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      y[half] += groups * kStride;
-      y_left[half] -= groups * kStride;
+      y[half] += runs * S::kStride;
+      y_left[half] -= runs * S::kStride;
     }
   }
 };
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, kPerSm)
-    expand_direct_kernel(const __grid_constant__ ExpandParams p) {
-  __shared__ __align__(128) T h_tile[kTokens * Ranks::kPitch];
-  __shared__ int tokens[kTokens];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
-  device::pdl_begin(p.early);
+/// The sums of a run, 8 neighbouring columns of a lane in order: h B^T.
+template <class T, class S>
+__device__ __forceinline__ void multiply(float (&sums)[4][4], const std::uint32_t (&h)[4],
+                                         const uint2 (&b)[4]) {
+  float acc[4][4] = {};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) device::mma_16816<T>(acc[j], h, b[j].x, b[j].y);
+  if constexpr (S::kGroups > 1) {
+    float all = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) all += acc[j][0] + acc[j][1];
+    if (__any_sync(0xffffffffu, isnan(all))) {
+#pragma unroll 1
+      for (int group = 0; group < S::kGroups; ++group) {
+        const std::uint32_t keep = S::group_b() == group ? 0xffffffffu : 0u;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float own[4] = {};
+          device::mma_16816<T>(own, h, b[j].x & keep, b[j].y & keep);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[j][i] = S::group() == group ? own[i] : acc[j][i];
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // neighbouring columns lie in one fragment, or in two of a load
+      sums[j][i] = S::kGroups > 1 ? acc[j / 2 * 2 + i % 2][i / 2 * 2 + j % 2] : acc[j][i];
+    }
+  }
+}
 
-  // Coordinates
-  const CtaWork work(p);
+/// h of a fragment: this lane's ranks of its two rows, zeros where its row has another group's.
+template <class T, class S>
+__device__ __forceinline__ void load_h(std::uint32_t (&h)[4], const T* h_tile, int count) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int place = S::token(half);
+    const auto ranks = [&](int r) {
+      return *reinterpret_cast<const std::uint32_t*>(h_tile + Ranks::place(place, r / 8) + r % 8);
+    };
+    // No branch around loads that everyone waits for.
+    const bool mine = S::kGroups == 1 || (S::group() == S::group_b() && place < count);
+    const std::uint32_t first = ranks(S::ranks()), second = ranks(S::ranks() + kSecondRanks);
+    h[half] = mine ? first : 0u;
+    h[2 + half] = mine ? second : 0u;
+  }
+}
+
+/// What a CTA does once its tile is known.
+template <class T, class S>
+__device__ __forceinline__ void take_tile(const ExpandParams& p, const CtaWork& work,
+                                          const SliceWeights& w, T* h_tile, int* tokens) {
   const Tile& tile = work.tile;
   const Block& block = work.block;
   const int token = work.token;
-  const SliceWeights w = weights_of(p, tile, block, work.live);
-  if (w.rank == 0) return device::pdl_wait();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   // Load: B does not depend on the predecessor.
-  const int warp_col = warp * kGroupCols;
-  Loader<T> at;
+  const int warp_col = warp * S::kCols;
+  Loader<T, S> at;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int row = warp_col + lane / 8 * 8 + 2 * j + lane / 4 % 2;
-    at.b[j] = static_cast<const T*>(w.b) + (block.first + row) * w.b_row_stride + first_ranks(quad);
+  for (int i = 0; i < at.kLoads; ++i) {
+    const int row = warp_col + S::col_b(i * (4 / at.kLoads));
+    at.b[i] = static_cast<const T*>(w.b) + (block.first + row) * w.b_row_stride + S::ranks();
   }
-  at.b_step = kStride * w.b_row_stride;
-  at.rank = w.rank - first_ranks(quad);
-  at.b_left = block.cols - warp_col - lane / 8 * 8;
-  const bool aligned = device::is_aligned<T, 4>(static_cast<const T*>(w.b)) &&
-                       w.b_row_stride % 4 == 0 && w.rank % 4 == 0;
-  Group groups[kAhead];
+  at.b_step = S::kStride * w.b_row_stride;
+  at.rank = w.rank - S::ranks();
+  at.b_left = block.cols - warp_col - S::octet_b() * 8;
+  const bool aligned = S::kGroups > 1 || (device::is_aligned<T, 4>(static_cast<const T*>(w.b)) &&
+                                          w.b_row_stride % 4 == 0 && w.rank % 4 == 0);
+  Run runs[S::kAhead];
 #pragma unroll
-  for (int i = 0; i < kEarlyB; ++i) {
-    groups[i].clear_b();
-    if (aligned) at.template load_b<true>(groups[i]);
+  for (int i = 0; i < S::kEarlyB; ++i) {
+    runs[i].clear_b();
+    if (aligned) at.template load_b<true>(runs[i]);
   }
   if (threadIdx.x < kTokens) tokens[threadIdx.x] = token;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int t = __shfl_sync(0xffffffffu, token, lane / 4 + 8 * half);
-    at.y_left[half] = t >= 0 ? block.cols - warp_col - quad * 8 : 0;
-    at.y[half] = static_cast<T*>(p.y.data) + t * p.y.row_stride + block.y_col + warp_col + quad * 8;
+    const int t = __shfl_sync(0xffffffffu, token, S::token(half));
+    at.y_left[half] = t >= 0 ? block.cols - warp_col - S::col() : 0;
+    at.y[half] = static_cast<T*>(p.y.data) + t * p.y.row_stride + block.y_col + warp_col + S::col();
   }
   __syncthreads();
   HSum<T, Ranks, kThreads> sum(p, tile, tokens, block.slice, w);
@@ -172,8 +269,8 @@ __global__ void __launch_bounds__(kThreads, kPerSm)
   if (p.h.raw) sum.partials.load();
 #pragma unroll
   for (int i = 0; i < kEarlyY; ++i) {
-    groups[i].clear_y();
-    at.load_y(groups[i], i, p.add_inputs);
+    runs[i].clear_y();
+    at.load_y(runs[i], i, p.add_inputs);
   }
   if (p.h.raw) {
     sum.store(h_tile);
@@ -185,66 +282,77 @@ __global__ void __launch_bounds__(kThreads, kPerSm)
   }
   __syncthreads();
   std::uint32_t h[4];
+  load_h<T, S>(h, h_tile, tile.count);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const auto ranks = [&](int r) {
-      return *reinterpret_cast<const std::uint32_t*>(
-          h_tile + Ranks::place(lane / 4 + 8 * half, r / 8) + r % 8);
-    };
-    h[half] = ranks(first_ranks(quad));
-    h[2 + half] = ranks(first_ranks(quad) + kSecondRanks);
-  }
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    if (i >= kEarlyB) {
-      groups[i].clear_b();
-      if (aligned) at.template load_b<true>(groups[i]);
+  for (int i = 0; i < S::kAhead; ++i) {
+    if (i >= S::kEarlyB) {
+      runs[i].clear_b();
+      if (aligned) at.template load_b<true>(runs[i]);
     }
     if (i >= kEarlyY) {
-      groups[i].clear_y();
-      at.load_y(groups[i], i, p.add_inputs);
+      runs[i].clear_y();
+      at.load_y(runs[i], i, p.add_inputs);
     }
   }
 
   // Compute and store
-  const bool both = tile.count > 8;  // rows of the MMA's second half
-  const auto compute = [&](const Group& group, int ahead) {
-    float acc[4][4] = {};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      device::mma_16816<T>(acc[j], h, group.b[j].x, group.b[j].y);
-    }
+  const bool both = tile.count > S::kMostTokens / 2;  // of the MMA's halves of rows
+  const auto compute = [&](const Run& run, int ahead) {
+    float sums[4][4];
+    multiply<T, S>(sums, h, run.b);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half == 1 && !both) break;
-      const uint4 out = add_products<T>(group.y[half], acc, half, w.scale);
-      if (at.y_left[half] > ahead * kStride) {
-        *reinterpret_cast<uint4*>(at.y[half] + ahead * kStride) = out;
+      const uint4 out = add_products<T>(run.y[half], sums, half, w.scale);
+      if (at.y_left[half] > ahead * S::kStride) {
+        *reinterpret_cast<uint4*>(at.y[half] + ahead * S::kStride) = out;
       }
     }
   };
-  const int count = ceil_div(block.cols - warp_col, kStride);
-  if (!aligned) {
+  const int count = ceil_div(block.cols - warp_col, S::kStride);
+  if constexpr (S::kGroups == 1) {
+    if (!aligned) {
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      at.template load_b<false>(groups[0]);
-      compute(groups[0], 0);
-      at.advance_y(1);
-      at.load_y(groups[0], 0, p.add_inputs);
+      for (int i = 0; i < count; ++i) {
+        at.template load_b<false>(runs[0]);
+        compute(runs[0], 0);
+        at.advance_y(1);
+        at.load_y(runs[0], 0, p.add_inputs);
+      }
+      return;
     }
-    return;
   }
 #pragma unroll 1
-  for (int i = 0; i < count; i += kAhead) {
+  for (int i = 0; i < count; i += S::kAhead) {
 #pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
+    for (int u = 0; u < S::kAhead; ++u) {
       if (i + u >= count) break;
-      compute(groups[u], u);
-      at.template load_b<true>(groups[u]);
-      at.load_y(groups[u], u + kAhead, p.add_inputs);
+      compute(runs[u], u);
+      at.template load_b<true>(runs[u]);
+      at.load_y(runs[u], u + S::kAhead, p.add_inputs);
     }
-    at.advance_y(kAhead);
+    at.advance_y(S::kAhead);
   }
+}
+
+template <class T, int kGroups>
+__global__ void __launch_bounds__(kThreads, kPerSm)
+    expand_direct_kernel(const __grid_constant__ ExpandParams p) {
+  __shared__ __align__(128) T h_tile[kTokens * Ranks::kPitch];
+  __shared__ int tokens[kTokens];
+  device::pdl_begin(p.early);
+  const CtaWork work(p);
+  const SliceWeights w = weights_of(p, work.tile, work.block, work.live);
+  if (w.rank == 0) return device::pdl_wait();
+  if constexpr (kGroups > 1 && kAnyOrder) {
+    using Few = Step<kGroups, 1>;
+    const bool fits = work.tile.count <= Few::kMostTokens && w.rank * kGroups == kDirectMaxRank &&
+                      w.b_row_stride == w.rank &&
+                      device::is_aligned<T, 8>(static_cast<const T*>(w.b));
+    if (fits) return take_tile<T, Few>(p, work, w, h_tile, tokens);
+  }
+  // Of two kinds of tiles one kernel has fewer registers for either.
+  take_tile<T, Step<1, kGroups == 1 ? 2 : 1>>(p, work, w, h_tile, tokens);
 }
 
 // ---- host ---------------------------------------------------------------------------------------
@@ -252,9 +360,9 @@ __global__ void __launch_bounds__(kThreads, kPerSm)
 }  // namespace
 
 void expand_direct(const ExpandParams& p, Stream stream) {
-  check(p.vector_y && p.h.width <= kDirectMaxRank,
+  check(p.vector_y && p.weights.max_rank * p.groups_a_step <= kDirectMaxRank,
         "lora_expand: B goes straight into fragments for an aligned y and ranks up to ",
-        kDirectMaxRank);
+        kDirectMaxRank / p.groups_a_step);
   device::Launch l;
   const TileRowGrid rows = tile_row_grid(p.tiles.num, p.tiles.tile_tokens);
   l.grid = dim3(static_cast<unsigned>(p.block_start[p.weights.num_slices]), rows.y, rows.z);
@@ -264,7 +372,10 @@ void expand_direct(const ExpandParams& p, Stream stream) {
   l.pdl = true;
   device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    device::launch<expand_direct_kernel<T>>("lora_expand", l, p);
+    if (p.groups_a_step == kDirectGroups) {
+      return device::launch<expand_direct_kernel<T, kDirectGroups>>("lora_expand", l, p);
+    }
+    device::launch<expand_direct_kernel<T, 1>>("lora_expand", l, p);
   });
 }
 
