@@ -79,13 +79,13 @@ TEST_P(LoraLaunch, EveryShapeIsAmongThesePlans) {
 
 /// Inf and NaN of B reach their own columns alone, also where groups of columns share a step.
 TEST_P(LoraLaunch, InfAndNanOfBStayInTheirColumns) {
-  constexpr std::int64_t kInf = 37, kNan = 900;
+  constexpr std::int64_t kInfinite = 37, kNan = 900;
   for (const int rank : {4, 8}) {
     for (const std::int64_t tokens : {5, 70}) {
       LoraCase c = case_of(tokens, 264, {1032, 264}, {rank});
       c.map = Map::kDistinct;
       LoraOperands clean(c, device_), dirty(c, device_);
-      dirty.set_b(0, 1, kInf, 0, std::numeric_limits<float>::infinity());
+      dirty.set_b(0, 1, kInfinite, 0, std::numeric_limits<float>::infinity());
       dirty.set_b(0, 1, kNan, rank - 1, std::numeric_limits<float>::quiet_NaN());
       const GuardedTensor original = clean.y;
       for (const LaunchPlan& plan : plans_to_run(clean)) {
@@ -101,7 +101,7 @@ TEST_P(LoraLaunch, InfAndNanOfBStayInTheirColumns) {
           for (std::int64_t n = 0; n < y.shape[1]; ++n) {
             const float want = clean.y.get(t * y.strides[0] + n);
             const float got = dirty.y.get(t * y.strides[0] + n);
-            const bool bad = clean.map[t] == 1 && (n == kInf || n == kNan);
+            const bool bad = clean.map[t] == 1 && (n == kInfinite || n == kNan);
             ASSERT_TRUE(bad ? !std::isfinite(got) : got == want)
                 << describe(plan) << ": token " << t << ", column " << n;
           }

@@ -100,8 +100,8 @@ TEST_P(LoraTrainForward, OneLaunchOfWideRanksChangesNoBit) {
     };
     const lora::cuda::ForwardPlan none{};
     const auto first = make({nullptr, nullptr, &none});
-    const int leaves = leaves_of(c.rows, c.hidden, round_up(rank, 8), 0, false, false,
-                                 ShrinkOperands::kOneType);
+    const int leaves =
+        leaves_of(c.rows, c.hidden, round_up(rank, 8), 0, false, false, ShrinkOperands::kOneType);
     const int fewest = std::max(leaves / lora::cuda::kMostWideForwardLeaves, 2);
     ASSERT_GE(leaves, fewest);
     for (int parts = fewest; parts <= leaves; parts *= 2) {

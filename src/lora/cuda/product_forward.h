@@ -12,8 +12,8 @@ inline constexpr int kForwardRowUnit = 8;              ///< tiles have a multipl
 inline constexpr int kForwardRanks = 64;               ///< at most
 inline constexpr int kWideForwardRows = kProductRows;  ///< the same of product_forward_wide.cu
 inline constexpr int kWideForwardRowUnit = 16, kWideForwardRanks = 128, kMostWideForwardLeaves = 2;
-inline constexpr int kPartsForwardRanks = 16;          ///< of float32 weights
-inline constexpr int kForwardColumns = 128;  ///< of y, that a thread block makes at a time
+inline constexpr int kPartsForwardRanks = 16;  ///< of float32 weights
+inline constexpr int kForwardColumns = 128;    ///< of y, that a thread block makes at a time
 
 inline constexpr int kMostForwardLeaves = 4;  ///< of a thread block
 

@@ -2,8 +2,8 @@
 // The warps of product_forward_segments.cu that neither multiply nor copy boxes: they drop elements
 // of x, and bring rows of B that are no whole pieces of 16 bytes.
 //
-// A Philox block is 16 neighbouring elements, two pieces of 16 bytes: some 90 instructions, of which
-// 20 come after the wait for the stage. A lane has eight of them in a stage.
+// A Philox block is 16 neighbouring elements, two pieces of 16 bytes: some 90 instructions, of
+// which 20 come after the wait for the stage. A lane has eight of them in a stage.
 #pragma once
 
 #include "device/bulk_copy.cuh"
@@ -124,7 +124,8 @@ __device__ __forceinline__ void help(const SegmentParams& p, Walk walk, unsigned
     at.next();
     turn = turn == 0 ? kHelpers - 1 : turn - 1;
   };
-  // Copies have landed by the warp's next turn, which comes before the ring has been walked through.
+  // Copies have landed by the warp's next turn, which comes before the ring has been walked
+  // through.
   static_assert(kHelpers < S::kStages);
   constexpr int kNone = -1;
   int landing = kNone;  // a stage

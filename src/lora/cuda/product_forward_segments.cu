@@ -10,9 +10,9 @@
 //          product_forward.cu
 //
 // As product_forward.cu, which see. Each adapter has tiles of its own where all of these run at
-// once. Else tiles are windows of the batch, whatever adapters have rows there, so that all are full:
-// of a window of two adapters both are multiplied, and each row keeps its own adapter's sum; one of
-// more is done in several pieces.
+// once. Else tiles are windows of the batch, whatever adapters have rows there, so that all are
+// full: of a window of two adapters both are multiplied, and each row keeps its own adapter's sum;
+// one of more is done in several pieces.
 // Seven more warps take stages in turns: they draw and put zeros in place of dropped elements, and
 // load rows of B that are no whole pieces of 16 bytes.
 #include "core/check.h"
@@ -108,8 +108,8 @@ __device__ __forceinline__ void multiply(const SegmentParams& p, std::uint32_t s
   }
 }
 
-/// A thread's sums, to the thread blocks whose rows they are of (as send_sums() of product_split.cuh):
-/// of two adapters a warpgroup sends its own rows, with all ranks.
+/// A thread's sums, to the thread blocks whose rows they are of (as send_sums() of
+/// product_split.cuh): of two adapters a warpgroup sends its own rows, with all ranks.
 template <class S, int kAdapters>
 __device__ __forceinline__ void send_own(const SegmentParams& p, const Tile& tile, float* sums,
                                          const float (&sum)[kAdapters * S::kSums],

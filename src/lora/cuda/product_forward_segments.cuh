@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The shape of product_forward_segments.cu, its parameters, which adapters' rows a tile has, and how
-// stages are copied.
+// The shape of product_forward_segments.cu, its parameters, which adapters' rows a tile has, and
+// how stages are copied.
 #pragma once
 
 #include <cstdint>
@@ -126,8 +126,8 @@ struct Rows {
   }
 };
 
-/// Walks over the tiles of a cluster: of segments apart, or windows of p.tile_rows rows, in pieces of
-/// two adapters where a window has more. The same for all threads of the cluster.
+/// Walks over the tiles of a cluster: of segments apart, or windows of p.tile_rows rows, in pieces
+/// of two adapters where a window has more. The same for all threads of the cluster.
 struct Walk {
   const Rows& rows;
   int index = static_cast<int>(blockIdx.x), row = 0, end = 0;

@@ -31,8 +31,8 @@ using namespace product;
 
 /// A stage has room for 64 columns of x and A, or for 128 columns of B or of a base.
 template <class T_>
-struct WideForwardShape : Shape<T_, kWideForwardRanks, Major::kDepth, Major::kDepth,
-                                ProductEnd::kStore, 1, true> {
+struct WideForwardShape
+    : Shape<T_, kWideForwardRanks, Major::kDepth, Major::kDepth, ProductEnd::kStore, 1, true> {
   static constexpr int kLines = kForwardColumns, kShare = 1;
   static constexpr int kTileRows = kWideForwardRows, kHalves = 2, kBoxes = 1;
   static constexpr int kRankBlock = kWideForwardRows * device::kSwizzleBytes;  ///< 64 ranks of h
@@ -42,8 +42,7 @@ struct WideForwardShape : Shape<T_, kWideForwardRanks, Major::kDepth, Major::kDe
   static constexpr int kSumBytes = kWideForwardRows * kWideForwardRanks * 4;
   static_assert(2 * 4 * kBlockBytes <= kSumBytes, "y has room");
   static constexpr int kTileBytes = kHiddenBytes + kSumBytes;
-  static constexpr int kStages =
-      (kStoreRingBytes - kTileBytes) / WideForwardShape::kStageBytes;
+  static constexpr int kStages = (kStoreRingBytes - kTileBytes) / WideForwardShape::kStageBytes;
   static constexpr int kSmem = kStages * WideForwardShape::kStageBytes + kTileBytes +
                                2 * kStages * static_cast<int>(sizeof(device::Mbarrier)) +
                                static_cast<int>(sizeof(Segments));
@@ -265,10 +264,10 @@ class MakeY {
   Ring<S>& ring_;
   unsigned char* const smem_;
   const int warpgroup_;
-  const bool asks_;   ///< for the copies of its warpgroup
-  bool has_rows_;     ///< this warp
-  int row_;           ///< of the tile, this thread's first
-  int first_row_;     ///< of y, the warpgroup's
+  const bool asks_;  ///< for the copies of its warpgroup
+  bool has_rows_;    ///< this warp
+  int row_;          ///< of the tile, this thread's first
+  int first_row_;    ///< of y, the warpgroup's
   std::uint32_t hidden_, put_;
   std::uint32_t box_, boxes_sum_;  ///< where the next columns leave from, in turns
 };
@@ -360,9 +359,9 @@ void launch_type(const char* op, const ForwardProduct& product, const ForwardPla
 
 void launch_wide_forward(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
                          Stream stream) {
-  check(plan.rows <= kWideForwardRows && plan.rows % 16 == 0 &&
-            plan.leaves <= kMostWideForwardLeaves,
-        op, ": no h and y of so many ranks in one launch");
+  check(
+      plan.rows <= kWideForwardRows && plan.rows % 16 == 0 && plan.leaves <= kMostWideForwardLeaves,
+      op, ": no h and y of so many ranks in one launch");
   product.h.dtype == DType::kFloat16 ? launch_type<__half>(op, product, plan, stream)
                                      : launch_type<__nv_bfloat16>(op, product, plan, stream);
 }

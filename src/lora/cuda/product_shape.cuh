@@ -70,14 +70,10 @@ struct Shape {
   static constexpr bool kBase = kEnd == ProductEnd::kStore && kColumns == kProductRows && !kSplit;
   static constexpr int kParkedBytes = kParked * kConsumers * kSums * 4;
   /// 128 columns of the rounded tile on their way out, blocks of 64 rows and columns; or the sums
-  /// that the thread blocks of a cluster send each other, of kForms those of whole values.
-  static constexpr int kSumOctets = kEnd == ProductEnd::kForms ? kColumns / 24 * 3 : kColumns / 8;
-  /// Whether the copy engine takes them, in padded rows, for which 128 columns leave no room.
-  static constexpr bool kCopiesSums =
-      kSplit && (kEnd == ProductEnd::kForms || kColumns < kProductRows);
-  static constexpr int kSumsPitch = kCopiesSums ? padded_sums(kSumOctets) : kColumns;  ///< floats
+  /// that the thread blocks of a cluster send each other.
+  static constexpr int kSumsPitch = kColumns;  ///< floats
   static constexpr int kTileBytes =
-      kEnd == ProductEnd::kPartials ? 0 : kRows * (kSplit ? kSumsPitch * 4 : 128 * 2);
+      kEnd == ProductEnd::kPartials ? 0 : kRows * (kSplit ? kColumns * 4 : 128 * 2);
   static constexpr int kStages = ((kTileBytes > 0 ? kStoreRingBytes : kRingBytes) - kTileBytes -
                                   kParkedBytes - kBarrierBytes) /
                                  kStageBytes;

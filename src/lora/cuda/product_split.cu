@@ -7,10 +7,9 @@
 //
 // A cluster has one tile of 128 rows, and each of its thread blocks some of the leaves of the
 // depth, which pass through a ring of stages filled by TMA. Then blocks send each other their sums
-// by the copy engine, or by st.async, and each adds those of some rows, in the tree's order, and
-// rounds them: no partial sums in memory, and no kernel that waits for this one to add them. Where
-// b has columns of parts of float32 weights, three make one value, which leaves in all the forms
-// that others read.
+// by st.async, and each adds those of some rows, in the tree's order, and rounds them: no partial
+// sums in memory, and no kernel that waits for this one to add them. Where b has columns of parts
+// of float32 weights, three make one value, which leaves in all the forms that others read.
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -87,14 +86,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto* const sums = reinterpret_cast<float*>(smem + S::kStages * S::kStageBytes);
   float sum[S::kSums];
   multiply(p, unit, &ring, sum);
-  if constexpr (S::kCopiesSums) {
-    meet_consumers();  // stages have been read
-    copy_sums<S>(unit.part, p.parts, sums, reinterpret_cast<float*>(smem), sum, &received);
-  } else {
-    send_sums<S>(unit.part, p.parts, sums, sum, &received);
-  }
+  send_sums<S>(unit.part, p.parts, sums, sum, &received);
   received.wait(0);
-  device::cluster_arrive_relaxed();  // others' sums are here
   // Made anew: kept, what it has would take registers of sums.
   int same = index;
   asm volatile("" : "+r"(same));
@@ -104,7 +97,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     store_share<S>(p, stored, sums);
   }
-  device::cluster_wait();  // this thread block's sums have left
 #endif
 }
 

@@ -126,12 +126,9 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
   auto* const sums = reinterpret_cast<float*>(smem + S::kStages * S::kStageBytes);
   float sum[S::kSums];
   multiply(p, unit, &ring, sum);
-  meet_consumers();  // stages have been read
-  copy_sums<S>(unit.part, p.parts, sums, reinterpret_cast<float*>(smem), sum, &received);
+  send_sums<S>(unit.part, p.parts, sums, sum, &received);
   received.wait(0);
-  device::cluster_arrive_relaxed();  // others' sums are here
   store_forms_share<S>(p, unit, sums);
-  device::cluster_wait();  // this thread block's sums have left
 #endif
 }
 

@@ -145,19 +145,14 @@ class Call {
 
   /// For h and y of one slice.
   ForwardPlan plan_once() const {
-    const bool may = plan_ == nullptr && forced_.shrink == nullptr && forced_.expand == nullptr &&
-                     may_run_once(p_, table_, rows_, machine_);
-    if (!may || forced_.once != nullptr) return may ? *forced_.once : ForwardPlan{};
-    return choose_once(p_, table_, rows_, machine_);
+    if (plan_ != nullptr || forced_.shrink != nullptr || forced_.expand != nullptr) return {};
+    return choose_once(p_, table_, rows_, machine_, forced_.once);
   }
 
   bool runs_once() {
     if (p_.weight == DType::kFloat32) return forward_parts(p_, table_.own[0], once_, stream_);
-    if (in_segments(p_, rows_)) {
-      lora::cuda::launch_forward("lora_train", segment_forward(p_, table_, rows_, work_.h.values),
-                                 once_, stream_);
-      return true;
-    }
+    void* h = work_.h.values;
+    if (in_segments(p_, rows_)) return forward_segments(p_, table_, rows_, h, once_, stream_);
     const SliceView& s = p_.slices[0];
     const bool taken =
         forward_products(shrink_params(Side::kA, 0, 1, p_.x, p_.hidden, work_.h, false, {}),

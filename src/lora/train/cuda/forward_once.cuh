@@ -91,9 +91,18 @@ inline bool in_segments(const Problem& p, const RowGroups& rows) {
   return p.drops || rows.offsets != nullptr;
 }
 
-/// For h and y in one launch.
+/// The launch of both for these; true.
+inline bool forward_segments(const Problem& p, const PairTable& pairs, const RowGroups& rows,
+                             void* h, const ForwardPlan& plan, Stream stream) {
+  lora::cuda::launch_forward("lora_train", segment_forward(p, pairs, rows, h), plan, stream);
+  return true;
+}
+
+/// For h and y in one launch: `forced` where it is given, if they may be made so.
 inline ForwardPlan choose_once(const Problem& p, const PairTable& pairs, const RowGroups& rows,
-                               const Machine& machine) {
+                               const Machine& machine, const ForwardPlan* forced) {
+  if (!may_run_once(p, pairs, rows, machine)) return {};
+  if (forced != nullptr) return *forced;
   const bool in_parts = p.weight == DType::kFloat32;
   if (in_parts && !takes_forward(parts_forward(p, pairs.own[0]))) return {};
   if (in_segments(p, rows)) {

@@ -113,8 +113,8 @@ inline double wide_forward_us(std::int64_t rows, std::int64_t columns, std::int6
 /// Two launches for so many ranks.
 inline double wide_apart_us(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
                             int width) {
-  return 10.2 + 2 * static_cast<double>(columns + out_columns) *
-                    static_cast<double>(rows + width) / 3.03e6;
+  return 10.2 + 2 * static_cast<double>(columns + out_columns) * static_cast<double>(rows + width) /
+                    3.03e6;
 }
 
 /// Tiles of as few rows as let all run at once.
@@ -173,9 +173,9 @@ inline ForwardPlan choose_forward(std::int64_t rows, std::int64_t columns, std::
   return best;
 }
 
-/// The same of so many adapters' rows, or of one's with dropout (product_forward_segments.cu), all of
-/// whose tiles have up to 64 rows and run at once. As half of the last tile of each of several is
-/// empty on average, theirs have a few rows more, if they may.
+/// The same of so many adapters' rows, or of one's with dropout (product_forward_segments.cu), all
+/// of whose tiles have up to 64 rows and run at once. As half of the last tile of each of several
+/// is empty on average, theirs have a few rows more, if they may.
 inline ForwardPlan choose_segment_forward(std::int64_t rows, std::int64_t columns,
                                           std::int64_t out_columns, int width, int sms,
                                           int segments) {

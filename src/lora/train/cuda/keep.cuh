@@ -37,10 +37,10 @@ __device__ __forceinline__ PhiloxWords draw_block(std::uint64_t seed, std::uint6
   return c;
 }
 
-/// What a threshold below kDropAll says of draws. Elements are kept whose byte is not below a limit,
-/// of two that differ by one (OctetDraw::limit): the sum of a byte's lower seven bits and `add` has
-/// bit 7 if these reach the limit, without its upper half. That half counts in the lower limits if
-/// either bit 7 is there, in the upper ones if both are.
+/// What a threshold below kDropAll says of draws. Elements are kept whose byte is not below a
+/// limit, of two that differ by one (OctetDraw::limit): the sum of a byte's lower seven bits and
+/// `add` has bit 7 if these reach the limit, without its upper half. That half counts in the lower
+/// limits if either bit 7 is there, in the upper ones if both are.
 struct Keep {
   std::uint32_t lower;   ///< bits of the threshold, as the highest
   std::uint32_t add[2];  ///< in each byte; the second of elements whose lower bits are below

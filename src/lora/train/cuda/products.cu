@@ -261,8 +261,7 @@ bool forward_products(const ShrinkParams& s, const ExpandParams& e, Policy polic
   return true;
 }
 
-void panel_products(const PanelParams& s, const StoredSums& stored, Policy policy,
-                    Stream stream) {
+void panel_products(const PanelParams& s, const StoredSums& stored, Policy policy, Stream stream) {
   for (int i = 0; i < s.num_operands; ++i) {
     const PanelOperand& own = s.operands[i];
     ProductPlan plan;

@@ -35,10 +35,9 @@ inline bool stores_sums(std::int64_t rows, std::int64_t columns, int width, std:
            step_us;
   };
   const std::int64_t lines = of_a ? width : columns, dense = of_a ? columns : width;
-  const double stored =
-      waves_us(ceil_div<std::int64_t>(lines, kProductCluster * kProductRows) *
-                   ceil_div<std::int64_t>(dense, kProductRows),
-               rows, kStepUs);
+  const double stored = waves_us(ceil_div<std::int64_t>(lines, kProductCluster * kProductRows) *
+                                     ceil_div<std::int64_t>(dense, kProductRows),
+                                 rows, kStepUs);
   const int tile = rows_launch_tile(width, 1);
   const double summed =
       waves_us(ceil_div<std::int64_t>(columns, kProductCluster * kProductRows) *

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch choices of the CUDA backend for few tokens where others were measured to be slower, on the
+// host alone.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "lora/launch_choice.h"
+#include "lora/launch_plan.h"
+#include "lora_choice_shapes.h"
+
+namespace mortar::lora {
+namespace {
+
+/// lora_apply is one kernel for few tiles of ranks up to 64 whose clusters all run at once.
+TEST(LoraChoice, OneKernelIsChosenWhereItIsFaster) {
+  const std::vector<std::int64_t> o = {4096}, qkv = {4096, 1024, 1024}, gate_up = {14336, 14336};
+  const auto cols = [](const LoraShape& s, const Machine& m = {}) {
+    const LaunchPlan plan = choose(s, m);
+    return plan.one_kernel() ? plan.expand.cols : 0;
+  };
+  for (const auto& [tokens, adapters, most] : {std::tuple{1, 1, 256},
+                                               {4, 4, 512},
+                                               {8, 8, 256},
+                                               {16, 1, 256},
+                                               {64, 1, 512},
+                                               {64, 16, 512},
+                                               {32, 32, 512}}) {
+    EXPECT_EQ(cols(shape(tokens, adapters, 16, 4096, o)), most) << tokens << " " << adapters;
+  }
+  EXPECT_EQ(cols(shape(1, 1, 16, 4096, qkv)), 256);
+  EXPECT_EQ(cols(shape(64, 1, 32, 4096, qkv)), 512);
+  EXPECT_EQ(cols(shape(146, 1, 64, 4096, o)), 512);
+  EXPECT_EQ(cols(shape(23, 1, 64, 3584, {4736, 4736})), 512);
+  EXPECT_EQ(cols(shape(1, 1, 16, 4096, gate_up)), 512);
+  EXPECT_EQ(cols(shape(30, 5, 4, 768, {1024})), 64);
+  // A cluster for each tile and slice is no more than there must be.
+  EXPECT_EQ(cols(shape(8, 8, 16, 4096, qkv)), 512);
+  EXPECT_EQ(cols(shape(40, 369, 8, 4096, o)), 512);
+  EXPECT_EQ(cols(shape(13, 7, 4, 18944, {3584})), 512);
+  // As many CTAs as the chip holds, where a model's decode step has no such batch.
+  EXPECT_EQ(cols(shape(146, 1, 32, 4096, {1024, 256, 256})), 128);
+  EXPECT_EQ(cols(shape(415, 13, 64, 4096, o)), 0);
+  EXPECT_EQ(cols(shape(422, 2, 16, 2048, {1024})), 128);
+  EXPECT_EQ(cols(shape(223, 1, 32, 8192, {2048})), 256);
+  for (const LoraShape& s :
+       {shape(32, 32, 16, 4096, qkv), shape(146, 1, 32, 4096, qkv), shape(32, 32, 64, 4096, qkv),
+        shape(5, 1, 64, 7168, o), shape(64, 1, 16, 4096, gate_up), shape(8, 8, 16, 14336, o),
+        shape(1, 1, 128, 4096, o), shape(88, 12, 4, 4096, qkv), shape(152, 6, 4, 14336, o),
+        shape(256, 64, 16, 4096, o)}) {
+    EXPECT_EQ(cols(s), 0) << describe(choose(s, {}));
+  }
+  EXPECT_EQ(cols(shape(1, 1, 16, 4096, o), kMachines[1]), 0);
+  LoraShape s = shape(1, 1, 16, 4096, o);
+  s.aligned_y = false;
+  EXPECT_EQ(cols(s), 0);
+  s.aligned_y = true;
+  s.op = Op::kShrink;
+  EXPECT_EQ(cols(s), 0);
+}
+
+/// The decode shrink takes fewer stages where more of its CTAs have to run at once.
+TEST(LoraChoice, StagesOfTheDecodeShrinkFollowItsCtas) {
+  const auto stages = [](const LoraShape& s) { return choose(s, {}).shrink.stages; };
+  EXPECT_EQ(stages(shape(256, 64, 16, 4096, {4096, 1024, 1024})), kFewDecodeStages);
+  EXPECT_EQ(stages(shape(32, 32, 16, 4096, {4096, 1024, 1024})), kDecodeStages);
+  EXPECT_EQ(stages(shape(256, 64, 64, 4096, {4096, 1024, 1024})), kFewDecodeStages);
+  EXPECT_EQ(stages(shape(67, 61, 32, 2048, {512, 128, 128})), kDecodeStages);
+  EXPECT_EQ(stages(shape(256, 64, 16, 14336, {4096})), kDecodeStages);
+  const std::string text = describe(choose(shape(256, 64, 16, 4096, {4096, 1024, 1024}), {}));
+  EXPECT_NE(text.find("48 rank rows, 2 stages"), std::string::npos) << text;
+}
+
+/// It runs in fewer registers where its CTAs and expand's would not find room for all of them.
+TEST(LoraChoice, RegistersOfTheDecodeShrinkFollowTheCtasOfBothKernels) {
+  const auto per_sm = [](const LoraShape& s) { return choose(s, {}).shrink.per_sm; };
+  EXPECT_EQ(per_sm(shape(59, 104, 8, 4096, {16384})), kDenseShrinkPerSm);
+  EXPECT_EQ(per_sm(shape(44, 325, 8, 3072, {1024})), 0);
+  EXPECT_EQ(per_sm(shape(31, 467, 16, 2048, {512, 128, 128})), 0);
+  EXPECT_EQ(per_sm(shape(59, 104, 8, 8192, {16384})), 0);
+}
+
+/// Four CTAs of the decode expand share an SM where each has long to stream.
+TEST(LoraChoice, ManyColumnsOfHigherRanksShareAnSm) {
+  const auto expand = [](const LoraShape& s, const Machine& m = {}) {
+    const ExpandPlan c = choose(s, m).expand;
+    EXPECT_EQ(c.kernel, ExpandKernel::kDecode);
+    EXPECT_EQ(c.stages, c.per_sm == kDenseExpandPerSm && s.max_rank > 32 ? kDenseExpandStages
+                                                                         : kDecodeExpandStages);
+    return c;
+  };
+  const ExpandPlan ragged = expand(shape(242, 222, 64, 3584, {3584, 512, 512}));
+  EXPECT_EQ(ragged.per_sm, kDenseExpandPerSm);
+  EXPECT_EQ(ragged.cols, 1792 / 2);
+  EXPECT_EQ(expand(shape(45, 71, 64, 768, {1024})).per_sm, kDenseExpandPerSm);
+  EXPECT_EQ(expand(shape(6, 1, 64, 16384, {53248, 53248})).per_sm, 0);
+  EXPECT_EQ(expand(shape(512, 256, 16, 4096, {14336, 14336})).per_sm, kDenseExpandPerSm);
+  const LoraShape high = shape(150, 83, 128, 5120, {5120});
+  EXPECT_EQ(expand(high).per_sm, kDenseExpandPerSm);
+  EXPECT_EQ(expand(high).block_cols, 128);
+  Machine small;
+  small.arch = 86;
+  small.max_smem = 99 << 10;
+  small.sm_smem = 100 << 10;
+  EXPECT_EQ(expand(high, small).block_cols, 64);
+}
+
+/// Groups of columns share an MMA step where there are many columns, and few tokens of an adapter.
+TEST(LoraChoice, GroupsOfColumnsShareAStep) {
+  const auto groups = [](const LoraShape& s, const Machine& m = {}) {
+    const ExpandPlan expand = choose(s, m).expand;
+    return expand.kernel == ExpandKernel::kDirect ? expand.groups : 0;
+  };
+  EXPECT_EQ(groups(shape(230, 135, 4, 5120, {13824, 13824})), 4);
+  EXPECT_EQ(groups(shape(230, 135, 4, 5120, {13824, 13824}), kMachines[1]), 1);
+  EXPECT_EQ(groups(shape(240, 81, 4, 3584, {3584, 512, 512})), 1);
+  EXPECT_EQ(groups(shape(125, 151, 8, 4096, {14336, 14336})), 1);
+}
+
+/// CTAs of expand run in fewer registers where that lets all of them start beside those of shrink.
+TEST(LoraChoice, ShortCtasOfExpandFindRoomBesideShrink) {
+  const auto dense = [](const LoraShape& s) {
+    return choose(s, {}).expand.per_sm == kDenseExpandPerSm;
+  };
+  EXPECT_TRUE(dense(shape(30, 15, 16, 3584, {3584, 512, 512})));
+  EXPECT_TRUE(dense(shape(8, 163, 64, 3584, {4736, 4736})));
+  EXPECT_TRUE(dense(shape(26, 36, 8, 2048, {2048, 512, 512})));
+  EXPECT_FALSE(dense(shape(44, 325, 8, 3072, {1024})));
+  EXPECT_FALSE(dense(shape(126, 1, 16, 3584, {18944, 18944})));
+}
+
+}  // namespace
+}  // namespace mortar::lora
