@@ -266,16 +266,12 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   } else {
     consume<Tr>(p, shared, ring, parked, total, leave);
   }
+  // Reduce and store: the sum of both halves of K
+  const auto row_of = [&](int i) { return rows[i] < 0 ? -1 : rows[i] * p.h.row_stride; };
+  const std::int64_t base[2] = {row_of(0), row_of(1)};
   if constexpr (Tr::kShare == Share::kLeaf) {
     if constexpr (Tr::kFloatWeights) leave(part);
-    return;
-  }
-
-  // Reduce and store: the sum of both halves of K
-  std::int64_t base[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) base[i] = rows[i] < 0 ? -1 : rows[i] * p.h.row_stride;
-  if constexpr (Tr::kShare == Share::kAll) {
+  } else if constexpr (Tr::kShare == Share::kAll) {
     add_sums<Tr::kConsumers>(total, parked);
     store_sums_any(p.h, base, shared.rows, shared.octets, 0, total);
   } else if constexpr (Tr::kShare == Share::kHalf) {

@@ -100,13 +100,13 @@ inline double apart_us(std::int64_t rows, std::int64_t columns, std::int64_t out
 inline double wide_forward_us(std::int64_t rows, std::int64_t columns, std::int64_t out_columns,
                               int width, int parts, int tile_rows) {
   using namespace lora::cuda;
-  constexpr double kStartUs = 2.2, kPartUs = 0.7, kBytesPerUs = 52e3;
+  constexpr double kStartUs = 2.2, kPartUs = 0.7, kSmemBytesPerUs = 52e3;
   const double step_bytes = 2.0 * kProductStep * (tile_rows + kWideForwardRanks);
   const double tile_bytes = 2.0 * kForwardColumns * (tile_rows + kWideForwardRanks);
   const double own = kStartUs + kPartUs * parts +
                      (units_of_block(columns, kProductStep, parts) * step_bytes +
                       units_of_block(out_columns, kForwardColumns, parts) * tile_bytes) /
-                         kBytesPerUs;
+                         kSmemBytesPerUs;
   return std::max(own, 5 + 2 * static_cast<double>(columns + out_columns) *
                                static_cast<double>(rows + width) / 4.1e6);
 }
