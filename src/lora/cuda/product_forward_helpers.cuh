@@ -112,13 +112,18 @@ __device__ __forceinline__ void load_stage(const SegmentParams& p, int adapter, 
 template <class S>
 __device__ __forceinline__ void help(const SegmentParams& p, Walk walk, unsigned char* smem,
                                      Barriers<S>& bars) {
-  if (p.rng == nullptr && !p.loads) return;
+  if (!p.helps()) return;
   const Part part(p);
   const bool first_lane = threadIdx.x % 32 == 0;
   device::RingCursor<S::kStages> at;
   const auto stage = [&] { return smem + at.stage * S::kStageBytes; };
-  // All stages, as a barrier's phase that is two ahead would be taken for the one that has ended.
-  const auto wait_empty = [&] { bars.empty[at.stage].wait((at.round & 1) ^ 1); };
+  // All stages, and none is empty again before all helpers have passed it: a phase of a barrier that
+  // is two ahead or behind would be taken for the one that is waited for.
+  const auto wait_empty = [&] {
+    bars.empty[at.stage].wait((at.round & 1) ^ 1);
+    __syncwarp();
+    if (first_lane) bars.empty[at.stage].arrive();
+  };
   int turn = (static_cast<int>(threadIdx.x) - kConsumers) / 32;  // 0: this warp's
   const auto next = [&] {
     at.next();

@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
   __shared__ Rows rows;
   const int sum_bytes = p.tile_rows * S::kColumns * 4, share_bytes = p.tile_rows * S::kColumns * 2;
   if (threadIdx.x == 0) {
-    bars.init();
+    bars.init(p.helps());
     bars.received.arrive_and_expect(sum_bytes);
     bars.came.arrive_and_expect(share_bytes);
   }

@@ -60,6 +60,7 @@ struct SegmentParams {
   int tiles, tile_rows;
   int parts, leaves, leaf_steps, part_steps, steps;
   int column_tiles;  ///< of y
+  __device__ __forceinline__ bool helps() const { return rng != nullptr || loads; }
   bool adds_base, loads;
   unsigned short* h;
   int h_columns;
@@ -73,11 +74,12 @@ template <class S>
 struct Barriers {
   device::Mbarrier full[S::kStages], ready[S::kStages], empty[S::kStages], received, came;
 
-  __device__ __forceinline__ void init() {
+  /// `helps`: other warps must have passed a stage, too, before it is empty again.
+  __device__ __forceinline__ void init(bool helps) {
     for (int i = 0; i < S::kStages; ++i) {
       full[i].init(1);
       ready[i].init(1);
-      empty[i].init(kConsumers / 32);
+      empty[i].init(kConsumers / 32 + (helps ? kHelpers : 0));
     }
     received.init(1);
     came.init(1);
