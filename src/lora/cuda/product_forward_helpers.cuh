@@ -117,8 +117,8 @@ __device__ __forceinline__ void help(const SegmentParams& p, Walk walk, unsigned
   const bool first_lane = threadIdx.x % 32 == 0;
   device::RingCursor<S::kStages> at;
   const auto stage = [&] { return smem + at.stage * S::kStageBytes; };
-  // All stages, and none is empty again before all helpers have passed it: a barrier's phase that is
-  // two ahead or behind would be taken for the one that is waited for.
+  // All stages, and none is empty again before all helpers have passed it: a phase that is two
+  // ahead or behind would be taken for the one that is waited for.
   const auto wait_empty = [&] {
     bars.empty[at.stage].wait((at.round & 1) ^ 1);
     __syncwarp();
