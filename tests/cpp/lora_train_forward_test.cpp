@@ -25,7 +25,18 @@ void spoil(TrainStep* step) {
   }
 }
 
-class LoraTrainForward : public ::testing::TestWithParam<Device> {};
+class LoraTrainForward : public ::testing::TestWithParam<Device> {
+ protected:
+  /// Makes steps of a case, run by given plans; if not `finite`, with infinities.
+  static auto maker(const TrainCase& c, bool finite) {
+    return [&c, finite](const ForcedPlans& forced) {
+      auto step = std::make_unique<TrainStep>(c, GetParam());
+      if (!finite) spoil(step.get());
+      run_planned(step.get(), forced);
+      return step;
+    };
+  }
+};
 
 // Clusters of any size, ranks that fill no MMA step, rows and columns that fill no tile, and values
 // that are not finite.
@@ -53,12 +64,7 @@ TEST_P(LoraTrainForward, OneLaunchChangesNoBit) {
     c.x = c.w = c.y = type;
     c.base = base;
     if (float_weights) c.w = DType::kFloat32;
-    const auto make = [&](const ForcedPlans& forced) {
-      auto step = std::make_unique<TrainStep>(c, GetParam());
-      if (!finite) spoil(step.get());
-      run_planned(step.get(), forced);
-      return step;
-    };
+    const auto make = maker(c, finite);
     const lora::cuda::ForwardPlan none{};
     const auto first = make({nullptr, nullptr, &none});
     for (int parts = 2; parts <= kLeaves; parts *= 2) {
@@ -92,12 +98,7 @@ TEST_P(LoraTrainForward, OneLaunchOfWideRanksChangesNoBit) {
     c.ranks = {rank};
     c.x = c.w = c.y = type;
     c.base = base;
-    const auto make = [&, finite = finite](const ForcedPlans& forced) {
-      auto step = std::make_unique<TrainStep>(c, GetParam());
-      if (!finite) spoil(step.get());
-      run_planned(step.get(), forced);
-      return step;
-    };
+    const auto make = maker(c, finite);
     const lora::cuda::ForwardPlan none{};
     const auto first = make({nullptr, nullptr, &none});
     const int leaves =
@@ -147,12 +148,7 @@ TEST_P(LoraTrainForward, OneLaunchOfSegmentsChangesNoBit) {
     c.p = one.p;
     c.base = one.base;
     c.empty_segment = one.empty;
-    const auto make = [&](const ForcedPlans& forced) {
-      auto step = std::make_unique<TrainStep>(c, GetParam());
-      if (!one.finite) spoil(step.get());
-      run_planned(step.get(), forced);
-      return step;
-    };
+    const auto make = maker(c, one.finite);
     const lora::cuda::ForwardPlan none{};
     const auto first = make({nullptr, nullptr, &none});
     for (int parts = 2; parts <= kLeaves; parts *= 2) {
@@ -181,12 +177,7 @@ TEST_P(LoraTrainForward, SplitWeightsChangeNoBit) {
     c.ranks = {rank};
     c.x = c.y = DType::kBFloat16;
     c.w = DType::kFloat32;
-    const auto make = [&, finite = finite](const ForcedPlans& forced) {
-      auto step = std::make_unique<TrainStep>(c, GetParam());
-      if (!finite) spoil(step.get());
-      run_planned(step.get(), forced);
-      return step;
-    };
+    const auto make = maker(c, finite);
     ShrinkPlan plan;
     plan.leaf = leaf_columns(c.hidden, plan.leaves);
     plan.stream = true;

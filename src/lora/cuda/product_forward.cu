@@ -35,6 +35,10 @@ namespace {
 
 using namespace product;
 
+/// Floats of a row of sums of so many octets of columns that the copy engine takes: of four rows
+/// no two begin at the same banks.
+constexpr int padded_sums(int octets) { return 8 * (octets | 1); }
+
 /// kRanks: 32 or 64, of two halves also 16. A stage has room for 64 columns of x and A, or for 128
 /// columns of B.
 /// kShare: columns of B that share a row of 128 bytes, as they lie side by side. kHalves: of a
@@ -228,24 +232,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   const Params& p = q.h;
   Ring<S> ring(smem);
   const Unit<S> unit(p, *ring.segments, static_cast<int>(blockIdx.x));
-  if (threadIdx.x == 0) {
-    ring.init_barriers();
-    received.init(1);
-    came.init(1);
-    device::Mbarrier::fence_init();
-    received.arrive_and_expect(p.tile_rows * S::kSumsPitch * 4);
-    came.arrive_and_expect(p.tile_rows * S::kColumns * 2);
-  }
-  if (threadIdx.x == kConsumers) {
-    device::prefetch_tensor_map(p.a[0]);
-    device::prefetch_tensor_map(p.b[0]);
-    device::prefetch_tensor_map(q.weights);
-    device::prefetch_tensor_map(q.out);
-  }
-  if (threadIdx.x < kConsumers) ask(q, unit);
-  device::cluster_arrive();
-  device::cluster_wait();  // all blocks run, and their barriers are there
-  device::pdl_begin(false);
+  start_forward(q, unit, ring, received, p.tile_rows * S::kSumsPitch * 4, came);
   if (threadIdx.x >= kConsumers) {
     if (threadIdx.x == kConsumers) {
       produce<S, true, S::kHalves>(p, ring, unit);

@@ -304,24 +304,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   Ring<S> ring(smem);
   const Unit<S> unit(p, *ring.segments, static_cast<int>(blockIdx.x));
   const Owners owners(p.tile_rows, p.parts);
-  if (threadIdx.x == 0) {
-    ring.init_barriers();
-    received.init(1);
-    came.init(1);
-    device::Mbarrier::fence_init();
-    received.arrive_and_expect((p.parts - 1) * owners.count(unit.part) * 16 * S::kColumns * 4);
-    came.arrive_and_expect(p.tile_rows * S::kColumns * 2);
-  }
-  if (threadIdx.x == kConsumers) {
-    device::prefetch_tensor_map(p.a[0]);
-    device::prefetch_tensor_map(p.b[0]);
-    device::prefetch_tensor_map(q.weights);
-    device::prefetch_tensor_map(q.out);
-  }
-  if (threadIdx.x < kConsumers) ask(q, unit);
-  device::cluster_arrive();
-  device::cluster_wait();  // all blocks run, and their barriers are there
-  device::pdl_begin(false);
+  start_forward(q, unit, ring, received,
+                (p.parts - 1) * owners.count(unit.part) * 16 * S::kColumns * 4, came);
   if (threadIdx.x >= kConsumers) {
     device::fewer_registers<S::kProducerRegisters>();
     if (threadIdx.x == kConsumers) {

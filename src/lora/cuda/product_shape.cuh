@@ -32,10 +32,6 @@ struct Segments {
   int row[kMostProductPairs + 1], tile[kMostProductPairs + 1];
 };
 
-/// Floats of a row of sums of so many octets of columns that the copy engine takes: of four rows
-/// no two begin at the same banks.
-constexpr int padded_sums(int octets) { return 8 * (octets | 1); }
-
 /// kLevels: of the tree of leaves that a thread holds; of those kParked in shared memory, as two
 /// sets of 64 sums and 64 more are too many for its registers. kSplit: the thread blocks of a
 /// cluster have the same rows and share the depth; else they have neighbouring rows and share b.

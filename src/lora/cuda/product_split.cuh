@@ -107,7 +107,7 @@ __device__ __forceinline__ void send_sums(int part, int parts, float* sums,
 template <class S>
 __device__ __forceinline__ void copy_sums(int part, int parts, float* sums, float* staged,
                                           const float (&sum)[S::kSums], device::Mbarrier* received,
-                                          int rows = S::kRows) {
+                                          int rows) {
   constexpr int kWarps = S::kRows / 16, kHalves = S::kRows / 64;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int warp = thread / 32 % kWarps, column = thread / 32 / kWarps;

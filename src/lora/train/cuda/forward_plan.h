@@ -117,25 +117,44 @@ inline double wide_apart_us(std::int64_t rows, std::int64_t columns, std::int64_
                     3.03e6;
 }
 
+/// The plan that takes least, and less than `apart_us`, of clusters that share `leaves` leaves, up
+/// to `most_leaves` a thread block. `offer(parts, at_once, take)` calls take(rows, us, clusters)
+/// for tiles that clusters of `parts` thread blocks, of which `at_once` run at once, may have.
+template <class Offer>
+ForwardPlan fastest_forward(std::int64_t columns, int leaves, int most_leaves, int sms,
+                            double apart_us, const Offer& offer) {
+  ForwardPlan best;
+  double least = apart_us;
+  for (int parts = leaves; parts >= std::max(leaves / most_leaves, 2); parts /= 2) {
+    const auto take = [&](std::int64_t rows, double us, std::int64_t clusters = 0) {
+      if (us >= least) return;
+      least = us;
+      best =
+          forward_plan(columns, leaves, parts, static_cast<int>(rows), static_cast<int>(clusters));
+    };
+    offer(parts, std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1), take);
+  }
+  return best;
+}
+
+/// Rows of a tile of so many clusters, a multiple of `unit`.
+inline int tile_rows_of(std::int64_t rows, std::int64_t clusters, int unit) {
+  return static_cast<int>(round_up<std::int64_t>(ceil_div<std::int64_t>(rows, clusters), unit));
+}
+
 /// Tiles of as few rows as let all run at once.
 inline ForwardPlan choose_wide_forward(std::int64_t rows, std::int64_t columns,
                                        std::int64_t out_columns, int width, int sms) {
   using namespace lora::cuda;
   const int leaves = leaves_of(rows, columns, width, 0, false, false, ShrinkOperands::kOneType);
-  ForwardPlan best;
-  double least = wide_apart_us(rows, columns, out_columns, width);
-  for (int parts = leaves; parts >= std::max(leaves / kMostWideForwardLeaves, 2); parts /= 2) {
-    const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
-    const std::int64_t tile =
-        round_up<std::int64_t>(ceil_div<std::int64_t>(rows, at_once), kWideForwardRowUnit);
-    if (tile > kWideForwardRows) continue;
-    const double us =
-        wide_forward_us(rows, columns, out_columns, width, parts, static_cast<int>(tile));
-    if (us >= least) continue;
-    least = us;
-    best = forward_plan(columns, leaves, parts, static_cast<int>(tile));
-  }
-  return best;
+  const double apart = wide_apart_us(rows, columns, out_columns, width);
+  return fastest_forward(columns, leaves, kMostWideForwardLeaves, sms, apart,
+                         [&](int parts, std::int64_t at_once, const auto& take) {
+                           const int tile = tile_rows_of(rows, at_once, kWideForwardRowUnit);
+                           if (tile > kWideForwardRows) return;
+                           take(tile,
+                                wide_forward_us(rows, columns, out_columns, width, parts, tile));
+                         });
 }
 
 /// Tiles of as few rows as let all run at once, or, where y is no wider than x, of more than 64 in
@@ -152,25 +171,20 @@ inline ForwardPlan choose_forward(std::int64_t rows, std::int64_t columns, std::
   if (width > kForwardRanks) return choose_wide_forward(rows, columns, out_columns, width, sms);
   const auto operands = in_parts ? ShrinkOperands::kPartColumns : ShrinkOperands::kOneType;
   const int leaves = leaves_of(rows, columns, width, 0, false, false, operands);
-  const int fewest = std::max(leaves / kMostForwardLeaves, 2);
-  ForwardPlan best;
-  double least = apart_us(rows, columns, out_columns, width, in_parts);
-  for (int parts = leaves; parts >= fewest; parts /= 2) {
-    const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
-    const int most_rounds = in_parts || out_columns > columns ? 1 : 2;
-    for (int rounds = 1; rounds <= most_rounds; ++rounds) {
-      const std::int64_t least_rows = ceil_div<std::int64_t>(rows, rounds * at_once);
-      if (least_rows > kTallForwardRows || (rounds > 1 && least_rows <= kForwardRows)) continue;
-      const int tile = round_up(static_cast<int>(least_rows), kForwardRowUnit);
-      const double us = in_parts
-                            ? parts_forward_us(rows, columns, out_columns, parts, tile)
-                            : forward_us(rows, columns, out_columns, width, parts, tile, rounds);
-      if (us >= least) continue;
-      least = us;
-      best = forward_plan(columns, leaves, parts, tile);
-    }
-  }
-  return best;
+  const int most_rounds = in_parts || out_columns > columns ? 1 : 2;
+  return fastest_forward(
+      columns, leaves, kMostForwardLeaves, sms,
+      apart_us(rows, columns, out_columns, width, in_parts),
+      [&](int parts, std::int64_t at_once, const auto& take) {
+        for (int rounds = 1; rounds <= most_rounds; ++rounds) {
+          const std::int64_t clusters = rounds * at_once;
+          if (rounds > 1 && rows <= clusters * kForwardRows) continue;
+          if (rows > clusters * kTallForwardRows) continue;
+          const int tile = tile_rows_of(rows, clusters, kForwardRowUnit);
+          take(tile, in_parts ? parts_forward_us(rows, columns, out_columns, parts, tile)
+                              : forward_us(rows, columns, out_columns, width, parts, tile, rounds));
+        }
+      });
 }
 
 /// The same of so many adapters' rows, or of one's with dropout (product_forward_segments.cu), all
@@ -183,26 +197,17 @@ inline ForwardPlan choose_segment_forward(std::int64_t rows, std::int64_t column
   if (width > kForwardRanks || out_columns > 8 * columns) return {};
   const int leaves =
       leaves_of(rows, columns, width, segments, false, false, ShrinkOperands::kOneType);
-  const int fewest = std::max(leaves / kMostForwardLeaves, 2);
-  ForwardPlan best;
-  double least = apart_us(rows, columns, out_columns, width, false);
-  for (int parts = leaves; parts >= fewest; parts /= 2) {
-    const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
-    const auto tile_of = [&](std::int64_t clusters) {
-      return round_up<std::int64_t>(ceil_div<std::int64_t>(rows, clusters), kForwardRowUnit);
-    };
-    if (tile_of(at_once) > kForwardRows) continue;
-    const std::int64_t full = std::max<std::int64_t>(at_once - segments / 2, 1);
-    const int tile = static_cast<int>(std::min<std::int64_t>(tile_of(full), kForwardRows));
-    // Windows of many adapters are done piece by piece.
-    if (segments > 1 && 2 * rows < std::int64_t{segments} * tile) continue;
-    const double us = forward_us(rows, columns, out_columns, width, parts, tile);
-    if (us >= least) continue;
-    least = us;
-    const int clusters = segments > 1 ? static_cast<int>(at_once) : 0;
-    best = forward_plan(columns, leaves, parts, tile, clusters);
-  }
-  return best;
+  return fastest_forward(
+      columns, leaves, kMostForwardLeaves, sms, apart_us(rows, columns, out_columns, width, false),
+      [&](int parts, std::int64_t at_once, const auto& take) {
+        if (rows > at_once * kForwardRows) return;
+        const std::int64_t full = std::max<std::int64_t>(at_once - segments / 2, 1);
+        const int tile = std::min(tile_rows_of(rows, full, kForwardRowUnit), kForwardRows);
+        // Windows of many adapters are done piece by piece.
+        if (segments > 1 && 2 * rows < std::int64_t{segments} * tile) return;
+        take(tile, forward_us(rows, columns, out_columns, width, parts, tile),
+             segments > 1 ? at_once : 0);
+      });
 }
 
 }  // namespace mortar::lora::train::cuda
