@@ -37,13 +37,31 @@ constexpr std::int64_t kLightBatch = 16 * 1024;  ///< more were not measured
 /// 15, rank 8, 1,024 to 2 x 3,072, 15.9 and 17.5; 1,437 of 12, 512 to 2,048, 6.2 and 9.4.)
 constexpr std::int64_t kLightReads = 12 << 20, kLightReadTokens = 2048;
 
+/// Bytes of weights that all tiles of so many tokens together read.
+std::int64_t weight_reads(const LoraShape& s, int tile_tokens) {
+  return 2 * max_tiles(s.num_tokens, s.num_adapters, tile_tokens) * s.max_rank *
+         (s.num_slices * s.hidden + s.sum_widths());
+}
+
 /// Whether tiles of 16 read so little.
 bool reads_little(const LoraShape& s) {
-  const std::int64_t bytes = 2 * max_tiles(s.num_tokens, s.num_adapters, 16) * s.max_rank *
-                             (s.num_slices * s.hidden + s.sum_widths());
   return s.op == Op::kApply && s.one_type && s.num_tokens <= kLightReadTokens &&
-         bytes <= kLightReads;
+         weight_reads(s, 16) <= kLightReads;
 }
+
+/// Bytes that tiles of 64 have to save of these, and a third of them, to pay for few tokens: so
+/// many of an adapter, of low ranks more than a tile of 64 in all and as many as their expand
+/// takes, above rank 128 of large A. (us, tiles of 64 and of 16: rank 128, 33 tokens of one
+/// adapter, qkv, 9 MB, 6.9 and 8.8; 30, 28,672 to 8,192, 9 MB, 9.3 and 12.0; 53, 8,192 to 2 x
+/// 7,168, 24 MB, 8.9 and 11.8; but 35 of two, 5,120 to 2 x 13,824, 13.3 and 12.3. Rank 256, 53 of
+/// 3, 1,024 to 2,048 + 2 x 1,024, 11 MB, 8.0 and 14.4; 17 of one, 8,192 to 10,240, 9 MB, 13.3 and
+/// 18.5; but 60 of one, 2,048 to 8,192, 9.1 and 8.4. Rank 512, 17 of one, 28,672 to 8,192, 38 MB,
+/// 21.0 and 31.9; but 13 of one, 3,584 to 3,584, 12.3 and 9.1; 25 of 3, 2,048 to 2,048, 4 MB, 12.9
+/// and 9.5. Rank 64, 93 of one, 3,584 to 2 x 18,944, 23 MB, 11.8 and 13.8; 210 of 8, 5,120 to 3 x
+/// 5,120, 18.8 and 23.8; but 60 of one, 3,584 to 2 x 18,944, 10.2 and 9.0. Rank 32, 253 of 3,
+/// 18,944 to 3,584, 15 MB, 9.6 and 13.1; but 174 of 8, 16,384 to 16,384, 16.5 and 15.9.)
+constexpr std::int64_t kSavedReads = 15 << 19, kSavedLowReads = 14 << 20, kLargeA = 3 << 18;
+constexpr std::int64_t kSavingTokens = 24, kSavingHighTokens = 14;
 
 /// Elements of B from which on a CTA of the decode kernel has long to stream.
 constexpr std::int64_t kLongStream = 16 * 1024;
@@ -90,6 +108,19 @@ std::int64_t tokens_per_adapter(const LoraShape& s) {
   return ceil_div(s.num_tokens, used_adapters(s));
 }
 
+bool saves_reads(const LoraShape& s) {
+  const std::int64_t reads = weight_reads(s, 16), saved = reads - weight_reads(s, 64);
+  const std::int64_t tokens = tokens_per_adapter(s);
+  if (s.op != Op::kApply || !s.one_type || 3 * saved < reads) return false;
+  if (s.max_rank <= 64) {
+    return s.num_tokens > 64 && tokens > prefill_tokens(s) && saved >= kSavedLowReads;
+  }
+  const bool high = s.max_rank > kExpandPrefillMaxRank;
+  return saved >= kSavedReads && (high ? tokens > kSavingHighTokens &&
+                                             s.rank_rows() * s.hidden >= kLargeA
+                                       : tokens > kSavingTokens);
+}
+
 int best_tile_tokens(const LoraShape& s) {
   const std::int64_t tokens = tokens_per_adapter(s);
   if (s.num_tokens <= kSmallTileTokens) {
@@ -98,7 +129,7 @@ int best_tile_tokens(const LoraShape& s) {
     const bool high = s.one_type && s.max_rank > kExpandPrefillMaxRank && tokens >= kHighTokens &&
                       s.num_tokens * s.max_rank >= kHighRanks &&
                       s.rank_rows() * s.hidden >= kHighWeights;
-    return (s.one_type || s.float_weights) && (heavy || high) ? 64 : 16;
+    return (s.one_type || s.float_weights) && (heavy || high || saves_reads(s)) ? 64 : 16;
   }
   if (reads_little(s) || light_parts(s)) return 16;
   // Without partials a CTA of tiles of 16 walks over all of K.

@@ -17,6 +17,8 @@ inline constexpr std::int64_t kSmallTileTokens = 256;
 /// Tiles of 16 start sooner and waste less of a tile on few tokens of an adapter; tiles of 64 read
 /// weights less often.
 int best_tile_tokens(const LoraShape& s);
+/// Whether of few tokens tiles of 64 read so much less of the weights that they pay.
+bool saves_reads(const LoraShape& s);
 /// Adapters that can have tokens, at least one.
 std::int64_t used_adapters(const LoraShape& s);
 /// Tokens of an adapter if all of those loaded have as many.
@@ -70,6 +72,8 @@ bool fits_clusters(const LoraShape& s, const Machine& m, int rows);
 int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m);
 
 ExpandPlan prefill_expand(const LoraShape& s, const Machine& m);
+/// Tokens of an adapter that it pays for more than.
+std::int64_t prefill_tokens(const LoraShape& s);
 bool suits_prefill(const LoraShape& s, const Machine& m);
 /// Whether shapes of shrink_wgmma.cu can: x of 16 bits, weights of its type or of float32.
 bool runs_wgmma(const LoraShape& s, const Machine& m);

@@ -49,16 +49,19 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
 /// what the host has to assume. (us, prefill and decode, ranks up to 64: 1,455 of 57, 1,024 to 2 x
 /// 3,072, 26.4 and 30.7; 1,454 of 80, 2,048 to 512 + 2 x 128, 18.2 and 19.6; but 374 of 23, qkv,
 /// 20.2 and 19.1; all of rank 64 6,619 of 384, 3,584 to 2 x 18,944, 860 and 748.)
+std::int64_t prefill_tokens(const LoraShape& s) {
+  constexpr std::int64_t kMoreTokens = 26, kMoreTokensRagged = 17;
+  return s.ragged ? kMoreTokensRagged : kMoreTokens;
+}
+
 bool suits_prefill(const LoraShape& s, const Machine& m) {
-  constexpr std::int64_t kMoreTokens = 26, kMoreTokensRagged = 17;  // of an adapter
   if (h_width(s) > kExpandPrefillMaxRank || best_tile_tokens(s) != 64 ||
       prefill_smem(s) + kPrefillStaticSmem > m.max_smem) {
     return false;
   }
   const std::int64_t steps =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kPrefillCols);
-  const std::int64_t more = s.ragged ? kMoreTokensRagged : kMoreTokens;
-  return s.op != Op::kApply || (tokens_per_adapter(s) > more && steps > m.sms);
+  return s.op != Op::kApply || (tokens_per_adapter(s) > prefill_tokens(s) && steps > m.sms);
 }
 
 }  // namespace mortar::lora

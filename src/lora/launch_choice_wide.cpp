@@ -46,13 +46,17 @@ ExpandPlan wide_expand(int shape) {
 /// 3 x 5,120, 92 and 95; but 4 tokens of one adapter, rank 512, 1,024 to 4,096, 10.1 and 6.7. On an
 /// H100, two tiles of 16 tokens: 24 of one, rank 256, 4,096 to 2 x 3,584, 56 CTAs, 9.4 and 11.3;
 /// 1,024 to 2 x 3,072, 48 CTAs, 7.3 and 8.3; 54 of one, 4,096 to 4,096, 8.6 and 11.2; but 17 of
-/// one, rank 512, 28,672 to 8,192, 36.8 and 34.7.)
+/// one, rank 512, 28,672 to 8,192, 36.8 and 34.7. Behind shrink in tiles of 64, on an H200: 47 of
+/// one, rank 256, 3,584 to 4,096, 32 CTAs, 7.4 and 9.1; but 19 of one, rank 512, 18,944 to 3,584,
+/// 28 CTAs, 17.7 and 15.5.)
 bool suits_wide(const LoraShape& s, const Machine& m) {
   constexpr std::int64_t kTwoTiles = 20, kManyTokens = 48;  // of an adapter
+  constexpr int kMidRank = 256;  // up to which a CTA streams few bytes of B
   if (h_width(s) <= kExpandPrefillMaxRank || !runs_wide(s, m)) return false;
   const std::int64_t ctas =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kWideShapes[0].cols);
-  const bool tiles = best_tile_tokens(s) == 64 && (s.num_tokens > 64 || 4 * ctas >= m.sms);
+  const int share = s.max_rank <= kMidRank ? 5 : 4;  // of the chip, a fifth or a fourth
+  const bool tiles = best_tile_tokens(s) == 64 && (s.num_tokens > 64 || share * ctas >= m.sms);
   return tiles || tokens_per_adapter(s) >= kManyTokens || 4 * ctas >= 3 * m.sms ||
          (tokens_per_adapter(s) >= kTwoTiles && 3 * ctas >= m.sms);
 }
@@ -62,23 +66,34 @@ bool suits_wide(const LoraShape& s, const Machine& m) {
 /// is chosen otherwise, rank 128: 126 tokens of one adapter, 14,336 to 4,096, 8.6 and 10.9; a tile,
 /// 200 of one, qkv, 13.1 and 13.8, 300, 4,096 to 4,096, 9.6 and 10.6; two, 800, 16.2 and 17.3; but
 /// 514 of one, 1,024 to 2,048 + 2 x 1,024, 12.1 and 11.6; half full, 514 of 4, rank 96, qkv, 21.1
-/// and 18.7.)
+/// and 18.7. Of few tokens, a step, 55 of two, 4,096 to 4,096, 6.4 and 7.3; a tile, 63 of two,
+/// 8,192 to 8,192, 8.4 and 10.0; but 111 of two, 2,048 to 512 + 2 x 128, 12 CTAs, 8.7 and 7.4.
+/// Rank 64, a step, 455 of 3, 3,072 to 1,024, 7.7 and 8.3; a tile, 538 of one, 3,584 to 3,584, 9.6
+/// and 10.3; 191 of one, 3,584 to 3,584 + 2 x 512, 8.1 and 9.4; but half full, a step, 219 of 5,
+/// 512 to 2,048, 5.7 and 5.2; a tile, 236 of 3, 3,584 to 3,584, 7.8 and 7.6; two, 93 of one, 3,584
+/// to 2 x 18,944, 13.5 and 11.7.)
 bool suits_round(const LoraShape& s, const Machine& m, ExpandPlan& c) {
-  constexpr int kLeastRank = 65;
-  constexpr std::int64_t kTokens = 64;  // of an adapter
+  constexpr int kLeastRank = 33, kLowRank = 64;
+  const bool few = s.num_tokens <= kSmallTileTokens;
+  const std::int64_t least = few ? 24 : 64;  // tokens of an adapter
   if (!runs_wide_walk(s, m) || h_width(s) < kLeastRank || h_width(s) > kExpandPrefillMaxRank ||
-      best_tile_tokens(s) != 64 || tokens_per_adapter(s) < kTokens) {
+      best_tile_tokens(s) != 64 || tokens_per_adapter(s) < least) {
     return false;
   }
-  const bool mostly_full = 4 * static_cast<double>(s.num_tokens) >= 3 * 128 * likely_runs(s, 2);
+  const bool low = h_width(s) <= kLowRank;
+  const auto mostly_full = [&](int tiles) {
+    return 4 * static_cast<double>(s.num_tokens) >= 3 * 64 * tiles * likely_runs(s, tiles);
+  };
   const auto ctas = [&](int tiles) {
     return likely_runs(s, tiles) * static_cast<double>(column_blocks(s, kPrefillCols));
   };
+  const bool idle = few && 6 * ctas(1) < m.sms;
+  if (idle || (low && (s.ragged || !(mostly_full(1) || saves_reads(s))))) return false;
   if (4 * ctas(1) <= 3 * m.sms && prefill_smem(s) + kPrefillStaticSmem <= m.max_smem) {
     c = prefill_expand(s, m);
-  } else if (ctas(1) <= 2 * m.sms) {
+  } else if (ctas(1) <= 2 * m.sms && (!low || mostly_full(1))) {
     c = wide_expand(0);
-  } else if (mostly_full && ctas(2) <= 2 * m.sms) {
+  } else if (!low && mostly_full(2) && ctas(2) <= 2 * m.sms) {
     c = wide_expand(1);
   } else {
     return false;

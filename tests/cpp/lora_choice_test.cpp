@@ -55,9 +55,25 @@ TEST(LoraChoice, TilesFollowWhatTheyRead) {
   EXPECT_TRUE(decodes(shape(492, 6, 8, 4096, {4096, 4096})));
   EXPECT_FALSE(decodes(shape(465, 1, 32, 8192, {2048})));
   EXPECT_FALSE(decodes(shape(512, 10, 16, 4096, {14336, 14336})));
-  EXPECT_TRUE(decodes(shape(30, 1, 128, 28672, {8192})));
+  EXPECT_TRUE(decodes(shape(20, 1, 128, 28672, {8192})));
+  EXPECT_FALSE(decodes(shape(30, 1, 128, 28672, {8192})));
   EXPECT_FALSE(decodes(shape(30, 1, 256, 28672, {8192})));
   EXPECT_TRUE(decodes(shape(40, 1, 512, 1024, {1024})));
+  // Tiles of 64 of few tokens where they save many reads.
+  EXPECT_FALSE(decodes(shape(33, 1, 128, 4096, {4096, 1024, 1024})));
+  EXPECT_TRUE(decodes(shape(35, 2, 128, 5120, {13824, 13824})));
+  EXPECT_FALSE(decodes(shape(53, 3, 256, 1024, {2048, 1024, 1024})));
+  EXPECT_FALSE(decodes(shape(17, 1, 512, 28672, {8192})));
+  EXPECT_TRUE(decodes(shape(25, 3, 512, 2048, {2048})));
+  EXPECT_TRUE(decodes(shape(13, 1, 512, 3584, {3584})));
+  EXPECT_FALSE(decodes(shape(220, 3, 16, 53248, {16384})));
+  EXPECT_FALSE(decodes(shape(210, 8, 64, 5120, {5120, 5120, 5120})));
+  EXPECT_TRUE(decodes(shape(174, 8, 32, 16384, {16384})));
+  const auto expand = [](const LoraShape& s) { return choose(s, {}).expand.kernel; };
+  EXPECT_EQ(expand(shape(93, 1, 64, 3584, {18944, 18944})), ExpandKernel::kPrefill);
+  EXPECT_EQ(expand(shape(60, 1, 64, 3584, {18944, 18944})), ExpandKernel::kDecode);
+  EXPECT_EQ(expand(shape(47, 1, 256, 3584, {4096})), ExpandKernel::kWide);
+  EXPECT_EQ(expand(shape(19, 1, 512, 18944, {3584})), ExpandKernel::kDecode);
   LoraShape s = shape(200, 1, 64, 4096, {4096, 1024, 1024});
   s.one_type = false;
   s.float_weights = true;
@@ -152,7 +168,7 @@ TEST(LoraChoice, CtasOfSeveralTilesFindAnSmEach) {
   EXPECT_EQ(finished.partials, Partials::kFinish);
   EXPECT_EQ(finished.rows, 32);
   EXPECT_EQ(finished.per_sm, 1);
-  EXPECT_EQ(shrink(shape(90, 1, 128, 1024, {3072, 3072})).partials, Partials::kFinish);
+  EXPECT_EQ(shrink(shape(60, 1, 128, 1024, {3072, 3072})).partials, Partials::kFinish);
 }
 
 /// Rank rows that a CTA of shrink multiplies at once: of long K where all CTAs run at once, of
@@ -274,7 +290,7 @@ TEST(LoraChoice, WideExpandWalksOverManySteps) {
   EXPECT_EQ(expand(shape(7200, 1, 512, 3584, {18944})), wide_expand(kWideWalkShape));
 }
 
-/// Ranks 65 to 128 whose CTAs all run at once take a step each, or a tile or two on wgmma.
+/// Ranks 33 to 128 whose CTAs all run at once take a step each, or a tile or two on wgmma.
 TEST(LoraChoice, FewStepsOfHighRanksAreOneRound) {
   const auto expand = [](const LoraShape& s) { return choose(s, {}).expand; };
   const ExpandPlan one_step = expand(shape(126, 1, 128, 14336, {4096}));
@@ -283,12 +299,18 @@ TEST(LoraChoice, FewStepsOfHighRanksAreOneRound) {
   for (const auto& [s, tiles] : {std::pair{shape(200, 1, 128, 4096, {4096, 1024, 1024}), 1},
                                  {shape(126, 1, 128, 4096, {8192, 8192}), 1},
                                  {shape(300, 1, 96, 4096, {4096}), 1},
+                                 {shape(63, 2, 128, 8192, {8192}), 1},
+                                 {shape(538, 1, 64, 3584, {3584}), 1},
+                                 {shape(191, 1, 64, 3584, {3584, 512, 512}), 1},
                                  {shape(800, 1, 128, 4096, {4096}), 2}}) {
     const ExpandPlan c = expand(s);
     EXPECT_EQ(c.kernel, ExpandKernel::kWide) << describe(choose(s, {}));
     EXPECT_EQ(kWideShapes[c.shape].tiles, tiles) << describe(choose(s, {}));
   }
-  EXPECT_EQ(expand(shape(200, 1, 64, 4096, {4096, 1024, 1024})).kernel, ExpandKernel::kPrefill);
+  EXPECT_EQ(expand(shape(455, 3, 64, 3072, {1024})).kernel, ExpandKernel::kPrefill);
+  EXPECT_EQ(expand(shape(236, 3, 64, 3584, {3584})).kernel, ExpandKernel::kPrefill);
+  EXPECT_EQ(expand(shape(219, 5, 64, 512, {2048})).kernel, ExpandKernel::kDecode);
+  EXPECT_EQ(expand(shape(111, 2, 128, 2048, {512, 128, 128})).kernel, ExpandKernel::kDecode);
   EXPECT_EQ(expand(shape(800, 32, 128, 4096, {4096})).kernel, ExpandKernel::kDecode);
 }
 

@@ -17,7 +17,8 @@
 namespace mortar::lora::cuda {
 namespace {
 
-constexpr int kMostThreads = 256;
+constexpr int kFewThreads = 64, kMostThreads = 256;
+constexpr unsigned kFewCtas = 256;  ///< all of which run at once
 
 struct FinishParams {
   ShrinkParams to;
@@ -95,10 +96,11 @@ void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream) {
   FinishParams p{to, from};
   device::Launch l;
   const int pieces = to.tiles.tile_tokens * to.weights.num_slices * from.width / 4;
-  // Small CTAs spread evenly over the SMs; but each looks its tile up, and small tiles are many.
-  l.threads = to.tiles.tile_tokens == 64 ? 64 : kMostThreads;
-  l.grid = dim3(static_cast<unsigned>(ceil_div(2 * pieces, static_cast<int>(l.threads))), 1,
-                shrink_depth(to));
+  // Small CTAs spread evenly over the SMs; but each looks its tile up, and small tiles may be many.
+  const unsigned depth = shrink_depth(to);
+  const bool few = depth * static_cast<unsigned>(ceil_div(2 * pieces, kFewThreads)) <= kFewCtas;
+  l.threads = to.tiles.tile_tokens == 64 || few ? kFewThreads : kMostThreads;
+  l.grid = dim3(static_cast<unsigned>(ceil_div(2 * pieces, static_cast<int>(l.threads))), 1, depth);
   l.stream = stream;
   l.pdl = true;
   device::visit_dtype<FloatDTypes>(to.h.dtype, "lora_shrink", [&](auto tag) {
