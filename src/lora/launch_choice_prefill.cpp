@@ -41,6 +41,11 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
   return c;
 }
 
+std::int64_t prefill_tokens(const LoraShape& s) {
+  constexpr std::int64_t kMoreTokens = 26, kMoreTokensRagged = 17;
+  return s.ragged ? kMoreTokensRagged : kMoreTokens;
+}
+
 /// Tiles of 64, unless they would be mostly empty, or too few to fill the chip. (us, prefill
 /// against decode behind one shrink: 374 tokens of 23 adapters, rank 64, qkv, 30 and 21; 4,468 of
 /// 257, rank 128, 3,584 to 3,584 + 2 x 512, 427 and 407; 297 of 3, rank 128, 3,072 to 1,024, 16 and
@@ -49,11 +54,6 @@ ExpandPlan prefill_expand(const LoraShape& s, const Machine& m) {
 /// what the host has to assume. (us, prefill and decode, ranks up to 64: 1,455 of 57, 1,024 to 2 x
 /// 3,072, 26.4 and 30.7; 1,454 of 80, 2,048 to 512 + 2 x 128, 18.2 and 19.6; but 374 of 23, qkv,
 /// 20.2 and 19.1; all of rank 64 6,619 of 384, 3,584 to 2 x 18,944, 860 and 748.)
-std::int64_t prefill_tokens(const LoraShape& s) {
-  constexpr std::int64_t kMoreTokens = 26, kMoreTokensRagged = 17;
-  return s.ragged ? kMoreTokensRagged : kMoreTokens;
-}
-
 bool suits_prefill(const LoraShape& s, const Machine& m) {
   if (h_width(s) > kExpandPrefillMaxRank || best_tile_tokens(s) != 64 ||
       prefill_smem(s) + kPrefillStaticSmem > m.max_smem) {
