@@ -40,41 +40,28 @@ struct WholeTiles {
   }
 };
 
-constexpr int kElements = 16;  ///< of a row, side by side, that a thread makes codes of
-
 /// What a thread brings along for a tile: words of scales, of rstd and of one weight in registers,
-/// and pieces of x in a stage of shared memory.
+/// and its pieces of x in a stage of shared memory, as TileOperands has them.
 template <class T>
 struct WholeOperands {
-  static constexpr int kPieces = sizeof(T);  ///< of 16 bytes, of a row
-  static constexpr int kStep = TileOperands<T>::kStep;
+  static constexpr int kElements = kPiece<T>, kPieces = 16 / kElements;
   std::uint32_t scale[kThreadRows], weight;
   uint4 rstd;
 
-  /// The eight threads of a row ask for pieces that lie side by side, run k of 128 bytes each time.
-  /// Of 16-bit x a thread works on two adjacent pieces, which others may have asked for: those of
-  /// the second run are swapped in pairs, so that reads of eight threads meet in no bank. `stage` is
-  /// of the thread, 16 bytes behind that of the thread before it: of a base that is the same for all,
-  /// ptxas 13.0 made copies that an H200 refused as illegal instructions (LDGSTS [R+UR], with a
-  /// policy of L2).
+  /// `stage`: of the thread. Of a base that is the same for all threads ptxas 13.0 made copies that
+  /// an H200 refused as illegal instructions (LDGSTS [R+UR], with a policy of L2).
   __device__ __forceinline__ static void copy(const ForwardParams& p, const WholeTiles& at,
-                                              const char* x, std::uint32_t stage, int c) {
+                                              const char* x, std::uint32_t stage) {
     const std::int64_t stride = p.input.x.row_stride * static_cast<std::int64_t>(sizeof(T));
-    const int swapped = kPieces == 1 ? 0 : ((c ^ 1) - c) * 16;
     x += at.row0 * stride + at.column0 * static_cast<int>(sizeof(T));
 #pragma unroll
     for (int m = 0; m < kThreadRows; ++m, x += stride) {
 #pragma unroll
       for (int k = 0; k < kPieces; ++k) {
-        device::cp_async_16(stage + (m * kPieces + k) * kStep + k * swapped, x + k * 128, 16,
+        device::cp_async_16(stage + (m * kPieces + k) * TileOperands<T>::kStep, x + k * 128, 16,
                             device::kEvictFirst);
       }
     }
-  }
-  /// Where piece h of the thread's first row lies, from its stage.
-  __device__ __forceinline__ static int place(int c, int h) {
-    if constexpr (kPieces == 1) return 0;
-    return c / 4 * kStep + ((c % 4 * 2 + h ^ c / 4) - c) * 16;
   }
   __device__ __forceinline__ void load(const ForwardParams& p, const WholeTiles& at, int c, int r) {
     const int row = at.row0 + kThreadRows * r;
@@ -89,8 +76,7 @@ struct WholeOperands {
     if (!p.norm) return;
     rstd = __ldcg(reinterpret_cast<const uint4*>(p.rstd + row));
     if (threadIdx.x >= kTileColumns) return;
-    const int i = static_cast<int>(threadIdx.x);
-    const int n = at.column0 + column_of<kElements>(i / 4 % 8, i / 32) + i % 4;
+    const int n = at.column0 + TileOperands<T>::column_of_weight(static_cast<int>(threadIdx.x));
     const char* weights = static_cast<const char*>(p.weight.data);
     if (p.weight.dtype == DType::kFloat32) {
       load_word_if<false>(true, weight, weights + n * 4);
@@ -110,7 +96,7 @@ template <class T, bool kCompat>
 __global__ void __launch_bounds__(kTileThreads, TilesPlan::per_sm(sizeof(T), false, false,
                                                                   MORTAR_FP8_INSTRUCTIONS))
     whole_tiles_kernel(const __grid_constant__ ForwardParams p) {
-  constexpr int kPieceQuads = kPiece<T> / 4;
+  constexpr int kElements = kPiece<T>, kQuads = kElements / 4, kPieces = 16 / kElements;
   static_assert(TilesPlan::stages(sizeof(T)) == 2, "one tile is worked on, one on its way");
   using Operands = WholeOperands<T>;
   __shared__ __align__(16) WholeShared tile;
@@ -129,12 +115,11 @@ __global__ void __launch_bounds__(kTileThreads, TilesPlan::per_sm(sizeof(T), fal
   const int piece = device::transposed_offset<kElements>(r, c);
   unsigned char* here = reinterpret_cast<unsigned char*>(stages) + thread * 16;
   unsigned char* there = here + TileOperands<T>::kStage;
-  const int places[2] = {Operands::place(c, 0), Operands::place(c, 1)};
   WholeTiles at(p);
 
   // Load.
   if (!p.x_is_there) device::pdl_wait();
-  Operands::copy(p, at, x, device::smem_address(here), c);
+  Operands::copy(p, at, x, device::smem_address(here));
   device::cp_async_commit();
   if (p.x_is_there) device::pdl_wait();
   device::pdl_trigger();
@@ -147,7 +132,7 @@ __global__ void __launch_bounds__(kTileThreads, TilesPlan::per_sm(sizeof(T), fal
     WholeTiles next = at;
     next.advance(p.walk);
     const bool more = next.left >= 0;
-    if (more) Operands::copy(p, next, x, device::smem_address(there), c);
+    if (more) Operands::copy(p, next, x, device::smem_address(there));
     device::cp_async_commit();
     const std::uint32_t words[kThreadRows] = {in.rstd.x, in.rstd.y, in.rstd.z, in.rstd.w};
     float factor[kThreadRows], rstd[kThreadRows];
@@ -166,7 +151,7 @@ __global__ void __launch_bounds__(kTileThreads, TilesPlan::per_sm(sizeof(T), fal
     }
     if (more) in.load(p, next, c, r);
     device::cp_async_wait<1>();
-    __syncthreads();  // weights and x are there; the last tile's columns have been read
+    __syncthreads();  // weights are there; the last tile's columns have been read
 
     // Compute.
     std::uint32_t codes[kThreadRows][kThreadQuads];
@@ -175,11 +160,11 @@ __global__ void __launch_bounds__(kTileThreads, TilesPlan::per_sm(sizeof(T), fal
       uint4 raw[kThreadRows];
 #pragma unroll
       for (int k = 0; k < kThreadQuads; ++k) {
-        if (k % kPieceQuads == 0) {
+        if (k % kQuads == 0) {
 #pragma unroll
           for (int m = 0; m < kThreadRows; ++m) {
-            raw[m] = *reinterpret_cast<const uint4*>(here + places[k / kPieceQuads] +
-                                                     m * Operands::kPieces * Operands::kStep);
+            const int place = (m * kPieces + k / kQuads) * TileOperands<T>::kStep;
+            raw[m] = *reinterpret_cast<const uint4*>(here + place);
           }
         }
         const float4 w = *reinterpret_cast<const float4*>(&tile.weights[4 * (8 * k + c)]);
@@ -188,7 +173,7 @@ __global__ void __launch_bounds__(kTileThreads, TilesPlan::per_sm(sizeof(T), fal
 #pragma unroll
         for (int m = 0; m < kThreadRows; ++m) {
           float y[4];
-          unpack4<T>(raw[m], k % kPieceQuads, y);
+          unpack4<T>(raw[m], k % kQuads, y);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             if constexpr (kCompat) {
@@ -200,7 +185,7 @@ __global__ void __launch_bounds__(kTileThreads, TilesPlan::per_sm(sizeof(T), fal
           if constexpr (kCompat) divide_rounded(y, inverse);
           codes[m][k] = of_rows[m] = device::pack_fp8x4<Out>(y);
         }
-        store_columns(of_rows, columns + 4 * k * kTileRows, kTileRows);
+        store_columns(of_rows, columns + column_of<kElements>(0, k) * kTileRows, kTileRows);
       }
     };
     if (p.out.dtype == DType::kFloat8E4M3) {
@@ -213,7 +198,13 @@ __global__ void __launch_bounds__(kTileThreads, TilesPlan::per_sm(sizeof(T), fal
     char* to = q + at.row0 * q_stride + at.column0;
 #pragma unroll
     for (int m = 0; m < kThreadRows; ++m, to += q_stride) {
-      store_codes<kElements>(to, codes[m], kElements, true);
+#pragma unroll
+      for (int k = 0; k < kPieces; ++k) {
+        std::uint32_t of_piece[kQuads];
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) of_piece[i] = codes[m][k * kQuads + i];
+        store_codes<kElements>(to + k * 8 * kElements, of_piece, kElements, true);
+      }
     }
     __syncthreads();  // the columns are there; the weights have been read
     to = q_t + at.column0 * q_t_stride + at.row0;
