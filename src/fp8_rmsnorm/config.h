@@ -48,7 +48,8 @@ struct TilesPlan {
   int step = kRows;  ///< rows from a tile to the next
   std::int64_t tiles = 0;
   int grid = 0;
-  bool any = false;  ///< by the kernels for any rows, aligned or not
+  bool any = false;    ///< by the kernels for any rows, aligned or not
+  bool whole = false;  ///< by a kernel for tiles of which none reaches beyond the matrix
 };
 
 /// Rows and tiles in one kernel, whose CTAs wait for each other between the two: each has rows of
@@ -115,6 +116,9 @@ inline TilesPlan choose_tiles(const ForwardShape& s, const GpuShape& gpu) {
     plan.step -= TilesPlan::shared(s.rows % 16 == 0);
   }
   plan.tiles = count_tiles(s.rows, s.hidden, plan.step);
+  plan.whole = s.q && s.q_t && s.scaling == Fp8Scaling::kTensor && !s.stochastic &&
+               s.x_bytes <= 2 && s.rows > 0 && s.rows % TilesPlan::kRows == 0 &&
+               s.hidden % TilesPlan::kColumns == 0 && s.rows < (std::int64_t{1} << 31);
   const int registers =
       TilesPlan::per_sm(s.x_bytes, s.stochastic, s.scaling != Fp8Scaling::kTensor, gpu.clusters);
   const int per_sm = std::min(registers, std::max(1, gpu.max_smem / TilesPlan::smem(s.x_bytes)));
@@ -288,7 +292,9 @@ inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& p) {
   if (p.tiles) {
     out << "tiles " << p.tile_plan.grid << " x " << TilesPlan::kThreads << " of "
         << p.tile_plan.tiles << (p.tile_plan.step < TilesPlan::kRows ? " that overlap" : "")
-        << (p.tile_plan.any ? ", of any rows; " : "; ");
+        << (p.tile_plan.any     ? ", of any rows; "
+            : p.tile_plan.whole ? ", all whole; "
+                                : "; ");
   }
   if (p.amax) out << "amax; ";
   return out << p.workspace_bytes << " bytes of workspace";

@@ -255,6 +255,26 @@ TEST_P(Fp8RmsNormCuda, LaunchChoicesOfAlignedColumnsChangeNoBit) {
   expect_same_bits({.rows = 257, .columns = 132, .x = kF32, .layout = {.row_gap = 4}});
 }
 
+// No tile reaches beyond the matrix.
+TEST_P(Fp8RmsNormCuda, LaunchChoicesOfWholeTilesChangeNoBit) {
+  for (const auto& [x, q] :
+       {std::pair{kE4M3, kE5M2}, {kE5M2, kE4M3}, {kBF16, kE4M3}, {kF16, kE5M2}}) {
+    const NormCase c{.rows = 256, .columns = 384, .x = x, .weight = kBF16, .q = q};
+    ASSERT_TRUE(choose_passes(shape_of(c), gpu_).tile_plan.whole);
+    NormCase compat = c, scales = c, quantize = c;
+    expect_same_bits(c);
+    compat.compat = true;
+    compat.weight = kF32;
+    expect_same_bits(compat);
+    scales.x_scale = kF32;
+    scales.given = true;
+    scales.layout = {.row_gap = 16};
+    expect_same_bits(scales);
+    quantize.norm = false;
+    if (x == kBF16) expect_same_bits(quantize);
+  }
+}
+
 // One captured call, replayed after x has changed, does what a fresh call with the new x does.
 TEST_P(Fp8RmsNormCuda, GraphReplayWithOtherContent) {
   for (Fp8Scaling scaling : kScalings) {

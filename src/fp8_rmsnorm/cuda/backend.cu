@@ -102,7 +102,10 @@ void run(ForwardParams p, Stream stream) {
   p.walk = TileWalk(p.plan.tile_plan,
                     static_cast<int>(ceil_div<std::int64_t>(hidden, TilesPlan::kColumns)));
   if (plan.columns && !in_blocks) (whole ? column_maxima : any_column_maxima)(p, stream);
-  if (plan.tiles) (whole ? tiles : any_tiles)(p, stream);
+  const bool inside = whole && tile_plan.whole && p.q_t_aligned &&
+                      dtype_size(p.input.x.dtype) <= 2 &&  // a residual may be wider than x
+                      reinterpret_cast<std::uintptr_t>(p.rstd) % 16 == 0;
+  if (plan.tiles) (inside ? whole_tiles : whole ? tiles : any_tiles)(p, stream);
   if (plan.amax && p.out.amax != nullptr) reduce_amax(p, stream);
 }
 

@@ -63,8 +63,9 @@ void convert_weights(const ForwardParams& p, Stream stream);
 /// For aligned rows that a CTA holds, rounding to nearest; and for any.
 void rows(const ForwardParams& p, Stream stream);
 void any_rows(const ForwardParams& p, Stream stream);
-/// For aligned rows, rounding to nearest; and for any.
+/// For aligned rows, rounding to nearest; where no tile reaches beyond the matrix; and for any.
 void tiles(const ForwardParams& p, Stream stream);
+void whole_tiles(const ForwardParams& p, Stream stream);
 void any_tiles(const ForwardParams& p, Stream stream);
 /// Both for aligned rows, rounding to nearest, in one look at x: with scales of groups or a given
 /// one; with scales of rows all but q_t, and the maxima of its columns.
