@@ -31,8 +31,8 @@ __device__ __forceinline__ float4 sum_in_order(const float* from, std::int64_t s
   return sum;
 }
 
-/// Vectors `first`, `first + step` and so on of a gradient, kPlaces at a time, of which all partials
-/// are in flight together, or (kPlaces = 1) kLoads at a time.
+/// Vectors `first`, `first + step` and so on of a gradient, kPlaces at a time, of which all
+/// partials are in flight together, or (kPlaces = 1) kLoads at a time.
 template <int kPlaces, int kLoads>
 __device__ __forceinline__ void add_vectors(const GradSum& g, int first, int step) {
   const int vectors = (g.of_a ? g.dense : g.ranks) / kGradVector;  // of a line
@@ -77,8 +77,8 @@ __device__ __forceinline__ void add_vectors(const GradSum& g, int first, int ste
   }
 }
 
-/// A share of a gradient: every `threads`-th of its vectors from `thread` on. Whatever its chunks, a
-/// thread has eight loads in flight.
+/// A share of a gradient: every `threads`-th of its vectors from `thread` on. Whatever its chunks,
+/// a thread has eight loads in flight.
 __device__ __forceinline__ void add_grad(const GradSum& g, int thread, int threads) {
   if (g.partials == nullptr || (g.adds && g.chunks == 0)) return;
   if (g.chunks <= 2) return add_vectors<4, 2>(g, thread, threads);

@@ -8,8 +8,8 @@
 
 namespace mortar::lora::train::cuda {
 
-/// dA or dB of an adapter's slice, of whole vectors (adds_vectors()): the sum over chunks of rows of
-/// partials, in order.
+/// dA or dB of an adapter's slice, of whole vectors (adds_vectors()): the sum over chunks of rows
+/// of partials, in order.
 struct GradSum {
   Matrix out;
   const float* partials = nullptr;  ///< [chunks][lines][dense]; null: there are none
@@ -24,8 +24,8 @@ struct GradSum {
 
 inline constexpr int kGradVector = 4;  ///< sums of a thread, neighbours in their gradient's rows
 
-/// Whether a gradient's rows are dense and whole vectors; of dA they have `length` columns, of dB so
-/// many ranks.
+/// Whether a gradient's rows are dense and whole vectors; of dA they have `length` columns, of dB
+/// so many ranks.
 inline bool adds_vectors(const Matrix& grad, std::int64_t length) {
   const auto bytes = static_cast<std::uintptr_t>(kGradVector * dtype_size(grad.dtype));
   return grad.data == nullptr ||

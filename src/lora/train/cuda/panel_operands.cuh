@@ -76,8 +76,8 @@ __device__ __forceinline__ void load_weights(const PanelPart<>& part, char* to) 
   const int thread = thread_anew();
   const bool vectors = pair.b.col_stride == 1 && pair.b.row_stride % kPiece == 0 &&
                        reinterpret_cast<std::uintptr_t>(from) % 16 == 0;
-  const bool fours = kFours && pair.b.col_stride == 1 && pair.b.row_stride % 4 == 0 && pair.rank % 4 == 0 &&
-                     reinterpret_cast<std::uintptr_t>(from) % 8 == 0;
+  const bool fours = kFours && pair.b.col_stride == 1 && pair.b.row_stride % 4 == 0 &&
+                     pair.rank % 4 == 0 && reinterpret_cast<std::uintptr_t>(from) % 8 == 0;
   constexpr int kOctets = B::kRanks / 8, kItems = B::kColumns * kOctets;
   constexpr int kRounds = (kItems + kLoaders - 1) / kLoaders;
   union Eight {
