@@ -5,12 +5,14 @@
 #include <cstdint>
 #include <utility>
 
+#include "lora/train/cuda/grad_sum.h"
 #include "lora/train/cuda/panel.h"
 #include "lora/train/cuda/stored_sums.h"
 
 namespace mortar::testing {
 namespace {
 
+using namespace lora::train;
 using namespace lora::train::cuda;
 
 /// The sums of dy and of x, which has 4,096 columns.
@@ -115,6 +117,24 @@ TEST(LoraTrainSumsPlan, ProductsStoreSumsOfFewChunks) {
   EXPECT_FALSE(stores(8192, 4096, 512, 3, true));
   EXPECT_FALSE(stores(2048, 8192, 128, 1, true));
   EXPECT_FALSE(stores(2048, 8192, 64, 1, false));
+}
+
+// Gradients that threads of few registers store, four neighbours at a time.
+TEST(LoraTrainSumsPlan, VectorsAreOfDenseAlignedRows) {
+  alignas(16) static float memory[64];
+  const auto adds = [](int offset, std::int64_t row_stride, std::int64_t col_stride, DType dtype,
+                       std::int64_t length) {
+    char* const data = reinterpret_cast<char*>(memory) + offset * dtype_size(dtype);
+    return adds_vectors(Matrix{data, row_stride, col_stride, dtype}, length);
+  };
+  EXPECT_TRUE(adds(0, 16, 1, DType::kBFloat16, 16));
+  EXPECT_TRUE(adds(4, 20, 1, DType::kBFloat16, 20));
+  EXPECT_TRUE(adds(4, 16, 1, DType::kFloat32, 16));
+  EXPECT_FALSE(adds(2, 16, 1, DType::kBFloat16, 16));
+  EXPECT_FALSE(adds(0, 18, 1, DType::kBFloat16, 16));
+  EXPECT_FALSE(adds(0, 16, 1, DType::kBFloat16, 6));
+  EXPECT_FALSE(adds(0, 1, 16, DType::kBFloat16, 16));
+  EXPECT_TRUE(adds_vectors(Matrix{}, 6));  // none
 }
 
 }  // namespace

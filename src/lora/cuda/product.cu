@@ -30,6 +30,7 @@
 #include "lora/cuda/product_multiply.cuh"
 #include "lora/cuda/product_params.cuh"
 #include "lora/cuda/product_store.cuh"
+#include "lora/train/cuda/grad_sum.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
@@ -93,6 +94,17 @@ __device__ __forceinline__ void produce(const Params& p, Ring<S> ring, int units
   }
 }
 
+/// What the other warps of the copying thread's warpgroup do.
+template <class S>
+__device__ __forceinline__ void help(const Params& p) {
+  constexpr int kHelpers = kWarpgroup - 32;
+  const int thread = static_cast<int>(threadIdx.x) - kConsumers - 32;
+  if (!S::kAddsBeside || thread < 0) return;
+  const int block = static_cast<int>(blockIdx.x * kProductCluster + blockIdx.y);
+  const int blocks = static_cast<int>(gridDim.x) * kProductCluster;
+  lora::train::cuda::add_grad(p.beside, block * kHelpers + thread, blocks * kHelpers);
+}
+
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -114,6 +126,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   if (threadIdx.x >= kConsumers) {
     device::fewer_registers<S::kProducerRegisters>();
     if (threadIdx.x == kConsumers) produce<S>(p, ring, units);
+    help<S>(p);
     __syncwarp();
     // Nobody ends while the other block may still copy to its shared memory or free its stages.
     device::cluster_arrive_relaxed();

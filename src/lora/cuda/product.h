@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "lora/train/cuda/grad_sum.h"
 #include "mortar/lora.h"
 #include "mortar/stream.h"
 #include "mortar/tensor.h"
@@ -88,6 +89,10 @@ struct Product {
   /// Of kForms, where `out` may be null: columns of parts, and how many values each b has.
   void *sum_columns = nullptr, *pair_columns = nullptr;
   int values[kMostProductPairs] = {};
+
+  /// Partial sums of an earlier kernel, which warps that copy nothing add meanwhile: of rows whose
+  /// depth is dense, rounded.
+  lora::train::cuda::GradSum beside;
 };
 
 /// Whether an operand's rows can be copied: 16-byte pieces, in sizes that the copy engine takes.

@@ -102,12 +102,14 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
                            product.out_stride, kProductRows / 2);
   }
   p.base = product.base;
+  p.beside = product.beside;
   p.sum_columns = product.sum_columns;
   p.pair_columns = product.pair_columns;
   p.out_stride = product.out_stride;
   check((product.rng != nullptr) == S::kDrops, op, ": no product of dropped rows");
   check(!p.adds_copies || S::kColumns <= 192, op, ": copies are added in tiles of up to 192");
   check(!p.early || S::kA == Major::kRows, op, ": an early product sums over rows");
+  check(S::kAddsBeside || p.beside.partials == nullptr, op, ": a product that adds nothing beside");
   check(product.base == nullptr || S::kBase, op, ": tiles with a base have 128 columns");
   if (product.base != nullptr) {
     device::set_tensor_map(p.base_map, product.dtype, product.base, product.columns[0], p.rows,

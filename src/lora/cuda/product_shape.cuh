@@ -59,8 +59,10 @@ struct Shape {
   static constexpr int kMmaBytes = kB_ == Major::kDepth ? kMmaColumns * device::kSwizzleBytes
                                                         : (kMmaColumns + 63) / 64 * kBlockBytes;
   static constexpr int kStageBytes = kRowsBytes + kColumns / kMmaColumns * kMmaBytes;
+  /// Warps of the copying thread's warpgroup add partial sums of another kernel.
+  static constexpr bool kAddsBeside = kEnd == ProductEnd::kStore && kA == Major::kDepth && !kSplit;
   /// Of a thread; all three warpgroups have 504 together, what the kernel starts with.
-  static constexpr int kProducerRegisters = kByColumns ? 56 : 40;
+  static constexpr int kProducerRegisters = kAddsBeside ? 72 : kByColumns ? 56 : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
   /// The base's tile comes as one stage more, which it fills.
   static constexpr bool kBase = kEnd == ProductEnd::kStore && kColumns == kProductRows && !kSplit;
@@ -107,6 +109,7 @@ struct Params {
   const std::int64_t* rng;  ///< of dropout on a
   std::int64_t mask_columns, mask_first;
   std::uint32_t thresholds[kMostProductPairs];
+  lora::train::cuda::GradSum beside;
 };
 
 /// A thread block's part of unit `index`: rows `row` to `end` - 1 and the columns of a tile up to

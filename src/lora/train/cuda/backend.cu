@@ -320,7 +320,7 @@ class Call {
   void run_expand(Side side, int slice, int num_slices, const HiddenForms& h, const Matrix& base,
                   const Matrix& out, std::int64_t columns, bool masked, const MaskParams& mask) {
     if (columns == 0) return;  // of no panel, by whose number plans divide
-    const auto e = expand_params(side, slice, num_slices, h, base, out, columns, masked, mask);
+    auto e = expand_params(side, slice, num_slices, h, base, out, columns, masked, mask);
     const Policy policy =
         in_part_columns(out.dtype, p_.weight) ? Policy::kBFloat16 : policy_of(p_.weight, p_.weight);
     switch (e.plan.kernel) {
@@ -331,6 +331,7 @@ class Call {
       case ExpandPlan::Kernel::kSplit:
         return expand(e, stream_);
       case ExpandPlan::Kernel::kProduct:
+        if (plan_ != nullptr) e.beside = work_.row_sums->take_dy_sums();
         return expand_products(e, policy, stream_);
       case ExpandPlan::Kernel::kParts:
         return expand_parts(e, stream_);
@@ -340,7 +341,6 @@ class Call {
   Machine machine(bool takes_products) const {
     return {machine_.sms, machine_.clusters, machine_.products && takes_products};
   }
-
   /// Adapters whose last tiles may not be full.
   std::int64_t groups() const { return grouped(p_) ? p_.num_adapters : 0; }
 

@@ -7,11 +7,10 @@
 #include <cstdint>
 
 #include "device/convert.cuh"
+#include "lora/train/cuda/grad_sum.h"
 #include "lora/train/cuda/params.cuh"
 
 namespace mortar::lora::train::cuda {
-
-inline constexpr int kGradVector = 4;  ///< sums of a thread, neighbours in their gradient's rows
 
 /// Four neighbours of a gradient as one access, where they lie dense and aligned.
 __device__ __forceinline__ bool moves_as_vector(const Matrix& m, std::int64_t at,

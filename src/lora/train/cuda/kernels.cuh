@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "device/launch.cuh"
+#include "lora/train/cuda/grad_sum.h"
 #include "lora/train/cuda/params.cuh"
 #include "lora/train/cuda/tiles.cuh"
 #include "mortar/stream.h"
@@ -127,6 +128,7 @@ struct ExpandParams {
   /// expand_stream.cu lets its successor start before its own wait: that one reads what the kernel
   /// before this one writes only after a wait of its own.
   bool starts_next;
+  GradSum beside;  ///< dB's, that the product of dx adds beside it
 };
 void expand(const ExpandParams& p, Stream stream);
 /// The same for dense float32 h, weights, base and output of one adapter and one slice; false for
@@ -253,6 +255,24 @@ struct GradSums {
 /// Columns of partials of dA, whole vectors of four.
 MORTAR_HOST_DEVICE constexpr std::int64_t grad_stride(std::int64_t columns) {
   return round_up<std::int64_t>(columns, 4);
+}
+
+/// Those of one adapter, of `chunks` tiles from `first` on, whose ranks begin at rank `column`;
+/// without partials if it has no gradient.
+MORTAR_HOST_DEVICE constexpr GradSum grad_sum_of(const PairEntry& pair, const GradSums& g,
+                                                 int first, int chunks, int column = 0) {
+  GradSum to;
+  to.of_a = g.side == Side::kA;
+  to.out = pair.grad(to.of_a);
+  if (g.partials == nullptr || to.out.data == nullptr || pair.rank == 0) return to;
+  to.dense = to.of_a ? static_cast<int>(grad_stride(g.columns)) : g.width;
+  to.stride = std::int64_t{to.dense} * (to.of_a ? g.width : g.columns);
+  to.partials = g.partials + first * to.stride + std::int64_t{column} * (to.of_a ? to.dense : 1);
+  to.columns = g.columns;
+  to.chunks = chunks;
+  to.ranks = pair.rank;
+  to.adds = (pair.adds >> (to.of_a ? 0 : 1) & 1) != 0;
+  return to;
 }
 
 /// dA and dB: partials in order, added to what is there if asked.

@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(Boxes<kShape>::kThreads) __maxnreg__(Boxes<kSh
     device::prefetch_tensor_map(p.wide[part.own - p.panel.operands]);
     device::prefetch_tensor_map(p.narrow);
   }
-  load_weights<B, kBoxThreads>(part, smem + B::kWeightsAt);
+  load_weights<B, kBoxThreads, false>(part, smem + B::kWeightsAt);
   device::fence_async_proxy();
   __syncthreads();
   device::pdl_begin(false);
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(Boxes<kShape>::kThreads) __maxnreg__(Boxes<kSh
       if (copies()) copy_stages<B>(p, part, at, barriers[round % 2]);
       __syncwarp();
     } else {
-      load_weights<B, kBoxThreads - 32>(part, smem + B::kWeightsAt);
+      load_weights<B, kBoxThreads - 32, true>(part, smem + B::kWeightsAt);
       device::fence_async_proxy();
       device::named_barrier<2, kBoxThreads - 32>();
       multiply<T>(part, at, barriers[round % 2]);

@@ -64,21 +64,24 @@ inline dim3 segment_grid(const PanelParams& p, Places* places) {
   return dim3(p.rows.offsets == nullptr ? places->all : std::min(places->all, sms));
 }
 
-/// Calls run(panel, tile, round) for the places of a thread block, until it gives false. `shared`:
-/// in shared memory.
+/// Calls run(panel, tile, round) for the places of a thread block, until it gives false, which
+/// all of its threads see. `shared`: in shared memory.
 template <class Run>
 __device__ __forceinline__ void walk_places(const PanelParams& p, const Places& places, int* shared,
                                             const Run& run) {
-  if (threadIdx.x < 32) {
+  const auto count_places = [&] {
     int tiles = 0;
-    find_group(p.rows, rows_of(p.rows, p.chunk, false), &tiles,
+    const RowTile first = lane_group(p.rows);
+    find_group(p.rows, rows_of(p.rows, p.chunk, false, first), first, &tiles,
                [](const RowTile&, int, int) { return false; });
     *shared = tiles * places.panels;
-  }
+  };
 #pragma unroll 1
   for (int place = static_cast<int>(blockIdx.x), round = 0;; place += gridDim.x, ++round) {
     if (!run(place % places.panels, place / places.panels, round)) break;
     const int next = place + static_cast<int>(gridDim.x);
+    // By the warp that copies, which has nothing left to do before the others have.
+    if (round == 0 && next < places.all && threadIdx.x >= blockDim.x - 32) count_places();
     __syncthreads();  // after the last place as well: no thread ends while others still meet
     if (next >= places.all || next >= *shared) break;
   }

@@ -66,8 +66,9 @@ struct Barriers {
 };
 
 /// B of the panel's columns as the second operand of ds: rows of 64 columns for each rank, zeros
-/// past the rank and the columns. All loads are in flight together.
-template <class B, int kLoaders>
+/// past the rank and the columns. All loads are in flight together. kFours: rows that are no whole
+/// pieces may be whole halves of them.
+template <class B, int kLoaders, bool kFours>
 __device__ __forceinline__ void load_weights(const PanelPart<>& part, char* to) {
   const PanelOperand& own = *part.own;
   const PairEntry pair = part.p.pairs.get(part.rows.adapter, own.slice);
@@ -75,10 +76,13 @@ __device__ __forceinline__ void load_weights(const PanelPart<>& part, char* to) 
   const int thread = thread_anew();
   const bool vectors = pair.b.col_stride == 1 && pair.b.row_stride % kPiece == 0 &&
                        reinterpret_cast<std::uintptr_t>(from) % 16 == 0;
+  const bool fours = kFours && pair.b.col_stride == 1 && pair.b.row_stride % 4 == 0 &&
+                     pair.rank % 4 == 0 && reinterpret_cast<std::uintptr_t>(from) % 8 == 0;
   constexpr int kOctets = B::kRanks / 8, kItems = B::kColumns * kOctets;
   constexpr int kRounds = (kItems + kLoaders - 1) / kLoaders;
   union Eight {
     uint4 words;
+    uint2 fours[2];
     unsigned short values[8];
   } v[kRounds];
 #pragma unroll
@@ -91,6 +95,10 @@ __device__ __forceinline__ void load_weights(const PanelPart<>& part, char* to) 
     const auto* at = from + c * pair.b.row_stride + 8 * octet * pair.b.col_stride;
     if (vectors && ranks >= 8) {
       v[i].words = __ldcg(reinterpret_cast<const uint4*>(at));
+    } else if (fours) {
+      const auto* four = reinterpret_cast<const uint2*>(at);
+      if (ranks > 0) v[i].fours[0] = __ldcg(four);
+      if (ranks > 4) v[i].fours[1] = __ldcg(four + 1);
     } else {
 #pragma unroll
       for (int k = 0; k < 8; ++k) {

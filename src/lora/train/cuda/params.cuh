@@ -115,6 +115,12 @@ __device__ inline RowTile group_at(const RowGroups& g, int i) {
   return t;
 }
 
+/// The group of a lane, of the first 32: what lookups of one place share, as each is a trip to L2.
+__device__ inline RowTile lane_group(const RowGroups& g) {
+  const int lane = threadIdx.x % 32;
+  return lane < group_count(g) ? group_at(g, lane) : RowTile{};
+}
+
 /// Rows that have an adapter, at the plan's first positions.
 __device__ inline std::int64_t active_rows(const RowGroups& g) {
   return min(max(std::int64_t{__ldcg(g.header + kPlanNumActive)}, std::int64_t{0}), g.num_rows);
@@ -122,10 +128,12 @@ __device__ inline std::int64_t active_rows(const RowGroups& g) {
 
 /// Rows of a tile by a cut: of 32 sizes, one a lane, that with which waves of tiles take the least
 /// time. With `base_rows`, those without an adapter are a group more. Called by whole warps.
-__device__ inline int rows_of(const RowGroups& g, const RowCut& cut, bool base_rows) {
+/// `first`: lane_group().
+__device__ inline int rows_of(const RowGroups& g, const RowCut& cut, bool base_rows,
+                              const RowTile& first) {
   if (cut.at_once == 0) return cut.rows;
   const int lane = threadIdx.x % 32, groups = group_count(g);
-  const float own = lane < groups ? static_cast<float>(group_at(g, lane).count) : 0;
+  const auto own = static_cast<float>(first.count);
   int rows = even_size(cut, lane);
   // Rounded quotients may lie a little above whole numbers of tiles. All kernels round in the same
   // places: those that leave partials and those that add them must agree.
@@ -151,29 +159,30 @@ __device__ inline int rows_of(const RowGroups& g, const RowCut& cut, bool base_r
 
 /// Where tiles of `rows` rows, numbered through all groups, fall. Called by whole warps; found(t,
 /// first, tiles) is asked for each group by one lane and says whether it is the one sought, which
-/// all lanes then get, with the number of its first tile.
+/// all lanes then get, with the number of its first tile. `first`: lane_group().
 template <class Found>
-__device__ inline RowTile find_group(const RowGroups& g, int rows, int* first_tile,
-                                     const Found& found) {
+__device__ inline RowTile find_group(const RowGroups& g, int rows, const RowTile& first,
+                                     int* first_tile, const Found& found) {
   const int lane = threadIdx.x % 32, groups = group_count(g);
   int before = 0;
+  RowTile own = first;
   for (int base = 0; base < groups; base += 32) {
-    const RowTile own = base + lane < groups ? group_at(g, base + lane) : RowTile{};
+    if (base > 0) own = base + lane < groups ? group_at(g, base + lane) : RowTile{};
     const int tiles = (own.count + rows - 1) / rows;
     int sum = tiles;
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(0xffffffffu, sum, step);
       if (lane >= step) sum += other;
     }
-    const int first = before + sum - tiles;
-    const unsigned hit = __ballot_sync(0xffffffffu, own.count > 0 && found(own, first, tiles));
+    const int begin = before + sum - tiles;
+    const unsigned hit = __ballot_sync(0xffffffffu, own.count > 0 && found(own, begin, tiles));
     if (hit != 0) {
       const int source = __ffs(static_cast<int>(hit)) - 1;
       RowTile t;
       t.adapter = __shfl_sync(0xffffffffu, own.adapter, source);
       t.start = __shfl_sync(0xffffffffu, static_cast<int>(own.start), source);
       t.count = __shfl_sync(0xffffffffu, own.count, source);
-      *first_tile = __shfl_sync(0xffffffffu, first, source);
+      *first_tile = __shfl_sync(0xffffffffu, begin, source);
       return t;
     }
     before += __shfl_sync(0xffffffffu, sum, 31);
@@ -183,15 +192,16 @@ __device__ inline RowTile find_group(const RowGroups& g, int rows, int* first_ti
 }
 
 /// Tile `index` of `rows` rows; with count 0 if there are fewer. With `base_rows`, those without an
-/// adapter follow the others, in tiles of their own.
-__device__ inline RowTile row_tile(const RowGroups& g, int index, int rows, bool base_rows) {
+/// adapter follow the others, in tiles of their own. `own`: lane_group(), of several groups.
+__device__ inline RowTile row_tile(const RowGroups& g, int index, int rows, bool base_rows,
+                                   const RowTile& own) {
   if (g.groups == nullptr && g.offsets == nullptr) {
     const std::int64_t start = std::int64_t{index} * rows;
     const std::int64_t left = g.num_rows - start;
     return RowTile{0, start, static_cast<int>(max(min(std::int64_t{rows}, left), std::int64_t{0}))};
   }
   int first = 0;
-  RowTile t = find_group(g, rows, &first, [&](const RowTile&, int begin, int tiles) {
+  RowTile t = find_group(g, rows, own, &first, [&](const RowTile&, int begin, int tiles) {
     return index >= begin && index < begin + tiles;
   });
   if (t.count > 0) {
@@ -206,10 +216,19 @@ __device__ inline RowTile row_tile(const RowGroups& g, int index, int rows, bool
   return t;
 }
 
+/// lane_group() where a tile is looked for.
+__device__ inline RowTile first_group(const RowGroups& g) {
+  return g.groups != nullptr || g.offsets != nullptr ? lane_group(g) : RowTile{};
+}
+__device__ inline RowTile row_tile(const RowGroups& g, int index, int rows, bool base_rows) {
+  return row_tile(g, index, rows, base_rows, first_group(g));
+}
+
 /// The same by a cut.
 __device__ inline RowTile row_tile(const RowGroups& g, int index, const RowCut& cut,
                                    bool base_rows) {
-  return row_tile(g, index, rows_of(g, cut, base_rows), base_rows);
+  const RowTile own = first_group(g);
+  return row_tile(g, index, rows_of(g, cut, base_rows, own), base_rows, own);
 }
 
 /// The row at a position; positions come from row_tile(). Entries that name no row give -1.

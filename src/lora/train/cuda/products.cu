@@ -124,6 +124,7 @@ Product product_of(const ExpandParams& e, Policy policy) {
   p.out_stride = e.out.row_stride;
   p.base = e.base.data;
   p.base_stride = e.base.row_stride;
+  p.beside = e.beside;
   return p;
 }
 

@@ -217,6 +217,17 @@ void RowSums::add_sums(const PanelParams& panel, const StoredSums& stored) {
   }
 }
 
+GradSum RowSums::take_dy_sums() {
+  if (grads_.num_sums != 1 || !looks_ahead(grads_.pairs, grads_.rows)) return {};
+  const GradSums& db = grads_.sums[0];
+  if (db.side != Side::kB || db.num_slices > 1 || p_.num_rows == 0) return {};
+  const auto chunks = static_cast<int>(ceil_div<std::int64_t>(p_.num_rows, db.chunk.rows));
+  const GradSum sum = grad_sum_of(grads_.pairs.own[db.first_slice], db, 0, chunks);
+  if (!adds_vectors(sum.out, sum.ranks)) return {};
+  if (sum.partials != nullptr) grads_.num_sums = 0;
+  return sum;
+}
+
 void RowSums::finish() {
   if (grads_.num_sums > 0) sum_weight_grads(&grads_, stream_);
 }

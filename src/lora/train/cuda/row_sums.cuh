@@ -73,6 +73,9 @@ class RowSums {
   void sum_x(const HiddenForms& h, const HiddenForms& ds, bool early);
   /// dA and dB of all sums.
   void finish();
+  /// Sums of dB of the only slice and adapter, which the kernel that is given them adds; without
+  /// partials where finish() does.
+  GradSum take_dy_sums();
 
  private:
   void run_panels(PanelParams panel);

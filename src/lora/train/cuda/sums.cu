@@ -11,7 +11,7 @@
 #include "core/check.h"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
-#include "lora/train/cuda/grad_store.cuh"
+#include "lora/train/cuda/grad_sum.cuh"
 #include "lora/train/cuda/kernels.cuh"
 
 namespace mortar::lora::train::cuda {
@@ -27,29 +27,6 @@ inline constexpr int kFewLoads = 4, kMostLoads = 8;
 /// 69.1, 8192 x 1024 x 1024 29.0 and 27.1; but 4096 x 1024 x 28672, whose dB is wide, 91.0 and
 /// 94.6.)
 inline constexpr int kManyLoads = 16;
-
-/// The sum of four neighbours over `count` partials that are `stride` floats apart, in order, of
-/// which kLoads are in flight together.
-template <int kLoads>
-__device__ __forceinline__ float4 sum_in_order(const float* from, std::int64_t stride, int count) {
-  float4 sum = make_float4(0, 0, 0, 0);
-  for (int base = 0; base < count; base += kLoads) {
-    float4 v[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      v[i] = make_float4(0, 0, 0, 0);
-      if (base + i < count) {
-        v[i] = __ldcg(reinterpret_cast<const float4*>(from + (base + i) * stride));
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      if (base + i >= count) break;
-      sum = make_float4(sum.x + v[i].x, sum.y + v[i].y, sum.z + v[i].z, sum.w + v[i].w);
-    }
-  }
-  return sum;
-}
 
 /// ds of a row's vector from its panels, which kParts threads share where they are many: each adds
 /// neighbours, and the first one the others' sums. Of so few registers thread blocks fit an SM
@@ -156,12 +133,13 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kPlaces; ++i) any |= place_of(i).wanted;
   // Most adapters have fewer ranks than the largest: their warps look for no rows.
   if (!__any_sync(0xffffffffu, any)) return device::pdl_leave();
-  const int chunk_rows = rows_of(p.rows, g.chunk, false);
+  const RowTile first = lane_group(p.rows);
+  const int chunk_rows = rows_of(p.rows, g.chunk, false, first);
   int first_slot = 0;
   const RowTile group =
       p.rows.groups == nullptr && p.rows.offsets == nullptr
           ? group_at(p.rows, 0)
-          : find_group(p.rows, chunk_rows, &first_slot,
+          : find_group(p.rows, chunk_rows, first, &first_slot,
                        [&](const RowTile& own, int, int) { return own.adapter == adapter; });
   const int slots = (group.count + chunk_rows - 1) / chunk_rows;
   device::pdl_begin(false);
@@ -201,6 +179,67 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// Gradients of the only adapter, and the thread blocks that each has.
+struct OneAdapterParams {
+  GradSum sums[2 * kLoraMaxSlices];
+  unsigned first_block[2 * kLoraMaxSlices + 1];
+  int num_sums;
+};
+
+/// The same of one adapter's gradients of whole vectors, by threads of so few registers that most
+/// of them fit an SM at once, some beside the pass over x.
+template <int kLoads>
+__global__ void __launch_bounds__(kThreads, kLoads <= kFewLoads ? 8 : kLoads <= kMostLoads ? 5 : 2)
+    one_adapter_kernel(const __grid_constant__ OneAdapterParams p) {
+  int which = 0;
+  while (which + 1 < p.num_sums && blockIdx.x >= p.first_block[which + 1]) ++which;
+  const GradSum& g = p.sums[which];
+  const auto vectors = static_cast<unsigned>((g.of_a ? g.dense : g.ranks) / kVector);  // of a line
+  const unsigned i = (blockIdx.x - p.first_block[which]) * kThreads + threadIdx.x;
+  const unsigned line = i / vectors, at = (i - line * vectors) * kVector;
+  const bool there = line < static_cast<unsigned>(g.of_a ? g.ranks : g.columns);
+  const float* from = g.partials + std::int64_t{line} * g.dense + at;
+  const std::int64_t to = line * g.out.row_stride + at;
+  device::pdl_begin(false);
+  if (there) store_vector(g.out, to, g.adds, sum_in_order<kLoads>(from, g.stride, g.chunks));
+}
+
+/// False, and nothing done, for gradients that are not whole vectors.
+bool sum_of_one_adapter(const WeightGradParams& p, Stream stream) {
+  OneAdapterParams one{};
+  int most = 0;
+  for (int i = 0; i < p.num_sums; ++i) {
+    const GradSums& g = p.sums[i];
+    const auto chunks = static_cast<int>(ceil_div<std::int64_t>(p.rows.num_rows, g.chunk.rows));
+    most = std::max(most, chunks);
+    for (int s = g.first_slice; s < g.first_slice + g.num_slices; ++s) {
+      const GradSum sum =
+          grad_sum_of(p.pairs.own[s], g, 0, chunks, p.hidden.first[s] - g.first_hidden);
+      if (sum.partials == nullptr) continue;
+      if (!adds_vectors(sum.out, sum.of_a ? sum.columns : sum.ranks)) return false;
+      const std::int64_t vectors = sum.columns * sum.ranks / kVector;
+      one.first_block[one.num_sums + 1] =
+          one.first_block[one.num_sums] +
+          static_cast<unsigned>(ceil_div<std::int64_t>(vectors, kThreads));
+      one.sums[one.num_sums++] = sum;
+    }
+  }
+  const auto sms = static_cast<unsigned>(device::current_device().num_sms);
+  device::Launch l;
+  l.grid = dim3(one.first_block[one.num_sums]);
+  l.threads = kThreads;
+  l.stream = stream;
+  l.pdl = true;
+  if (most <= kFewLoads) {
+    device::launch<one_adapter_kernel<kFewLoads>>("lora_train", l, one);
+  } else if (most > 2 * kMostLoads && l.grid.x <= sms) {
+    device::launch<one_adapter_kernel<kManyLoads>>("lora_train", l, one);
+  } else {
+    device::launch<one_adapter_kernel<kMostLoads>>("lora_train", l, one);
+  }
+  return true;
+}
+
 }  // namespace
 
 void sum_ds(const DsParams& p, Stream stream) {
@@ -214,13 +253,15 @@ void sum_ds(const DsParams& p, Stream stream) {
 }
 
 void sum_weight_grads(WeightGradParams* p, Stream stream) {
+  const bool one = looks_ahead(p->pairs, p->rows) && p->num_adapters == 1 && p->rows.num_rows > 0;
+  if (one && sum_of_one_adapter(*p, stream)) return;
   std::int64_t most = 0;  // partials of a sum
   // Thread blocks of several adapters look up rows before they add anything: not in several waves.
   constexpr int kManyPlaces = 4;
   const std::int64_t one_wave = std::int64_t{4} * device::current_device().num_sms;
   std::int64_t all = 0;
   for (int i = 0; i < p->num_sums; ++i) all += p->sums[i].width * p->sums[i].columns;
-  const bool waves = all * p->num_adapters > 2 * one_wave * kThreads * kVector;
+  const bool waves = all * p->num_adapters > one_wave * kThreads * kVector;
   const int places = p->num_adapters > 1 && waves ? kManyPlaces : 1;
   p->first_block[0] = 0;
   for (int i = 0; i < p->num_sums; ++i) {
@@ -241,9 +282,6 @@ void sum_weight_grads(WeightGradParams* p, Stream stream) {
   }
   if (most <= kFewLoads) {
     return device::launch<weight_grad_kernel<kFewLoads, 1>>("lora_train", l, *p);
-  }
-  if (p->num_adapters == 1 && most > 2 * kMostLoads && 4 * l.grid.x <= one_wave) {
-    return device::launch<weight_grad_kernel<kManyLoads, 1>>("lora_train", l, *p);
   }
   device::launch<weight_grad_kernel<kMostLoads, 1>>("lora_train", l, *p);
 }
