@@ -104,6 +104,28 @@ TEST_P(LoraTrainBoxes, DropoutOfBothIsTheSame) {
   }
 }
 
+// Float32 weights, whose kernel takes ds in parts.
+TEST_P(LoraTrainBoxes, Float32WeightsChangeNoBit) {
+  for (const int rank : {3, 16, 24, 32}) {
+    for (const float p : {0.0f, 0.3f}) {
+      TrainCase c = base_case(rank);
+      c.w = c.grad = DType::kFloat32;
+      c.hidden = p > 0 ? 336 : 328;
+      if (p > 0) c.p = {p};
+      c.transposed_weights = rank == 24;
+      BackwardPlan plan = plan_of(64, 128, 64);
+      plan.one_pass = false;
+      plan.with_dx = DxPanels::k128;
+      expect_same(c, GetParam(), plan, concat("rank ", rank, ", p ", p));
+      if (rank != 32) continue;
+      c.ranks = {16, 5};
+      c.widths = {520, 40};
+      plan.x.chunk = RowCut{128};
+      expect_same(c, GetParam(), plan, concat("slices, p ", p));
+    }
+  }
+}
+
 // More panels of dy than one thread adds for ds, a quarter each for four of them.
 TEST_P(LoraTrainBoxes, ManyPanelsAreAddedByFourThreads) {
   for (const int rank : {16, 32}) {

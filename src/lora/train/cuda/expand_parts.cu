@@ -25,6 +25,7 @@
 #include "device/stmatrix.cuh"
 #include "device/swizzle.cuh"
 #include "device/wgmma.cuh"
+#include "lora/train/cuda/expand_parts.cuh"
 #include "lora/train/cuda/expand_store.cuh"
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/part_columns.cuh"
@@ -36,7 +37,7 @@ namespace {
 constexpr int kWarpRows = 16;
 constexpr int kHalf = 128;  ///< columns of an MMA
 constexpr int kHalves = kPartsColumns / kHalf;
-constexpr int kSteps = kPairCopies / 2;  ///< MMA steps of an octet
+constexpr int kSteps = kPartSteps;
 constexpr int kBlockBytes = kPartsColumns * device::kSwizzleBytes;
 
 template <int kRanks_>
@@ -53,18 +54,6 @@ struct Shape {
       kWeightBytes + kThreads / 32 * (kWarpBytes + (kOwnStore ? kStoreBytes : 0));
   static_assert(kOwnStore || kWarpBytes >= kStoreBytes, "a warp's rows lie where its h did");
 };
-
-/// Writes the six pieces of an octet of ranks of a column.
-__device__ __forceinline__ void store_pieces(unsigned char* to, int column, int octet,
-                                             const float (&v)[8]) {
-  const PartWords two[4] = {{v[0], v[1]}, {v[2], v[3]}, {v[4], v[5]}, {v[6], v[7]}};
-#pragma unroll
-  for (int q = 0; q < kPairCopies; ++q) {
-    const int piece = octet * kPairCopies + q;
-    *reinterpret_cast<uint4*>(to + piece / 8 * kBlockBytes + device::swizzled(column, piece % 8)) =
-        make_uint4(two[0].weight[q], two[1].weight[q], two[2].weight[q], two[3].weight[q]);
-  }
-}
 
 /// Splits the weights of a panel's columns where a column's ranks are neighbours, whole octets of
 /// one pair: four lanes read a line of a column, and eight write to all banks.
@@ -89,7 +78,7 @@ __device__ __forceinline__ void split_columns(const ExpandParams& p, int panel, 
       }
     }
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) store_pieces(to, own + i * kStep, octet, v[i]);
+    for (int i = 0; i < kLanes; ++i) store_pieces<kPartsColumns>(to, own + i * kStep, octet, v[i]);
   }
 }
 
@@ -124,7 +113,7 @@ __device__ __forceinline__ void split_panel(const ExpandParams& p, int panel, un
       for (int k = 0; k < 8; ++k) v[i][k] = k < ranks ? __ldcg(from + k * step) : 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < S::kGroup; ++i) store_pieces(to, n, first + i, v[i]);
+    for (int i = 0; i < S::kGroup; ++i) store_pieces<kPartsColumns>(to, n, first + i, v[i]);
   }
 }
 
@@ -181,15 +170,7 @@ __device__ __forceinline__ void multiply(const ExpandParams& p, const unsigned c
           const int piece = 2 * (first + pair + i) + lane % 4 / 2;
           return *reinterpret_cast<const float2*>(hidden + hidden_at<S>(own, piece) + lane % 2 * 8);
         };
-        const float2 v = at(row), w = at(row + 8);
-        const PartWords low(v.x, v.y), high(w.x, w.y);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          a[i][step][0] = low.hidden[2 * step];
-          a[i][step][1] = high.hidden[2 * step];
-          a[i][step][2] = low.hidden[2 * step + 1];
-          a[i][step][3] = high.hidden[2 * step + 1];
-        }
+        split_hidden(at(row), at(row + 8), a[i]);
       }
       if (pair == 0 && first == 0 && follows) await_turn();
 #pragma unroll

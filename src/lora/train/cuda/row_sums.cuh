@@ -67,7 +67,7 @@ class RowSums {
   /// The launch with ds has left its sums.
   void note_beside_ds();
   /// Sums of dA, from ds, and dx in the same pass over rows, where the plan has it so; false, and
-  /// nothing done, for operands that input_boxes.cu does not take.
+  /// nothing done, for operands that input_boxes.cu or input_parts.cu does not take.
   bool sum_x_with_dx(const HiddenForms& ds);
   /// Sums of dA, from ds; and with a plan of whole sums dA itself, and dB from h.
   void sum_x(const HiddenForms& h, const HiddenForms& ds, bool early);
@@ -75,6 +75,8 @@ class RowSums {
   void finish();
 
  private:
+  bool sum_parts_with_dx(const HiddenForms& ds);
+  bool wants_all_of_x(bool draws) const;
   void run_panels(PanelParams panel);
   bool stores_grad(const PanelParams& panel, const PanelOperand& o) const;
   void add_sums(const PanelParams& panel, const StoredSums& stored = {});
