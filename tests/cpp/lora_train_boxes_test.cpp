@@ -126,6 +126,28 @@ TEST_P(LoraTrainBoxes, Float32WeightsChangeNoBit) {
   }
 }
 
+// The plan of a call's own, of as few rows as fill the device.
+TEST_P(LoraTrainBoxes, Float32WeightsHaveDxWithTheSumsOfX) {
+  TrainCase c = base_case(8);
+  c.w = c.grad = DType::kFloat32;
+  c.rows = 259;
+  c.hidden = 110 * 128 - 8;
+  c.widths = {24};
+  TrainStep step(c, GetParam()), other(c, GetParam());
+  copy_inputs(step, &other);
+  for (TrainStep* one : {&step, &other}) {
+    one->run_forward();
+    run_backward(*one, [&](const lora::train::Problem& p) {
+      BackwardPlan plan = lora::train::cuda::plan_backward(p);
+      EXPECT_EQ(plan.with_dx, DxPanels::k128);
+      EXPECT_EQ(plan.x.chunk.rows, 320);
+      if (one == &other) plan.with_dx = DxPanels::kNone;
+      return plan;
+    });
+  }
+  expect_same_results(step, other, "one pass, and two");
+}
+
 // More panels of dy than one thread adds for ds, a quarter each for four of them.
 TEST_P(LoraTrainBoxes, ManyPanelsAreAddedByFourThreads) {
   for (const int rank : {16, 32}) {

@@ -111,7 +111,7 @@ __device__ __forceinline__ void share_hidden(const PartsParams& p, const Work& w
 template <class S>
 __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, const float* hidden,
                                        std::uint32_t smem, Barriers<S>* bars) {
-  constexpr int kSums = 64 / 2, kSteps = kPairCopies / 2;
+  constexpr int kSums = 64 / 2, kSteps = kPlanes - 1;
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4,
             lane = static_cast<int>(threadIdx.x) % 32;
@@ -125,24 +125,17 @@ __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, c
         const float* own = hidden + (half * p.half_rows + row) * S::kRanks;
         return *reinterpret_cast<const float2*>(own + 8 * octet + lane % 4 * 2);
       };
-      const float2 v = at(16 * warp + lane / 4), w = at(16 * warp + lane / 4 + 8);
-      const PartWords low(v.x, v.y), high(w.x, w.y);
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        h[half][octet][step][0] = low.hidden[2 * step];
-        h[half][octet][step][1] = high.hidden[2 * step];
-        h[half][octet][step][2] = low.hidden[2 * step + 1];
-        h[half][octet][step][3] = high.hidden[2 * step + 1];
-      }
+      const int row = 16 * warp + lane / 4;
+      split_h(at(row), at(row + 8), h[half][octet]);
     }
   }
   const std::uint32_t blocks = smem + 2 * warpgroup * kBlockBytes;
   const std::uint32_t put = device::swizzled(16 * warp + lane / 8 % 2 * 8 + lane % 8, lane / 16);
   std::uint32_t block = blocks;
   for (int unit = warpgroup; unit < work.units; unit += 2) {
-    const int pair = work.pair(unit);
-    bars->b_ready[pair].wait(unit / kPairs & 1);
-    const std::uint32_t weights = smem + S::kSlotsAt + pair * kPairBytes;
+    const int slot = work.slot(unit);
+    bars->b_ready[slot].wait(unit / kSlots & 1);
+    const std::uint32_t weights = smem + S::kSlotsAt + slot * kSlotBytes;
     float sums[S::kHalves][kSums];
 #pragma unroll
     for (auto& sum : sums) device::wgmma_keep(sum);
@@ -154,11 +147,9 @@ __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, c
         if (8 * octet >= p.width) break;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          const int piece = octet * kPairCopies + 2 * step;
-          device::wgmma<64>(
-              sums[half], h[half][octet][step],
-              device::wgmma_descriptor(weights + piece / 8 * kBlockBytes + piece % 8 * 16),
-              piece > 0);
+          const int plane = octet * kPlanes + step;
+          device::wgmma<64>(sums[half], h[half][octet][step],
+                            planes_descriptor(weights + plane * kPlaneBytes), plane > 0);
         }
       }
       device::wgmma_commit();
@@ -170,7 +161,7 @@ __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, c
       meet_warpgroup(warpgroup);
       half + 1 < S::kHalves ? device::wgmma_wait<1>() : device::wgmma_wait<0>();
       device::wgmma_keep(sum);
-      if (half + 1 == S::kHalves && lane == 0) bars->b_empty[pair].arrive();
+      if (half + 1 == S::kHalves && lane == 0) bars->b_empty[slot].arrive();
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         if (16 * warp >= p.half_rows) break;

@@ -12,7 +12,6 @@
 namespace mortar::lora::cuda::forward_parts {
 
 using namespace product;
-using train::cuda::kPairCopies;
 using train::cuda::kSumCopies;
 using train::cuda::PartWords;
 
@@ -21,11 +20,13 @@ inline constexpr int kSplitters = kSplitThreads / 32;  ///< warps, which have bo
 inline constexpr int kCopyAt = kConsumers + kSplitThreads, kPartsThreads = kCopyAt + kWarpgroup;
 inline constexpr int kBoxFloats = 32;  ///< columns of a box of float32
 inline constexpr int kAheadSteps = 3;  ///< of x, asked for before the wait
-/// 64 columns of A, or half of 64 rows of B.
+/// 64 columns of A, or 64 rows of B.
 inline constexpr int kSlotBytes = kBlockBytes;
 inline constexpr int kSlots = 16;
-inline constexpr int kPairs = kSlots / 2;  ///< slots of 64 rows of B
-inline constexpr int kPairBytes = 2 * kSlotBytes;
+/// Different parts of B, which lie in planes of eight ranks by 64 rows, so that a step of an MMA has
+/// two neighbours: third and first, first and second, second and all of the first.
+inline constexpr int kPlanes = 4;
+inline constexpr int kPlaneBytes = 64 * 16;
 
 /// As the products' own shapes say it. kHalves: of a tile's rows, up to 64 each, of which each
 /// warpgroup that multiplies makes h of one of two; of one, each makes half of h's columns.
@@ -45,8 +46,8 @@ struct PartsShape {
   static constexpr int kSmem = kHiddenAt + kRows * kRanks * 4;
   /// Each warp has its own slots: a barrier's phase that is two ahead would be taken for the one
   /// that has ended.
-  static_assert(kSlots % kSplitters == 0 && kPairs % kSplitters == 0);
-  static_assert(kOctets * kPairCopies <= 16, "two blocks of parts of B");
+  static_assert(kSlots % kSplitters == 0);
+  static_assert(kOctets * kPlanes * kPlaneBytes <= kSlotBytes, "parts of B");
   static_assert(kPartColumns * device::kSwizzleBytes <= kSlotBytes, "parts of A");
   static_assert(kRanks <= kBoxFloats);
   static_assert(kSlotsAt >= 4 * kBlockBytes, "y leaves from where x was");
@@ -69,7 +70,7 @@ template <class S>
 struct Barriers {
   device::Mbarrier x_full[S::kStages], x_empty[S::kStages];
   device::Mbarrier a_full[kSlots], a_ready[kSlots], a_empty[kSlots];
-  device::Mbarrier b_full[kPairs], b_ready[kPairs], b_empty[kPairs];
+  device::Mbarrier b_full[kSlots], b_ready[kSlots], b_empty[kSlots];
   device::Mbarrier received, came;
 
   __device__ __forceinline__ void init() {
@@ -81,8 +82,6 @@ struct Barriers {
       a_full[i].init(1);
       a_ready[i].init(32);
       a_empty[i].init(kConsumers / 32);
-    }
-    for (int i = 0; i < kPairs; ++i) {
       b_full[i].init(1);
       b_ready[i].init(32);
       b_empty[i].init(kWarpgroup / 32);
@@ -95,7 +94,7 @@ struct Barriers {
 
 /// What a thread block does: steps of 64 columns of x, then 64 columns of y at a time.
 struct Work {
-  int part, row, first_step, steps, units, first_pair;
+  int part, row, first_step, steps, units, first_slot;
 
   __device__ __forceinline__ explicit Work(const PartsParams& p) {
     part = static_cast<int>(blockIdx.y);
@@ -103,12 +102,12 @@ struct Work {
     first_step = part * p.part_steps;
     steps = max(0, min(p.part_steps, p.steps - first_step));
     units = 2 * ((p.column_tiles - part + p.parts - 1) / p.parts);
-    first_pair = (steps + 1) / 2 % kPairs;  // whose slots are free first
+    first_slot = steps % kSlots;  // that is free first
   }
   __device__ __forceinline__ int column(const PartsParams& p, int unit) const {
     return ((unit / 2 * p.parts + part) * 2 + unit % 2) * 64;
   }
-  __device__ __forceinline__ int pair(int unit) const { return (first_pair + unit) % kPairs; }
+  __device__ __forceinline__ int slot(int unit) const { return (first_slot + unit) % kSlots; }
 };
 
 /// Copies x and A, then B; by one thread.
@@ -134,18 +133,16 @@ __device__ __forceinline__ void produce(const PartsParams& p, const Work& work, 
     }
   }
   for (int unit = 0; unit < work.units; ++unit) {
-    const int pair = work.pair(unit);
-    if (unit < kPairs) {
-      for (int slot = 2 * pair; slot < 2 * pair + 2; ++slot) {
-        const int uses = (work.steps - slot + kSlots - 1) / kSlots;
-        if (slot < work.steps) bars->a_empty[slot].wait((uses - 1) & 1);
-      }
-    } else {
-      bars->b_empty[pair].wait((unit / kPairs & 1) ^ 1);
+    const int slot = work.slot(unit);
+    if (unit >= kSlots) {
+      bars->b_empty[slot].wait((unit / kSlots & 1) ^ 1);
+    } else if (slot < work.steps) {
+      const int uses = (work.steps - slot + kSlots - 1) / kSlots;
+      bars->a_empty[slot].wait((uses - 1) & 1);
     }
-    bars->b_full[pair].arrive_and_expect(kBlockBytes);
-    device::copy_box(smem + S::kSlotsAt + (pair + 1) * kPairBytes - kBlockBytes, p.b, 0,
-                     work.column(p, unit), bars->b_full + pair);
+    bars->b_full[slot].arrive_and_expect(kBlockBytes);
+    device::copy_box(smem + S::kSlotsAt + slot * kSlotBytes, p.b, 0, work.column(p, unit),
+                     bars->b_full + slot);
   }
 }
 
@@ -213,26 +210,46 @@ __device__ __forceinline__ void split_a(unsigned char* slot) {
 
 /// Splits 64 rows of B where they lie, by a warp.
 template <int kRanks>
-__device__ __forceinline__ void split_b(unsigned char* pair) {
+__device__ __forceinline__ void split_b(unsigned char* slot) {
   constexpr int kOctets = kRanks / 8, kRowsAtOnce = 32 / kOctets, kItems = 64 / kRowsAtOnce;
   const int lane = static_cast<int>(threadIdx.x) % 32, octet = lane / 8 % kOctets;
   const int first_row = lane / 8 / kOctets * 8 + lane % 8;
-  const unsigned char* from = pair + kPairBytes - kBlockBytes;
   float v[kItems][8];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) read_eight(from, first_row + i * kRowsAtOnce, octet * 2, v[i]);
+  for (int i = 0; i < kItems; ++i) read_eight(slot, first_row + i * kRowsAtOnce, octet * 2, v[i]);
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const EightParts parts(v[i]);
-    const uint4 pieces[kPairCopies] = {parts.first, parts.third,  parts.second,
-                                       parts.first, parts.second, parts.whole};
+    unsigned char* to =
+        slot + octet * kPlanes * kPlaneBytes + (first_row + i * kRowsAtOnce) * 16;
+    *reinterpret_cast<uint4*>(to) = parts.third;
+    *reinterpret_cast<uint4*>(to + kPlaneBytes) = parts.first;
+    *reinterpret_cast<uint4*>(to + 2 * kPlaneBytes) = parts.second;
+    *reinterpret_cast<uint4*>(to + 3 * kPlaneBytes) = parts.whole;
+  }
+}
+
+/// Matrix descriptor of two planes from `address` on, without a swizzle: 8 rows lie together, and
+/// so do the next 8; the next 8 of the depth are the next plane.
+__device__ __forceinline__ std::uint64_t planes_descriptor(std::uint32_t address) {
+  constexpr std::uint64_t kRowGroup = 8 * 16 / 16, kPlane = kPlaneBytes / 16;
+  return kRowGroup << 32 | kPlane << 16 | (address & 0x3ffff) >> 4;
+}
+
+/// The other operand of the steps of an octet's planes: parts of two neighbouring ranks of h, of a
+/// row and of the one eight below it.
+__device__ __forceinline__ void split_h(const float2& row, const float2& below,
+                                        std::uint32_t (&a)[kPlanes - 1][4]) {
+  // By what B's parts meet: the columns of PartWords that have these.
+  constexpr int kColumns[kPlanes - 1][2] = {{1, 0}, {3, 2}, {4, 5}};
+  const PartWords low(row.x, row.y), high(below.x, below.y);
 #pragma unroll
-    for (int q = 0; q < kPairCopies; ++q) {
-      const int piece = octet * kPairCopies + q;
-      *reinterpret_cast<uint4*>(pair + piece / 8 * kBlockBytes +
-                                device::swizzled(first_row + i * kRowsAtOnce, piece % 8)) =
-          pieces[q];
+  for (int step = 0; step < kPlanes - 1; ++step) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      a[step][2 * i] = low.hidden[kColumns[step][i]];
+      a[step][2 * i + 1] = high.hidden[kColumns[step][i]];
     }
   }
 }
@@ -249,11 +266,11 @@ __device__ __forceinline__ void split(const Work& work, unsigned char* smem, Bar
     bars->a_ready[slot].arrive();
   }
   for (int unit = warp; unit < work.units; unit += kSplitters) {
-    const int pair = work.pair(unit);
-    bars->b_full[pair].wait(unit / kPairs & 1);
-    split_b<S::kRanks>(smem + S::kSlotsAt + pair * kPairBytes);
+    const int slot = work.slot(unit);
+    bars->b_full[slot].wait(unit / kSlots & 1);
+    split_b<S::kRanks>(smem + S::kSlotsAt + slot * kSlotBytes);
     device::fence_async_proxy();
-    bars->b_ready[pair].arrive();
+    bars->b_ready[slot].arrive();
   }
 }
 

@@ -15,13 +15,12 @@ struct PanelParams;
 /// Ranks that input_parts.cu has room for.
 constexpr int most_input_parts_ranks(bool drops) { return drops ? 16 : 32; }
 
-/// Chunks of a sum of x whose thread blocks of 128 columns have an SM each; 0: dx comes apart, as
-/// these are too short, or leave more than a sixth of the SMs idle. Made for the SMs of an H200 on
-/// every device, as sums follow from it.
+/// Chunks of a sum of columns of parts of x, with dx, whose thread blocks of 128 columns have an SM
+/// each; 0: dx comes apart, as these are too short, or leave more than a sixth of the SMs idle. Made
+/// for the SMs of an H200 on every device, as sums follow from it.
 inline std::int64_t chunks_with_dx_in_parts(const PanelProblem& x, bool drops) {
   constexpr std::int64_t kFewestRows = 256;
-  if (!x.with_dx || x.copies == 1 || x.adapters > 0 || !x.by_products() ||
-      x.width > x.copies * most_input_parts_ranks(drops)) {
+  if (x.adapters > 0 || !x.by_products() || x.width > x.copies * most_input_parts_ranks(drops)) {
     return 0;
   }
   const std::int64_t panels =

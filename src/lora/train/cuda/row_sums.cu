@@ -30,8 +30,7 @@ BackwardPlan plan_backward(const Problem& p) {
   dy.rows = x.rows = p.num_rows;
   dy.copies = x.copies = copies;
   dy.beside_ds = true;
-  const bool stores_dx = p.dx.data != nullptr && !p.add_dx;
-  x.with_dx = copies == 1 && stores_dx;
+  x.with_dx = copies == 1 && p.dx.data != nullptr && !p.add_dx;
   dy.adapters = x.adapters = grouped(p) ? p.num_adapters : 0;
   for (int s = 0; s < p.num_slices; ++s) {
     if (!takes_panels(p, s)) continue;
@@ -51,7 +50,7 @@ BackwardPlan plan_backward(const Problem& p) {
   plan.products = sm90;
   const device::DeviceInfo& device = device::current_device();
   if (sm90 && copies == 1) plan.with_dx = dx_panels(x, plan.x, device.num_sms, device.l2_bytes);
-  if (sm90 && stores_dx && in_part_columns(p.x.dtype, p.weight)) {
+  if (sm90 && in_part_columns(p.x.dtype, p.weight) && p.dx.data != nullptr && !p.add_dx) {
     const std::int64_t chunks = chunks_with_dx_in_parts(x, p.drops_input());
     if (chunks > 0) {
       plan.x.chunk = cut_evenly(p.num_rows, chunks, kBlockRows);
