@@ -131,7 +131,7 @@ TEST_P(LoraTrainBoxes, Float32WeightsHaveDxWithTheSumsOfX) {
   TrainCase c = base_case(8);
   c.w = c.grad = DType::kFloat32;
   c.rows = 259;
-  c.hidden = 110 * 128 - 8;
+  c.hidden = 116 * 128 - 8;
   c.widths = {24};
   TrainStep step(c, GetParam()), other(c, GetParam());
   copy_inputs(step, &other);
@@ -146,6 +146,28 @@ TEST_P(LoraTrainBoxes, Float32WeightsHaveDxWithTheSumsOfX) {
     });
   }
   expect_same_results(step, other, "one pass, and two");
+}
+
+// ds of float32 weights on half of the SMs: by clusters, and of many rows by thread blocks that have
+// whole rows.
+TEST_P(LoraTrainBoxes, Float32WeightsShareDy) {
+  for (const int rows : {600, 5700}) {
+    TrainCase c = base_case(rows == 600 ? 16 : 5);
+    c.w = c.grad = DType::kFloat32;
+    c.rows = rows;
+    c.hidden = 64;
+    c.widths = {600};
+    BackwardPlan plan = plan_of(64, 128, 128);
+    plan.one_pass = false;
+    TrainStep first(c, GetParam()), other(c, GetParam());
+    copy_inputs(first, &other);
+    for (TrainStep* step : {&first, &other}) {
+      plan.shares_dy = step == &first;
+      step->run_forward();
+      run_backward(*step, plan);
+    }
+    expect_same_results(first, other, concat(rows, " rows"));
+  }
 }
 
 // More panels of dy than one thread adds for ds, a quarter each for four of them.

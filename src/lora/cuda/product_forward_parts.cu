@@ -10,9 +10,10 @@
 //          (of more than 64 rows 0.9 to 1.4) for 128 of y
 // wrong  : more ranks (0.42 and 0.9 us with 32; 4096 x 4096 x 4096 33.3 us for 33.7 apart)
 //
-// A cluster has a tile of rows, as in product_forward.cu, of one half or two. Boxes of the weights
-// come in float32 to the place where their parts will lie; a warp splits a whole one, so that eight
-// of them are being split at a time, and the latency of none is waited for. h passes between the
+// A cluster has a tile of rows, as in product_forward.cu, of one half or two. Boxes of A come in
+// float32 to the place where their parts will lie, and rows of B to registers; a warp splits a whole
+// box, or 64 rows, so that eight of them are being split at a time, and the latency of none is
+// waited for. h passes between the
 // thread blocks in float32; each thread splits what it has of it as the first operand of wgmma,
 // once. Columns of y come 64 at a time, which the two warpgroups that multiply have in turns.
 #include "core/check.h"
@@ -200,7 +201,6 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
   if (threadIdx.x == kCopyAt) {
     device::prefetch_tensor_map(p.x);
     device::prefetch_tensor_map(p.a);
-    device::prefetch_tensor_map(p.b);
     device::prefetch_tensor_map(p.y);
   }
   for (int i = threadIdx.x; i < 4 * S::kRows; i += kPartsThreads) {
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
   }
   if (threadIdx.x >= kConsumers) {
     device::fewer_registers<72>();
-    split<S>(work, smem, &bars);
+    split<S>(p, work, smem, &bars);
     return;
   }
   device::more_registers<152>();
@@ -258,7 +258,9 @@ void launch_shape(const char* op, const PartsForward& f, const ForwardPlan& plan
   device::set_tensor_map(p.x, bf16, f.x, f.columns, f.rows, f.x_stride, p.half_rows);
   // Boxes of 32 floats are boxes of 64 elements of 16 bits.
   device::set_tensor_map(p.a, bf16, f.a, 2 * f.columns, f.rank, 2 * f.a_stride, S::kRanks);
-  device::set_tensor_map(p.b, bf16, f.b, 2 * f.rank, f.out_columns, 2 * f.b_stride, 64);
+  p.b = static_cast<const float*>(f.b);
+  p.b_stride = f.b_stride;
+  p.out_columns = static_cast<int>(f.out_columns);
   device::set_tensor_map(p.y, bf16, f.y, f.out_columns, f.rows, f.y_stride, p.half_rows);
   p.x_data = f.x;
   p.x_stride = f.x_stride;

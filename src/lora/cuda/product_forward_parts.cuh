@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What product_forward_parts.cu copies and splits: its shared memory, the work of a thread block,
-// and how float32 weights become bfloat16 parts where they lie.
+// and how float32 weights become bfloat16 parts.
 #pragma once
 
 #include "core/int_math.h"
@@ -54,13 +54,14 @@ struct PartsShape {
 };
 
 struct PartsParams {
-  CUtensorMap x, a, b, y;
+  CUtensorMap x, a, y;
   const void* x_data;
-  std::int64_t x_stride;
+  const float* b;
+  std::int64_t x_stride, b_stride;
   std::int64_t rows;
   int rank, width;  ///< of the adapter, and in whole octets
   int tile_rows, half_rows, parts, leaves, leaf_steps, part_steps, steps;
-  int column_tiles;  ///< of 128 columns of y
+  int out_columns, column_tiles;  ///< of y, and by 128
   float factor;
   float* h;
   std::int64_t h_stride;
@@ -70,7 +71,7 @@ template <class S>
 struct Barriers {
   device::Mbarrier x_full[S::kStages], x_empty[S::kStages];
   device::Mbarrier a_full[kSlots], a_ready[kSlots], a_empty[kSlots];
-  device::Mbarrier b_full[kSlots], b_ready[kSlots], b_empty[kSlots];
+  device::Mbarrier b_ready[kSlots], b_empty[kSlots];
   device::Mbarrier received, came;
 
   __device__ __forceinline__ void init() {
@@ -82,7 +83,6 @@ struct Barriers {
       a_full[i].init(1);
       a_ready[i].init(32);
       a_empty[i].init(kConsumers / 32);
-      b_full[i].init(1);
       b_ready[i].init(32);
       b_empty[i].init(kWarpgroup / 32);
     }
@@ -110,7 +110,7 @@ struct Work {
   __device__ __forceinline__ int slot(int unit) const { return (first_slot + unit) % kSlots; }
 };
 
-/// Copies x and A, then B; by one thread.
+/// Copies x and A; by one thread.
 template <class S>
 __device__ __forceinline__ void produce(const PartsParams& p, const Work& work, std::uint32_t smem,
                                         Barriers<S>* bars) {
@@ -131,18 +131,6 @@ __device__ __forceinline__ void produce(const PartsParams& p, const Work& work, 
       device::copy_box_once(smem + stage * S::kStageBytes + half * kBlockBytes, p.x, column,
                             work.row + half * p.half_rows, bars->x_full + stage);
     }
-  }
-  for (int unit = 0; unit < work.units; ++unit) {
-    const int slot = work.slot(unit);
-    if (unit >= kSlots) {
-      bars->b_empty[slot].wait((unit / kSlots & 1) ^ 1);
-    } else if (slot < work.steps) {
-      const int uses = (work.steps - slot + kSlots - 1) / kSlots;
-      bars->a_empty[slot].wait((uses - 1) & 1);
-    }
-    bars->b_full[slot].arrive_and_expect(kBlockBytes);
-    device::copy_box(smem + S::kSlotsAt + slot * kSlotBytes, p.b, 0, work.column(p, unit),
-                     bars->b_full + slot);
   }
 }
 
@@ -208,27 +196,53 @@ __device__ __forceinline__ void split_a(unsigned char* slot) {
   }
 }
 
-/// Splits 64 rows of B where they lie, by a warp.
+/// 64 rows of B on their way to a slot, in the registers of a warp, which has each lane's rows
+/// sooner than the copy engine, whose time for a row is the same for 64 bytes as for 128.
 template <int kRanks>
-__device__ __forceinline__ void split_b(unsigned char* slot) {
-  constexpr int kOctets = kRanks / 8, kRowsAtOnce = 32 / kOctets, kItems = 64 / kRowsAtOnce;
-  const int lane = static_cast<int>(threadIdx.x) % 32, octet = lane / 8 % kOctets;
-  const int first_row = lane / 8 / kOctets * 8 + lane % 8;
+struct RowsOfB {
+  static constexpr int kOctets = kRanks / 8, kRowsAtOnce = 32 / kOctets, kItems = 64 / kRowsAtOnce;
   float v[kItems][8];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) read_eight(slot, first_row + i * kRowsAtOnce, octet * 2, v[i]);
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const EightParts parts(v[i]);
-    unsigned char* to =
-        slot + octet * kPlanes * kPlaneBytes + (first_row + i * kRowsAtOnce) * 16;
-    *reinterpret_cast<uint4*>(to) = parts.third;
-    *reinterpret_cast<uint4*>(to + kPlaneBytes) = parts.first;
-    *reinterpret_cast<uint4*>(to + 2 * kPlaneBytes) = parts.second;
-    *reinterpret_cast<uint4*>(to + 3 * kPlaneBytes) = parts.whole;
+
+  static __device__ __forceinline__ int octet() {
+    return static_cast<int>(threadIdx.x) % 32 / 8 % kOctets;
   }
-}
+  static __device__ __forceinline__ int row(int i) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    return i * kRowsAtOnce + lane / 8 / kOctets * 8 + lane % 8;
+  }
+  /// Zeros past the ranks and the rows.
+  __device__ __forceinline__ void load(const PartsParams& p, int first_row) {
+    const int ranks = p.rank - 8 * octet();
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int own = first_row + row(i), left = own < p.out_columns ? ranks : 0;
+      const float* from = p.b + own * p.b_stride + 8 * octet();
+#pragma unroll
+      for (int k = 0; k < 8; k += 4) {
+        float4 four = make_float4(0, 0, 0, 0);
+        if (left >= k + 4) {
+          four = __ldg(reinterpret_cast<const float4*>(from + k));
+        } else if (left > k) {
+          four.x = __ldg(from + k);
+          if (left > k + 1) four.y = __ldg(from + k + 1);
+          if (left > k + 2) four.z = __ldg(from + k + 2);
+        }
+        v[i][k] = four.x, v[i][k + 1] = four.y, v[i][k + 2] = four.z, v[i][k + 3] = four.w;
+      }
+    }
+  }
+  __device__ __forceinline__ void split(unsigned char* slot) const {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const EightParts parts(v[i]);
+      unsigned char* to = slot + octet() * kPlanes * kPlaneBytes + row(i) * 16;
+      *reinterpret_cast<uint4*>(to) = parts.third;
+      *reinterpret_cast<uint4*>(to + kPlaneBytes) = parts.first;
+      *reinterpret_cast<uint4*>(to + 2 * kPlaneBytes) = parts.second;
+      *reinterpret_cast<uint4*>(to + 3 * kPlaneBytes) = parts.whole;
+    }
+  }
+};
 
 /// Matrix descriptor of two planes from `address` on, without a swizzle: 8 rows lie together, and
 /// so do the next 8; the next 8 of the depth are the next plane.
@@ -254,9 +268,10 @@ __device__ __forceinline__ void split_h(const float2& row, const float2& below,
   }
 }
 
-/// Splits every kSplitters-th box of A, then of B; by a warp of its own number.
+/// Splits every kSplitters-th box of A, then of 64 rows of B; by a warp of its own number.
 template <class S>
-__device__ __forceinline__ void split(const Work& work, unsigned char* smem, Barriers<S>* bars) {
+__device__ __forceinline__ void split(const PartsParams& p, const Work& work, unsigned char* smem,
+                                      Barriers<S>* bars) {
   const int warp = static_cast<int>(threadIdx.x) / 32 % kSplitters;
   for (int i = warp; i < work.steps; i += kSplitters) {
     const int slot = i % kSlots;
@@ -265,12 +280,22 @@ __device__ __forceinline__ void split(const Work& work, unsigned char* smem, Bar
     device::fence_async_proxy();
     bars->a_ready[slot].arrive();
   }
+  RowsOfB<S::kRanks> rows;
+  if (warp < work.units) rows.load(p, work.column(p, warp));
+#pragma unroll 1
   for (int unit = warp; unit < work.units; unit += kSplitters) {
     const int slot = work.slot(unit);
-    bars->b_full[slot].wait(unit / kSlots & 1);
-    split_b<S::kRanks>(smem + S::kSlotsAt + slot * kSlotBytes);
+    if (unit >= kSlots) {
+      bars->b_empty[slot].wait((unit / kSlots & 1) ^ 1);
+    } else if (slot < work.steps) {
+      const int uses = (work.steps - slot + kSlots - 1) / kSlots;
+      bars->a_empty[slot].wait((uses - 1) & 1);
+    }
+    rows.split(smem + S::kSlotsAt + slot * kSlotBytes);
     device::fence_async_proxy();
     bars->b_ready[slot].arrive();
+    const int next = unit + kSplitters;
+    if (next < work.units) rows.load(p, work.column(p, next));
   }
 }
 

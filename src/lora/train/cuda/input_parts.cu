@@ -12,7 +12,7 @@
 // A thread block has a panel of 128 columns and a chunk of rows, which pass 64 at a time, with ds as
 // columns of parts for dA and in float32 for dx. One warpgroup has the sums of dA in registers over
 // the whole chunk; two have 64 columns of dx each, whose weights lie in parts in shared memory: they
-// split what they have of ds in registers. With dropout two others draw, as in input_boxes.cu. The
+// split what they have of ds in registers. With dropout another draws, as in input_boxes.cu. The
 // first lane of a last warp copies, x before the kernel before it has ended, which makes ds.
 #include "core/check.h"
 #include "device/barrier.cuh"
@@ -40,7 +40,7 @@ struct PartsShape {
   static constexpr int kSumRanks = kSumCopies * kRanks;  ///< columns of parts
   static constexpr bool kDrops = kDrops_;
   static constexpr int kColumns = dx_columns(DxPanels::k128), kBlocks = kColumns / kBlockColumns;
-  static constexpr int kSummers = 1, kStorers = kBlocks, kDroppers = kDrops ? 2 : 0;
+  static constexpr int kSummers = 1, kStorers = kBlocks, kDroppers = kDrops ? 1 : 0;
   static constexpr int kThreads = (kSummers + kStorers + kDroppers) * kWarpgroup + 32;
   static constexpr int kRegisters = kDrops ? 96 : 152;
   static constexpr int kBuffers = kRanks > 16 ? 1 : 2;

@@ -315,18 +315,6 @@ inline ProductCut half_tiles(ProductCut cut, std::int64_t rows, int width, int l
   return cut;
 }
 
-/// h or ds of so few columns of parts by clusters that share the depth, in one tile a row, the
-/// narrowest. `beside`: of ds, whose tiles have all rows where they may, as dB begins where
-/// clusters of four leave SMs free. (Backward, 4096 x 4096 x 4096, rank 32, on an H100: 88 us for
-/// 95.)
-inline ProductCut cut_part_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
-                                  int sms, bool beside) {
-  const int middle = beside ? 128 : kHalfPartTile;
-  const int tile = width <= 64 ? 64 : width <= middle ? middle : kWidestPartTile;
-  const ProductCut cut = cut_split_shrink(rows, columns, width, leaves, sms, Alone(), tile);
-  return beside ? cut : half_tiles(cut, rows, width, leaves, sms);
-}
-
 /// h or ds of so many leaves by either kernel. `splits`: clusters may share the depth.
 template <class Total = Alone>
 ProductCut cut_leaves(std::int64_t rows, std::int64_t columns, int width, int leaves, bool splits,

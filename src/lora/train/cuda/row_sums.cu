@@ -50,6 +50,13 @@ BackwardPlan plan_backward(const Problem& p) {
   plan.products = sm90;
   const device::DeviceInfo& device = device::current_device();
   if (sm90 && copies == 1) plan.with_dx = dx_panels(x, plan.x, device.num_sms, device.l2_bytes);
+  if (sm90 && dy.copies > 1 && dy.matrices == 1 && p.num_slices == 1 && dy.adapters == 0 &&
+      dy.by_products() && !p.drops_delta() &&
+      shares_dy(p.num_rows, dy.columns[0], dy.width, kLeaves, copies)) {
+    plan.shares_dy = true;
+    plan.dy.chunk = cut_evenly(
+        p.num_rows, cut_rows_beside(p.num_rows, dy.columns[0], dy.width).parts, kBlockRows);
+  }
   if (sm90 && in_part_columns(p.x.dtype, p.weight) && p.dx.data != nullptr && !p.add_dx) {
     const std::int64_t chunks = chunks_with_dx_in_parts(x, p.drops_input());
     if (chunks > 0) {

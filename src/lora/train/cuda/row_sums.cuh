@@ -43,11 +43,12 @@ inline bool makes_ds(const Problem& p, const BackwardPlan& plan, int slice) {
 /// columns of parts of a rank.
 inline int free_sms(const ShrinkPlan& plan, std::int64_t rows, int width, int copies,
                     std::int64_t columns, const Machine& machine) {
-  if (!plan.product || !plan.fused) return 0;
+  if (!plan.product || (!plan.fused && plan.parts > 1)) return 0;
   const std::int64_t blocks = plan.parts > 1 ? split_tiles(rows, width, plan.ranks) * plan.parts
                                              : product_blocks(rows, width, plan.ranks, 1);
-  const ProductCut cut = copies > 1 ? cut_rows_alone(rows, columns, width, copies)
-                                    : cut_rows_beside(rows, columns, width);
+  const bool alone = copies > 1 && !shares_dy(rows, columns, width, kLeaves, copies);
+  const ProductCut cut = alone ? cut_rows_alone(rows, columns, width, copies)
+                               : cut_rows_beside(rows, columns, width);
   return BesideRowSums(rows, columns, width, machine.sms, cut).free_sms(blocks);
 }
 
