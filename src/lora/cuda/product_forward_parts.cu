@@ -112,7 +112,7 @@ __device__ __forceinline__ void share_hidden(const PartsParams& p, const Work& w
 template <class S>
 __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, const float* hidden,
                                        std::uint32_t smem, Barriers<S>* bars) {
-  constexpr int kSums = 64 / 2, kSteps = kPlanes - 1;
+  constexpr int kSums = 64 / 2, kSteps = kPartSteps;
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4,
             lane = static_cast<int>(threadIdx.x) % 32;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, c
         return *reinterpret_cast<const float2*>(own + 8 * octet + lane % 4 * 2);
       };
       const int row = 16 * warp + lane / 4;
-      split_h(at(row), at(row + 8), h[half][octet]);
+      train::cuda::split_hidden(at(row), at(row + 8), h[half][octet]);
     }
   }
   const std::uint32_t blocks = smem + 2 * warpgroup * kBlockBytes;
@@ -148,9 +148,10 @@ __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, c
         if (8 * octet >= p.width) break;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          const int plane = octet * kPlanes + step;
           device::wgmma<64>(sums[half], h[half][octet][step],
-                            planes_descriptor(weights + plane * kPlaneBytes), plane > 0);
+                            train::cuda::planes_descriptor<kPlaneBytes>(
+                                weights + octet * kOctetBytes + step * kPlaneBytes),
+                            octet + step > 0);
         }
       }
       device::wgmma_commit();

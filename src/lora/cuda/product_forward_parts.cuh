@@ -8,12 +8,15 @@
 #include "lora/cuda/product_forward.h"
 #include "lora/cuda/product_split.cuh"
 #include "lora/train/cuda/part_columns.cuh"
+#include "lora/train/cuda/part_planes.cuh"
 
 namespace mortar::lora::cuda::forward_parts {
 
 using namespace product;
+using train::cuda::EightParts;
+using train::cuda::kPartPlanes;
+using train::cuda::kPartSteps;
 using train::cuda::kSumCopies;
-using train::cuda::PartWords;
 
 inline constexpr int kSplitThreads = 2 * kWarpgroup;
 inline constexpr int kSplitters = kSplitThreads / 32;  ///< warps, which have boxes in turns
@@ -23,10 +26,8 @@ inline constexpr int kAheadSteps = 3;  ///< of x, asked for before the wait
 /// 64 columns of A, or 64 rows of B.
 inline constexpr int kSlotBytes = kBlockBytes;
 inline constexpr int kSlots = 16;
-/// Different parts of B, which lie in planes of eight ranks by 64 rows, so that a step of an MMA has
-/// two neighbours: third and first, first and second, second and all of the first.
-inline constexpr int kPlanes = 4;
-inline constexpr int kPlaneBytes = 64 * 16;
+inline constexpr int kPlaneBytes = train::cuda::part_plane_bytes(64);
+inline constexpr int kOctetBytes = kPartPlanes * kPlaneBytes;
 
 /// As the products' own shapes say it. kHalves: of a tile's rows, up to 64 each, of which each
 /// warpgroup that multiplies makes h of one of two; of one, each makes half of h's columns.
@@ -47,7 +48,7 @@ struct PartsShape {
   /// Each warp has its own slots: a barrier's phase that is two ahead would be taken for the one
   /// that has ended.
   static_assert(kSlots % kSplitters == 0);
-  static_assert(kOctets * kPlanes * kPlaneBytes <= kSlotBytes, "parts of B");
+  static_assert(kOctets * kOctetBytes <= kSlotBytes, "parts of B");
   static_assert(kPartColumns * device::kSwizzleBytes <= kSlotBytes, "parts of A");
   static_assert(kRanks <= kBoxFloats);
   static_assert(kSlotsAt >= 4 * kBlockBytes, "y leaves from where x was");
@@ -144,29 +145,6 @@ __device__ __forceinline__ void read_eight(const unsigned char* from, int row, i
   }
 }
 
-/// The parts of eight values, packed: those of a value that is not finite are its first alone.
-struct EightParts {
-  uint4 whole, first, second, third;  ///< `first`: zeros for what is not finite
-
-  __device__ __forceinline__ explicit EightParts(const float (&v)[8]) {
-    std::uint32_t part[4][3];
-    float zero = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      device::split2(v[2 * i], v[2 * i + 1], part[i]);
-      zero = fmaf(v[2 * i], 0.0f, fmaf(v[2 * i + 1], 0.0f, zero));
-    }
-    whole = first = make_uint4(part[0][0], part[1][0], part[2][0], part[3][0]);
-    second = make_uint4(part[0][1], part[1][1], part[2][1], part[3][1]);
-    third = make_uint4(part[0][2], part[1][2], part[2][2], part[3][2]);
-    if (zero == 0) return;
-    const PartWords two[4] = {{v[0], v[1]}, {v[2], v[3]}, {v[4], v[5]}, {v[6], v[7]}};
-    first = make_uint4(two[0].weight[0], two[1].weight[0], two[2].weight[0], two[3].weight[0]);
-    second = make_uint4(two[0].sum[1], two[1].sum[1], two[2].sum[1], two[3].sum[1]);
-    third = make_uint4(two[0].sum[2], two[1].sum[2], two[2].sum[2], two[3].sum[2]);
-  }
-};
-
 /// Splits 64 columns of A where they lie, by a warp.
 template <int kRanks>
 __device__ __forceinline__ void split_a(unsigned char* slot) {
@@ -234,39 +212,10 @@ struct RowsOfB {
   __device__ __forceinline__ void split(unsigned char* slot) const {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const EightParts parts(v[i]);
-      unsigned char* to = slot + octet() * kPlanes * kPlaneBytes + row(i) * 16;
-      *reinterpret_cast<uint4*>(to) = parts.third;
-      *reinterpret_cast<uint4*>(to + kPlaneBytes) = parts.first;
-      *reinterpret_cast<uint4*>(to + 2 * kPlaneBytes) = parts.second;
-      *reinterpret_cast<uint4*>(to + 3 * kPlaneBytes) = parts.whole;
+      train::cuda::store_planes<kPlaneBytes>(slot + octet() * kOctetBytes + row(i) * 16, v[i]);
     }
   }
 };
-
-/// Matrix descriptor of two planes from `address` on, without a swizzle: 8 rows lie together, and
-/// so do the next 8; the next 8 of the depth are the next plane.
-__device__ __forceinline__ std::uint64_t planes_descriptor(std::uint32_t address) {
-  constexpr std::uint64_t kRowGroup = 8 * 16 / 16, kPlane = kPlaneBytes / 16;
-  return kRowGroup << 32 | kPlane << 16 | (address & 0x3ffff) >> 4;
-}
-
-/// The other operand of the steps of an octet's planes: parts of two neighbouring ranks of h, of a
-/// row and of the one eight below it.
-__device__ __forceinline__ void split_h(const float2& row, const float2& below,
-                                        std::uint32_t (&a)[kPlanes - 1][4]) {
-  // By what B's parts meet: the columns of PartWords that have these.
-  constexpr int kColumns[kPlanes - 1][2] = {{1, 0}, {3, 2}, {4, 5}};
-  const PartWords low(row.x, row.y), high(below.x, below.y);
-#pragma unroll
-  for (int step = 0; step < kPlanes - 1; ++step) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      a[step][2 * i] = low.hidden[kColumns[step][i]];
-      a[step][2 * i + 1] = high.hidden[kColumns[step][i]];
-    }
-  }
-}
 
 /// Splits every kSplitters-th box of A, then of 64 rows of B; by a warp of its own number.
 template <class S>

@@ -7,13 +7,14 @@
 // 4.28 TB/s
 // FLOP:  18 M R K; with R = 16 4.8 GFLOP, 6 us at 800 T
 // limit: DRAM, which has x to read while L2 takes dx
-// wrong: more than 32 ranks, whose three sums of 128 columns do not fit a warpgroup's registers
+// wrong: more than 32 ranks, whose three sums of 128 columns do not fit a warpgroup's registers, and
+//        dropout, whose draws one more warpgroup makes too slowly, and two leave too few registers
 //
 // A thread block has a panel of 128 columns and a chunk of rows, which pass 64 at a time, with ds as
 // columns of parts for dA and in float32 for dx. One warpgroup has the sums of dA in registers over
 // the whole chunk; two have 64 columns of dx each, whose weights lie in parts in shared memory: they
-// split what they have of ds in registers. With dropout another draws, as in input_boxes.cu. The
-// first lane of a last warp copies, x before the kernel before it has ended, which makes ds.
+// split what they have of ds in registers. The first lane of a last warp copies, x before the kernel
+// before it has ended, which makes ds.
 #include "core/check.h"
 #include "device/barrier.cuh"
 #include "device/convert.cuh"
@@ -22,11 +23,11 @@
 #include "device/stmatrix.cuh"
 #include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
-#include "lora/train/cuda/expand_parts.cuh"
 #include "lora/train/cuda/input_boxes.cuh"
 #include "lora/train/cuda/input_parts.h"
 #include "lora/train/cuda/input_roles.cuh"
 #include "lora/train/cuda/panel.cuh"
+#include "lora/train/cuda/part_planes.cuh"
 
 namespace mortar::lora::train::cuda {
 namespace {
@@ -34,31 +35,27 @@ namespace {
 using namespace input_pass;
 
 /// As input_boxes.cu's shapes say it. Of more ranks boxes of dx wait for room.
-template <int kRanks_, bool kDrops_>
+template <int kRanks_>
 struct PartsShape {
   static constexpr int kRanks = kRanks_, kOctets = kRanks / 8;
   static constexpr int kSumRanks = kSumCopies * kRanks;  ///< columns of parts
-  static constexpr bool kDrops = kDrops_;
+  static constexpr bool kDrops = false;
   static constexpr int kColumns = dx_columns(DxPanels::k128), kBlocks = kColumns / kBlockColumns;
-  static constexpr int kSummers = 1, kStorers = kBlocks, kDroppers = kDrops ? 1 : 0;
-  static constexpr int kThreads = (kSummers + kStorers + kDroppers) * kWarpgroup + 32;
-  static constexpr int kRegisters = kDrops ? 96 : 152;
+  static constexpr int kSummers = 1, kStorers = kBlocks, kDroppers = 0;
+  static constexpr int kThreads = (kSummers + kStorers) * kWarpgroup + 32, kRegisters = 152;
   static constexpr int kBuffers = kRanks > 16 ? 1 : 2;
-  static constexpr int kStages = kRanks > 16 ? 4 : 5, kNarrowStages = kDrops ? 4 : kStages;
+  static constexpr int kStages = kRanks > 16 ? 5 : 6, kNarrowStages = kStages - 1;
   static constexpr int kReaders = (kSummers + kStorers) * kWarpgroup / 32;
   static constexpr int kStageBytes = kBlocks * kBlockBytes;
   static constexpr int kSumBoxes = ceil_div(kSumRanks, kBlockColumns);
   static constexpr int kNarrowBytes = (kSumBoxes + 1) * kBlockBytes;
-  static constexpr int kPieceBytes = kColumns * device::kSwizzleBytes;  ///< eight pieces
-  static constexpr int kMaskBytes = kBlockRows * kColumns / 8;
+  static constexpr int kPlaneBytes = part_plane_bytes(kColumns);
+  static constexpr int kOctetBytes = kPartPlanes * kPlaneBytes;
   static constexpr int kNarrowAt = kStages * kStageBytes;
   static constexpr int kStoreAt = kNarrowAt + kNarrowStages * kNarrowBytes;
   static constexpr int kWeightsAt = kStoreAt + kStorers * kBuffers * kBlockBytes;
-  static constexpr int kMasksAt =
-      kWeightsAt + ceil_div(kOctets * kPairCopies, kRowPieces) * kPieceBytes;
-  static constexpr int kSmem = kMasksAt + (kDrops ? kStages * kMaskBytes : 0);
+  static constexpr int kSmem = kWeightsAt + kOctets * kOctetBytes;
   static_assert(kRanks * 2 <= kBlockColumns, "a box of float32 has all ranks");
-  static_assert(!kDrops || kRanks <= 16, "96 registers hold the sums");
 };
 
 struct InputPartsParams {
@@ -95,7 +92,7 @@ __device__ __forceinline__ void load_parts(const PanelPart<>& part, unsigned cha
     float v[8];
 #pragma unroll
     for (int k = 0; k < 8; ++k) v[k] = k < left ? __ldcg(from + k * pair.a.row_stride) : 0.0f;
-    store_pieces<S::kColumns>(to, own, octet, v);
+    store_planes<S::kPlaneBytes>(to + octet * S::kOctetBytes + own * 16, v);
   }
 }
 
@@ -110,7 +107,7 @@ __device__ __forceinline__ void sum_parts(const PanelPart<>& part, std::uint32_t
 #pragma unroll 1
   for (int first = 0; first < part.rows.count; first += kBlockRows, at.next(), narrow.next()) {
     barriers.narrow_full[narrow.stage].wait(narrow.round & 1);
-    (S::kDrops ? barriers.dropped : barriers.full)[at.stage].wait(at.round & 1);
+    barriers.full[at.stage].wait(at.round & 1);
     const auto rows = device::wgmma_descriptor(smem + at.stage * S::kStageBytes);
     const auto ranks = device::wgmma_descriptor(
         smem + S::kNarrowAt + narrow.stage * S::kNarrowBytes, kBlockBytes);
@@ -159,8 +156,7 @@ __device__ __forceinline__ void store_parts(const InputPartsParams& p, const Pan
                                             Barriers<S>& barriers) {
   const std::uint32_t base = device::smem_address(smem);
   const std::uint32_t buffers = base + S::kStoreAt + block * S::kBuffers * kBlockBytes;
-  const std::uint32_t weights =
-      base + S::kWeightsAt + block * kBlockColumns * device::kSwizzleBytes;
+  const std::uint32_t weights = base + S::kWeightsAt + part_plane_bytes(block * kBlockColumns);
   std::uint32_t stored = buffers;
   const int thread = thread_anew() % kWarpgroup, lane = thread % 32;
   const int warp_row = thread / 32 * 16;
@@ -172,10 +168,9 @@ __device__ __forceinline__ void store_parts(const InputPartsParams& p, const Pan
       device::named_barrier<2, kWarpgroup>();
     }
   };
-  device::RingCursor<S::kStages> at;
   device::RingCursor<S::kNarrowStages> narrow;
 #pragma unroll 1
-  for (int first = 0; first < part.rows.count; first += kBlockRows, at.next(), narrow.next()) {
+  for (int first = 0; first < part.rows.count; first += kBlockRows, narrow.next()) {
     barriers.narrow_full[narrow.stage].wait(narrow.round & 1);
     const unsigned char* values = smem + S::kNarrowAt + narrow.stage * S::kNarrowBytes +
                                   S::kSumBoxes * kBlockBytes + lane % 2 * 8;
@@ -199,27 +194,13 @@ __device__ __forceinline__ void store_parts(const InputPartsParams& p, const Pan
       if (8 * octet >= part.p.hidden.width) break;
 #pragma unroll
       for (int step = 0; step < kPartSteps; ++step) {
-        const int piece = octet * kPairCopies + 2 * step;
-        device::wgmma<kBlockColumns>(
-            sum, a[octet][step],
-            device::wgmma_descriptor(weights + piece / kRowPieces * S::kPieceBytes +
-                                     piece % kRowPieces * 16),
-            piece > 0);
+        device::wgmma<kBlockColumns>(sum, a[octet][step],
+                                     planes_descriptor<S::kPlaneBytes>(
+                                         weights + octet * S::kOctetBytes + step * S::kPlaneBytes),
+                                     octet + step > 0);
       }
     }
     device::wgmma_commit();
-    [[maybe_unused]] std::uint64_t kept[2];  // of the lane's rows, by columns
-    if constexpr (S::kDrops) {
-      barriers.dropped[at.stage].wait(at.round & 1);
-      const unsigned char* masks = smem + S::kMasksAt + at.stage * S::kMaskBytes + block * 8;
-#pragma unroll
-      for (int upper = 0; upper < 2; ++upper) {
-        kept[upper] = *reinterpret_cast<const std::uint64_t*>(
-                          masks + (warp_row + lane / 4 + 8 * upper) * (S::kColumns / 8)) >>
-                      (lane % 4 * 2);
-      }
-      barriers.empty[at.stage].arrive();
-    }
     if (asks) device::store_boxes_wait_read<S::kBuffers - 1>();
     meet();
     device::wgmma_wait<0>();
@@ -231,10 +212,6 @@ __device__ __forceinline__ void store_parts(const InputPartsParams& p, const Pan
       for (int n = 0; n < 4; ++n) {
         const float* v = sum + 4 * j + 2 * n;
         words[n] = device::pack2<__nv_bfloat16>(v[0], v[1]);
-        if constexpr (S::kDrops) {
-          const auto two = static_cast<std::uint32_t>(kept[n % 2] >> (8 * (j + n / 2))) & 3u;
-          words[n] &= ((two | two << 15) & 0x10001u) * 0xffffu;
-        }
       }
       device::stmatrix_x4(
           stored + device::swizzled(warp_row + lane / 8 % 2 * 8 + lane % 8, j + lane / 16), words);
@@ -277,12 +254,6 @@ __global__ void __launch_bounds__(S::kThreads) __maxnreg__(S::kRegisters)
   device::fence_async_proxy();
   device::named_barrier<4, kLoaders>();
   const int warpgroup = thread_anew() / kWarpgroup;
-  if constexpr (S::kDrops) {
-    // Draws wait for no kernel: those of this call before have waited for what wrote the seed.
-    if (warpgroup >= S::kSummers + S::kStorers) {
-      return drop_stages(part, reinterpret_cast<char*>(smem), barriers);
-    }
-  }
   device::pdl_begin(false);
   if (warpgroup < S::kSummers) {
     sum_parts(part, device::smem_address(smem), barriers);
@@ -305,7 +276,7 @@ void launch_shape(PanelParams p, const Matrix& ds, const Matrix& dx, Stream stre
   device::set_tensor_map(params.wide, bf16, own.wide.data, columns, rows, own.wide.row_stride,
                          kBlockRows);
   device::set_tensor_map(params.out, bf16, dx.data, columns, rows, dx.row_stride, kBlockRows);
-  device::set_tensor_map(params.sums, bf16, p.s, p.hidden_width, rows, p.hidden_width, kBlockRows);
+  device::set_tensor_map(params.sums, bf16, p.s, own.width, rows, p.hidden_width, kBlockRows);
   // Boxes of 32 floats are boxes of 64 elements of 16 bits.
   const std::int64_t words = 2 * ds.row_stride;
   device::set_tensor_map(params.values, bf16, ds.data, words, rows, words, kBlockRows);
@@ -323,12 +294,11 @@ void launch_shape(PanelParams p, const Matrix& ds, const Matrix& dx, Stream stre
 void input_parts(const PanelParams& p, const Matrix& ds, const Matrix& dx, Stream stream) {
   const int width = p.operands[0].width / kSumCopies;
   check(p.copies == kSumCopies && p.num_operands == 1 && p.pairs.entries == nullptr &&
-            width <= most_input_parts_ranks(p.masked) && p.chunk.at_once == 0 &&
-            p.chunk.rows % kBlockRows == 0 && !p.early,
+            width <= kMostInputPartsRanks && p.chunk.at_once == 0 &&
+            p.chunk.rows % kBlockRows == 0 && !p.early && !p.masked,
         "lora_train: operands that the kernel of dA and dx in parts does not take");
-  if (p.masked) return launch_shape<PartsShape<16, true>>(p, ds, dx, stream);
-  width <= 16 ? launch_shape<PartsShape<16, false>>(p, ds, dx, stream)
-              : launch_shape<PartsShape<32, false>>(p, ds, dx, stream);
+  width <= 16 ? launch_shape<PartsShape<16>>(p, ds, dx, stream)
+              : launch_shape<PartsShape<32>>(p, ds, dx, stream);
 }
 
 }  // namespace mortar::lora::train::cuda

@@ -27,6 +27,7 @@ inline ProductCut cut_part_shrink_beside(std::int64_t rows, std::int64_t columns
                                          int leaves, int sms) {
   constexpr int kTile = 64;
   constexpr double kAddUs = 3, kEndUs = 1.1, kEndPartUs = 0.5;
+  constexpr double kWholeStep = 1.3;  // whole rows: two thread blocks share each step of b
   ProductCut best{kTile, 0};
   for (int parts = 1; parts <= leaves; parts *= 2) {
     const std::int64_t blocks = product_blocks(rows, width, kTile, parts);
@@ -34,7 +35,8 @@ inline ProductCut cut_part_shrink_beside(std::int64_t rows, std::int64_t columns
     const double steps = static_cast<double>(
         ceil_div<std::int64_t>(ceil_div<std::int64_t>(columns, lora::cuda::kProductStep), parts));
     const double end_us = parts == 1 ? kAddUs : kEndUs + kEndPartUs * parts;
-    best = {kTile, parts, kRampUs + steps * long_step_us(kTile) + end_us, parts > 1};
+    const double step_us = (parts == 1 ? kWholeStep : 1) * long_step_us(kTile);
+    best = {kTile, parts, kRampUs + steps * step_us + end_us, parts > 1};
   }
   return best;
 }

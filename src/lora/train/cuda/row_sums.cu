@@ -57,8 +57,9 @@ BackwardPlan plan_backward(const Problem& p) {
     plan.dy.chunk = cut_evenly(
         p.num_rows, cut_rows_beside(p.num_rows, dy.columns[0], dy.width).parts, kBlockRows);
   }
-  if (sm90 && in_part_columns(p.x.dtype, p.weight) && p.dx.data != nullptr && !p.add_dx) {
-    const std::int64_t chunks = chunks_with_dx_in_parts(x, p.drops_input());
+  if (sm90 && in_part_columns(p.x.dtype, p.weight) && p.dx.data != nullptr && !p.add_dx &&
+      !p.drops_input()) {
+    const std::int64_t chunks = chunks_with_dx_in_parts(x);
     if (chunks > 0) {
       plan.x.chunk = cut_evenly(p.num_rows, chunks, kBlockRows);
       plan.with_dx = DxPanels::k128;
@@ -187,9 +188,9 @@ bool RowSums::sum_parts_with_dx(const HiddenForms& ds) {
       ds.values != nullptr && ds.sum_columns != nullptr && ds.pair_columns == nullptr;
   if (plan_.with_dx != DxPanels::k128 || plan_.x.shape != kChainPanels ||
       plan_.x.chunk.rows % kBlockRows != 0 || device::current_device().arch != 90 ||
-      p_.hidden_width > most_input_parts_ranks(p_.drops_input()) || p_.add_dx || !by_values ||
+      p_.hidden_width > kMostInputPartsRanks || p_.drops_input() || p_.add_dx || !by_values ||
       !looks_ahead(grads_.pairs, grads_.rows) || !takes(p_.x, p_.hidden) ||
-      !takes(p_.dx, p_.hidden) || !wants_all_of_x(true)) {
+      !takes(p_.dx, p_.hidden) || !wants_all_of_x(false)) {
     return false;
   }
   PanelParams all = panel_params(Side::kA, plan_.x, ds);
@@ -272,7 +273,8 @@ PanelParams RowSums::panel_params(Side side, const PanelPlan& plan,
   to.pairs = grads_.pairs;
   to.rows = grads_.rows;
   to.s = panel_copies(p_) == 1 ? narrow.values : narrow.sum_columns;
-  to.hidden_width = panel_copies(p_) * p_.hidden_width;
+  const int copies = panel_copies(p_);
+  to.hidden_width = copies == 1 ? p_.hidden_width : part_stride(p_.hidden_width, copies);
   to.hidden = grads_.hidden;
   to.copies = panel_copies(p_);
   to.side = side;
