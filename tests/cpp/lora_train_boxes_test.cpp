@@ -148,8 +148,8 @@ TEST_P(LoraTrainBoxes, Float32WeightsHaveDxWithTheSumsOfX) {
   expect_same_results(step, other, "one pass, and two");
 }
 
-// ds of float32 weights on half of the SMs: by clusters, and of many rows by thread blocks that have
-// whole rows.
+// ds of float32 weights on half of the SMs: by clusters, and of many rows by thread blocks that
+// have whole rows.
 TEST_P(LoraTrainBoxes, Float32WeightsShareDy) {
   for (const int rows : {600, 5700}) {
     TrainCase c = base_case(rows == 600 ? 16 : 5);

@@ -11,11 +11,11 @@
 // wrong  : more ranks (0.42 and 0.9 us with 32; 4096 x 4096 x 4096 33.3 us for 33.7 apart)
 //
 // A cluster has a tile of rows, as in product_forward.cu, of one half or two. Boxes of A come in
-// float32 to the place where their parts will lie, and rows of B to registers; a warp splits a whole
-// box, or 64 rows, so that eight of them are being split at a time, and the latency of none is
-// waited for. h passes between the
-// thread blocks in float32; each thread splits what it has of it as the first operand of wgmma,
-// once. Columns of y come 64 at a time, which the two warpgroups that multiply have in turns.
+// float32 to the place where their parts will lie, and rows of B to registers; a warp splits a
+// whole box, or 64 rows, so that eight of them are being split at a time, and the latency of none
+// is waited for. h passes between the thread blocks in float32; each thread splits what it has of
+// it as the first operand of wgmma, once. Columns of y come 64 at a time, which the two warpgroups
+// that multiply have in turns.
 #include "core/check.h"
 #include "device/cluster.cuh"
 #include "device/convert.cuh"

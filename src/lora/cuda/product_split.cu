@@ -54,10 +54,10 @@ __device__ __forceinline__ void store_share(const Params& p, const Unit<S>& unit
   }
 }
 
-/// Whether boxes of x come before A's columns of parts are there, which the kernel before writes. (us
-/// of a forward on an H100, after it / before it: rank 32, 2048 x 5120 x 13824 43.6 / 42.7; rank 64,
-/// 4096 x 4096 x 4096 51.6 / 49.6; but with dropout, rank 16, 37.3 / 38.9, and a backward of 512 rows
-/// 20.4 / 20.9.)
+/// Whether boxes of x come before A's columns of parts are there, which the kernel before writes.
+/// (us of a forward on an H100, after it / before it: rank 32, 2048 x 5120 x 13824 43.6 / 42.7;
+/// rank 64, 4096 x 4096 x 4096 51.6 / 49.6; but with dropout, rank 16, 37.3 / 38.9, and a backward
+/// of 512 rows 20.4 / 20.9.)
 template <class S>
 inline constexpr bool kAsksAhead =
     S::kEnd == ProductEnd::kForms && !S::kDrops && S::kB == Major::kDepth;

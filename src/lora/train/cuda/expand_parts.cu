@@ -11,12 +11,12 @@
 // wrong  : more than 64 ranks (the parts of 256 columns' weights no longer fit shared memory), and
 //          few rows, for which splitting weights takes longer than their products
 //
-// A thread block splits the weights of 256 columns, four pieces of 16 bytes for an octet of ranks of
-// a column, and walks over the rows, 64 at a time for each of its two warpgroups. These share the
-// weights, and take turns with the tensor cores: one splits and stores while the other multiplies.
-// h comes from L2 in float32, and a thread splits what it has of the MMA's first operand, two
-// octets at a time. All tiles of a launch are shared out evenly, panel by panel, so that a thread
-// block may have the ends of two panels.
+// A thread block splits the weights of 256 columns, four pieces of 16 bytes for an octet of ranks
+// of a column, and walks over the rows, 64 at a time for each of its two warpgroups. These share
+// the weights, and take turns with the tensor cores: one splits and stores while the other
+// multiplies. h comes from L2 in float32, and a thread splits what it has of the MMA's first
+// operand, two octets at a time. All tiles of a launch are shared out evenly, panel by panel, so
+// that a thread block may have the ends of two panels.
 #include "core/check.h"
 #include "device/bulk_copy.cuh"
 #include "device/convert.cuh"

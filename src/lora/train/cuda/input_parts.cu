@@ -7,14 +7,15 @@
 // 4.28 TB/s
 // FLOP:  18 M R K; with R = 16 4.8 GFLOP, 6 us at 800 T
 // limit: DRAM, which has x to read while L2 takes dx
-// wrong: more than 32 ranks, whose three sums of 128 columns do not fit a warpgroup's registers, and
-//        dropout, whose draws one more warpgroup makes too slowly, and two leave too few registers
+// wrong: more than 32 ranks, whose three sums of 128 columns do not fit a warpgroup's registers,
+//        and dropout, whose draws one more warpgroup makes too slowly, and for two of which there
+//        are too few registers
 //
-// A thread block has a panel of 128 columns and a chunk of rows, which pass 64 at a time, with ds as
-// columns of parts for dA and in float32 for dx. One warpgroup has the sums of dA in registers over
-// the whole chunk; two have 64 columns of dx each, whose weights lie in parts in shared memory: they
-// split what they have of ds in registers. The first lane of a last warp copies, x before the kernel
-// before it has ended, which makes ds.
+// A thread block has a panel of 128 columns and a chunk of rows, which pass 64 at a time, with ds
+// as columns of parts for dA and in float32 for dx. One warpgroup has the sums of dA in registers
+// over the whole chunk; two have 64 columns of dx each, whose weights lie in parts in shared
+// memory: they split what they have of ds in registers. The first lane of a last warp copies, x
+// before the kernel before it has ended, which makes ds.
 #include "core/check.h"
 #include "device/barrier.cuh"
 #include "device/convert.cuh"

@@ -19,10 +19,10 @@ inline ProductCut cut_part_shrink(std::int64_t rows, std::int64_t columns, int w
   return beside ? cut : half_tiles(cut, rows, width, leaves, sms);
 }
 
-/// ds of so few columns of parts that one tile of 64 has them, on half of the SMs, with dB beside it
-/// on the others, so that dy comes from memory once: by thread blocks that have whole rows, whose
-/// sums another launch adds, or by clusters. None (of parts 0): where few rows leave most SMs idle,
-/// or many take all.
+/// ds of so few columns of parts that one tile of 64 has them, on half of the SMs, with dB beside
+/// it on the others, so that dy comes from memory once: by thread blocks that have whole rows,
+/// whose sums another launch adds, or by clusters. None (of parts 0): where few rows leave most SMs
+/// idle, or many take all.
 inline ProductCut cut_part_shrink_beside(std::int64_t rows, std::int64_t columns, int width,
                                          int leaves, int sms) {
   constexpr int kTile = 64;

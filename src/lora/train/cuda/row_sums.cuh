@@ -43,7 +43,8 @@ inline bool makes_ds(const Problem& p, const BackwardPlan& plan, int slice) {
 /// columns of parts of a rank.
 inline int free_sms(const ShrinkPlan& plan, std::int64_t rows, int width, int copies,
                     std::int64_t columns, const Machine& machine) {
-  if (!plan.product || (!plan.fused && plan.parts > 1)) return 0;
+  const bool whole = copies > 1 && plan.parts == 1;  // another launch adds the copies
+  if (!plan.product || !(plan.fused || whole)) return 0;
   const std::int64_t blocks = plan.parts > 1 ? split_tiles(rows, width, plan.ranks) * plan.parts
                                              : product_blocks(rows, width, plan.ranks, 1);
   const bool alone = copies > 1 && !shares_dy(rows, columns, width, kLeaves, copies);
