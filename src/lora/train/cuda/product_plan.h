@@ -15,9 +15,9 @@ namespace mortar::lora::train::cuda {
 /// Ranks (columns of h) from which products are considered: a tile has at least so many.
 inline constexpr int kLeastProductRanks = 64;
 /// The same for h and ds of columns of parts (part_columns.cuh), three of each rank: all, as dense
-/// rows then pass as boxes to clusters that store h. (us of a backward on an H200, by the stream and
-/// partial sums, 8 ranks / by these, 16: 8192 x 4096 x 4096 100.2 / 81.5; 4096 x 5120 x 5120 64.4 /
-/// 53.9.)
+/// rows then pass as boxes to clusters that store h. (us of a backward on an H200, by the stream
+/// and partial sums, 8 ranks / by these, 16: 8192 x 4096 x 4096 100.2 / 81.5; 4096 x 5120 x 5120
+/// 64.4 / 53.9.)
 inline constexpr int kLeastPartProductRanks = 24;
 /// Ranks from which products sum over rows where they are known to take the operands: half of a
 /// tile is zeros then, but memory binds it, and panels of so many ranks wait for their MMAs.
