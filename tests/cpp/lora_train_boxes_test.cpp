@@ -104,6 +104,72 @@ TEST_P(LoraTrainBoxes, DropoutOfBothIsTheSame) {
   }
 }
 
+// Float32 weights, whose kernel takes ds in parts.
+TEST_P(LoraTrainBoxes, Float32WeightsChangeNoBit) {
+  for (const int rank : {3, 16, 24, 32}) {
+    for (const float p : {0.0f, 0.3f}) {
+      TrainCase c = base_case(rank);
+      c.w = c.grad = DType::kFloat32;
+      c.hidden = p > 0 ? 336 : 328;
+      if (p > 0) c.p = {p};
+      c.transposed_weights = rank == 24;
+      BackwardPlan plan = plan_of(64, 128, 64);
+      plan.one_pass = false;
+      plan.with_dx = DxPanels::k128;
+      expect_same(c, GetParam(), plan, concat("rank ", rank, ", p ", p));
+      if (rank != 32) continue;
+      c.ranks = {16, 5};
+      c.widths = {520, 40};
+      plan.x.chunk = RowCut{128};
+      expect_same(c, GetParam(), plan, concat("slices, p ", p));
+    }
+  }
+}
+
+// The plan of a call's own, of as few rows as fill the device.
+TEST_P(LoraTrainBoxes, Float32WeightsHaveDxWithTheSumsOfX) {
+  TrainCase c = base_case(8);
+  c.w = c.grad = DType::kFloat32;
+  c.rows = 259;
+  c.hidden = 116 * 128 - 8;
+  c.widths = {24};
+  TrainStep step(c, GetParam()), other(c, GetParam());
+  copy_inputs(step, &other);
+  for (TrainStep* one : {&step, &other}) {
+    one->run_forward();
+    run_backward(*one, [&](const lora::train::Problem& p) {
+      BackwardPlan plan = lora::train::cuda::plan_backward(p);
+      EXPECT_EQ(plan.with_dx, DxPanels::k128);
+      EXPECT_EQ(plan.x.chunk.rows, 320);
+      if (one == &other) plan.with_dx = DxPanels::kNone;
+      return plan;
+    });
+  }
+  expect_same_results(step, other, "one pass, and two");
+}
+
+// ds of float32 weights on half of the SMs: by clusters, and of many rows by thread blocks that
+// have whole rows.
+TEST_P(LoraTrainBoxes, Float32WeightsShareDy) {
+  for (const int rows : {600, 5700}) {
+    TrainCase c = base_case(rows == 600 ? 16 : 5);
+    c.w = c.grad = DType::kFloat32;
+    c.rows = rows;
+    c.hidden = 64;
+    c.widths = {600};
+    BackwardPlan plan = plan_of(64, 128, 128);
+    plan.one_pass = false;
+    TrainStep first(c, GetParam()), other(c, GetParam());
+    copy_inputs(first, &other);
+    for (TrainStep* step : {&first, &other}) {
+      plan.shares_dy = step == &first;
+      step->run_forward();
+      run_backward(*step, plan);
+    }
+    expect_same_results(first, other, concat(rows, " rows"));
+  }
+}
+
 // More panels of dy than one thread adds for ds, a quarter each for four of them.
 TEST_P(LoraTrainBoxes, ManyPanelsAreAddedByFourThreads) {
   for (const int rank : {16, 32}) {

@@ -171,6 +171,8 @@ TEST(LoraTrainPlan, ColumnsOfPartsOfUpTo64RanksAreStoredByClusters) {
   // Half of the rows where all tiles run at once.
   EXPECT_EQ(describe(shrink(48, 1)),
             "product, 64 rows, 64 ranks, 2 blocks in a cluster, leaves of 512");
+  EXPECT_EQ(describe(shrink(24, 1)),
+            "product, 64 rows, 64 ranks, 2 blocks in a cluster, leaves of 512");
   EXPECT_EQ(describe(shrink(48, 1, 512)),
             "product, 64 rows, 64 ranks, 8 blocks in a cluster, leaves of 512");
   EXPECT_EQ(describe(shrink(48, 1, 8192)),

@@ -6,7 +6,9 @@
 #include <utility>
 
 #include "lora/train/cuda/grad_sum.h"
+#include "lora/train/cuda/input_parts.h"
 #include "lora/train/cuda/panel.h"
+#include "lora/train/cuda/part_plan.h"
 #include "lora/train/cuda/stored_sums.h"
 
 namespace mortar::testing {
@@ -57,6 +59,48 @@ TEST(LoraTrainSumsPlan, SumsOfDyBesideDsFillHalfOfTheDevice) {
   EXPECT_EQ(chunks(4096, 5120, 64, true), 3);
   EXPECT_EQ(chunks(8192, 4096, 128, true), 2);
   EXPECT_EQ(chunks(4096, 14336, 128, true), 1);
+}
+
+// Of float32 weights, a rank of which has three columns.
+TEST(LoraTrainSumsPlan, DsOfPartsLeavesHalfOfTheSmsToDbWhereBothFillTheirs) {
+  const auto shares = [](std::int64_t rows, std::int64_t width, int rank) {
+    return shares_dy(rows, width, 3 * rank, kLeaves, 3);
+  };
+  EXPECT_TRUE(shares(8192, 14336, 16));
+  EXPECT_TRUE(shares(8192, 4096, 8));
+  EXPECT_TRUE(shares(4096, 14336, 16));
+  EXPECT_FALSE(shares(6000, 11008, 16));  // 48 thread blocks of whole rows
+  EXPECT_FALSE(shares(16384, 8192, 16));  // one for each SM
+  EXPECT_FALSE(shares(512, 4096, 16));
+  EXPECT_FALSE(shares(4096, 4096, 32));  // more than a tile of 64 columns
+  const ProductCut whole = cut_part_shrink_beside(8192, 14336, 48, kLeaves, 132);
+  EXPECT_EQ(whole.parts, 1);
+  EXPECT_FALSE(whole.split);
+  const ProductCut clusters = cut_part_shrink_beside(4096, 14336, 48, kLeaves, 132);
+  EXPECT_EQ(clusters.parts, 2);
+  EXPECT_TRUE(clusters.split);
+}
+
+TEST(LoraTrainSumsPlan, DxComesWithSumsOfPartsWherePanelsFillTheDevice) {
+  const auto chunks = [](std::int64_t rows, std::int64_t hidden, int rank,
+                         std::int64_t adapters = 0) {
+    PanelProblem x;
+    x.rows = rows;
+    x.matrices = 1;
+    x.columns[0] = hidden;
+    x.copies = 3;
+    x.width = 3 * rank;
+    x.products = true;
+    x.adapters = adapters;
+    return chunks_with_dx_in_parts(x);
+  };
+  EXPECT_EQ(chunks(4096, 4096, 16), 4);
+  EXPECT_EQ(chunks(4096, 5120, 8), 3);
+  EXPECT_EQ(chunks(1024, 4096, 32), 4);
+  EXPECT_EQ(chunks(512, 4096, 16), 0);     // chunks would be short
+  EXPECT_EQ(chunks(8192, 14336, 16), 0);   // 112 thread blocks
+  EXPECT_EQ(chunks(4096, 4096, 40), 0);    // more than its kernel takes
+  EXPECT_EQ(chunks(4096, 4096, 16, 2), 0);
 }
 
 TEST(LoraTrainSumsPlan, WholeSumsStartBesideDsWhereDyIsWide) {

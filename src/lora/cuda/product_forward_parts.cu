@@ -10,11 +10,12 @@
 //          (of more than 64 rows 0.9 to 1.4) for 128 of y
 // wrong  : more ranks (0.42 and 0.9 us with 32; 4096 x 4096 x 4096 33.3 us for 33.7 apart)
 //
-// A cluster has a tile of rows, as in product_forward.cu, of one half or two. Boxes of the weights
-// come in float32 to the place where their parts will lie; a warp splits a whole one, so that eight
-// of them are being split at a time, and the latency of none is waited for. h passes between the
-// thread blocks in float32; each thread splits what it has of it as the first operand of wgmma,
-// once. Columns of y come 64 at a time, which the two warpgroups that multiply have in turns.
+// A cluster has a tile of rows, as in product_forward.cu, of one half or two. Boxes of A come in
+// float32 to the place where their parts will lie, and rows of B to registers; a warp splits a
+// whole box, or 64 rows, so that eight of them are being split at a time, and the latency of none
+// is waited for. h passes between the thread blocks in float32; each thread splits what it has of
+// it as the first operand of wgmma, once. Columns of y come 64 at a time, which the two warpgroups
+// that multiply have in turns.
 #include "core/check.h"
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
@@ -111,7 +112,7 @@ __device__ __forceinline__ void share_hidden(const PartsParams& p, const Work& w
 template <class S>
 __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, const float* hidden,
                                        std::uint32_t smem, Barriers<S>* bars) {
-  constexpr int kSums = 64 / 2, kSteps = kPairCopies / 2;
+  constexpr int kSums = 64 / 2, kSteps = kPartSteps;
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4,
             lane = static_cast<int>(threadIdx.x) % 32;
@@ -125,24 +126,17 @@ __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, c
         const float* own = hidden + (half * p.half_rows + row) * S::kRanks;
         return *reinterpret_cast<const float2*>(own + 8 * octet + lane % 4 * 2);
       };
-      const float2 v = at(16 * warp + lane / 4), w = at(16 * warp + lane / 4 + 8);
-      const PartWords low(v.x, v.y), high(w.x, w.y);
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        h[half][octet][step][0] = low.hidden[2 * step];
-        h[half][octet][step][1] = high.hidden[2 * step];
-        h[half][octet][step][2] = low.hidden[2 * step + 1];
-        h[half][octet][step][3] = high.hidden[2 * step + 1];
-      }
+      const int row = 16 * warp + lane / 4;
+      train::cuda::split_hidden(at(row), at(row + 8), h[half][octet]);
     }
   }
   const std::uint32_t blocks = smem + 2 * warpgroup * kBlockBytes;
   const std::uint32_t put = device::swizzled(16 * warp + lane / 8 % 2 * 8 + lane % 8, lane / 16);
   std::uint32_t block = blocks;
   for (int unit = warpgroup; unit < work.units; unit += 2) {
-    const int pair = work.pair(unit);
-    bars->b_ready[pair].wait(unit / kPairs & 1);
-    const std::uint32_t weights = smem + S::kSlotsAt + pair * kPairBytes;
+    const int slot = work.slot(unit);
+    bars->b_ready[slot].wait(unit / kSlots & 1);
+    const std::uint32_t weights = smem + S::kSlotsAt + slot * kSlotBytes;
     float sums[S::kHalves][kSums];
 #pragma unroll
     for (auto& sum : sums) device::wgmma_keep(sum);
@@ -154,11 +148,10 @@ __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, c
         if (8 * octet >= p.width) break;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          const int piece = octet * kPairCopies + 2 * step;
-          device::wgmma<64>(
-              sums[half], h[half][octet][step],
-              device::wgmma_descriptor(weights + piece / 8 * kBlockBytes + piece % 8 * 16),
-              piece > 0);
+          device::wgmma<64>(sums[half], h[half][octet][step],
+                            train::cuda::planes_descriptor<kPlaneBytes>(
+                                weights + octet * kOctetBytes + step * kPlaneBytes),
+                            octet + step > 0);
         }
       }
       device::wgmma_commit();
@@ -170,7 +163,7 @@ __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, c
       meet_warpgroup(warpgroup);
       half + 1 < S::kHalves ? device::wgmma_wait<1>() : device::wgmma_wait<0>();
       device::wgmma_keep(sum);
-      if (half + 1 == S::kHalves && lane == 0) bars->b_empty[pair].arrive();
+      if (half + 1 == S::kHalves && lane == 0) bars->b_empty[slot].arrive();
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         if (16 * warp >= p.half_rows) break;
@@ -209,7 +202,6 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
   if (threadIdx.x == kCopyAt) {
     device::prefetch_tensor_map(p.x);
     device::prefetch_tensor_map(p.a);
-    device::prefetch_tensor_map(p.b);
     device::prefetch_tensor_map(p.y);
   }
   for (int i = threadIdx.x; i < 4 * S::kRows; i += kPartsThreads) {
@@ -230,7 +222,7 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
   }
   if (threadIdx.x >= kConsumers) {
     device::fewer_registers<72>();
-    split<S>(work, smem, &bars);
+    split<S>(p, work, smem, &bars);
     return;
   }
   device::more_registers<152>();
@@ -267,7 +259,9 @@ void launch_shape(const char* op, const PartsForward& f, const ForwardPlan& plan
   device::set_tensor_map(p.x, bf16, f.x, f.columns, f.rows, f.x_stride, p.half_rows);
   // Boxes of 32 floats are boxes of 64 elements of 16 bits.
   device::set_tensor_map(p.a, bf16, f.a, 2 * f.columns, f.rank, 2 * f.a_stride, S::kRanks);
-  device::set_tensor_map(p.b, bf16, f.b, 2 * f.rank, f.out_columns, 2 * f.b_stride, 64);
+  p.b = static_cast<const float*>(f.b);
+  p.b_stride = f.b_stride;
+  p.out_columns = static_cast<int>(f.out_columns);
   device::set_tensor_map(p.y, bf16, f.y, f.out_columns, f.rows, f.y_stride, p.half_rows);
   p.x_data = f.x;
   p.x_stride = f.x_stride;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What product_forward_parts.cu copies and splits: its shared memory, the work of a thread block,
-// and how float32 weights become bfloat16 parts where they lie.
+// and how float32 weights become bfloat16 parts.
 #pragma once
 
 #include "core/int_math.h"
@@ -8,24 +8,26 @@
 #include "lora/cuda/product_forward.h"
 #include "lora/cuda/product_split.cuh"
 #include "lora/train/cuda/part_columns.cuh"
+#include "lora/train/cuda/part_planes.cuh"
 
 namespace mortar::lora::cuda::forward_parts {
 
 using namespace product;
-using train::cuda::kPairCopies;
+using train::cuda::EightParts;
+using train::cuda::kPartPlanes;
+using train::cuda::kPartSteps;
 using train::cuda::kSumCopies;
-using train::cuda::PartWords;
 
 inline constexpr int kSplitThreads = 2 * kWarpgroup;
 inline constexpr int kSplitters = kSplitThreads / 32;  ///< warps, which have boxes in turns
 inline constexpr int kCopyAt = kConsumers + kSplitThreads, kPartsThreads = kCopyAt + kWarpgroup;
 inline constexpr int kBoxFloats = 32;  ///< columns of a box of float32
 inline constexpr int kAheadSteps = 3;  ///< of x, asked for before the wait
-/// 64 columns of A, or half of 64 rows of B.
+/// 64 columns of A, or 64 rows of B.
 inline constexpr int kSlotBytes = kBlockBytes;
 inline constexpr int kSlots = 16;
-inline constexpr int kPairs = kSlots / 2;  ///< slots of 64 rows of B
-inline constexpr int kPairBytes = 2 * kSlotBytes;
+inline constexpr int kPlaneBytes = train::cuda::part_plane_bytes(64);
+inline constexpr int kOctetBytes = kPartPlanes * kPlaneBytes;
 
 /// As the products' own shapes say it. kHalves: of a tile's rows, up to 64 each, of which each
 /// warpgroup that multiplies makes h of one of two; of one, each makes half of h's columns.
@@ -45,21 +47,22 @@ struct PartsShape {
   static constexpr int kSmem = kHiddenAt + kRows * kRanks * 4;
   /// Each warp has its own slots: a barrier's phase that is two ahead would be taken for the one
   /// that has ended.
-  static_assert(kSlots % kSplitters == 0 && kPairs % kSplitters == 0);
-  static_assert(kOctets * kPairCopies <= 16, "two blocks of parts of B");
+  static_assert(kSlots % kSplitters == 0);
+  static_assert(kOctets * kOctetBytes <= kSlotBytes, "parts of B");
   static_assert(kPartColumns * device::kSwizzleBytes <= kSlotBytes, "parts of A");
   static_assert(kRanks <= kBoxFloats);
   static_assert(kSlotsAt >= 4 * kBlockBytes, "y leaves from where x was");
 };
 
 struct PartsParams {
-  CUtensorMap x, a, b, y;
+  CUtensorMap x, a, y;
   const void* x_data;
-  std::int64_t x_stride;
+  const float* b;
+  std::int64_t x_stride, b_stride;
   std::int64_t rows;
   int rank, width;  ///< of the adapter, and in whole octets
   int tile_rows, half_rows, parts, leaves, leaf_steps, part_steps, steps;
-  int column_tiles;  ///< of 128 columns of y
+  int out_columns, column_tiles;  ///< of y, and by 128
   float factor;
   float* h;
   std::int64_t h_stride;
@@ -69,7 +72,7 @@ template <class S>
 struct Barriers {
   device::Mbarrier x_full[S::kStages], x_empty[S::kStages];
   device::Mbarrier a_full[kSlots], a_ready[kSlots], a_empty[kSlots];
-  device::Mbarrier b_full[kPairs], b_ready[kPairs], b_empty[kPairs];
+  device::Mbarrier b_ready[kSlots], b_empty[kSlots];
   device::Mbarrier received, came;
 
   __device__ __forceinline__ void init() {
@@ -81,9 +84,6 @@ struct Barriers {
       a_full[i].init(1);
       a_ready[i].init(32);
       a_empty[i].init(kConsumers / 32);
-    }
-    for (int i = 0; i < kPairs; ++i) {
-      b_full[i].init(1);
       b_ready[i].init(32);
       b_empty[i].init(kWarpgroup / 32);
     }
@@ -95,7 +95,7 @@ struct Barriers {
 
 /// What a thread block does: steps of 64 columns of x, then 64 columns of y at a time.
 struct Work {
-  int part, row, first_step, steps, units, first_pair;
+  int part, row, first_step, steps, units, first_slot;
 
   __device__ __forceinline__ explicit Work(const PartsParams& p) {
     part = static_cast<int>(blockIdx.y);
@@ -103,15 +103,15 @@ struct Work {
     first_step = part * p.part_steps;
     steps = max(0, min(p.part_steps, p.steps - first_step));
     units = 2 * ((p.column_tiles - part + p.parts - 1) / p.parts);
-    first_pair = (steps + 1) / 2 % kPairs;  // whose slots are free first
+    first_slot = steps % kSlots;  // that is free first
   }
   __device__ __forceinline__ int column(const PartsParams& p, int unit) const {
     return ((unit / 2 * p.parts + part) * 2 + unit % 2) * 64;
   }
-  __device__ __forceinline__ int pair(int unit) const { return (first_pair + unit) % kPairs; }
+  __device__ __forceinline__ int slot(int unit) const { return (first_slot + unit) % kSlots; }
 };
 
-/// Copies x and A, then B; by one thread.
+/// Copies x and A; by one thread.
 template <class S>
 __device__ __forceinline__ void produce(const PartsParams& p, const Work& work, std::uint32_t smem,
                                         Barriers<S>* bars) {
@@ -133,20 +133,6 @@ __device__ __forceinline__ void produce(const PartsParams& p, const Work& work, 
                             work.row + half * p.half_rows, bars->x_full + stage);
     }
   }
-  for (int unit = 0; unit < work.units; ++unit) {
-    const int pair = work.pair(unit);
-    if (unit < kPairs) {
-      for (int slot = 2 * pair; slot < 2 * pair + 2; ++slot) {
-        const int uses = (work.steps - slot + kSlots - 1) / kSlots;
-        if (slot < work.steps) bars->a_empty[slot].wait((uses - 1) & 1);
-      }
-    } else {
-      bars->b_empty[pair].wait((unit / kPairs & 1) ^ 1);
-    }
-    bars->b_full[pair].arrive_and_expect(kBlockBytes);
-    device::copy_box(smem + S::kSlotsAt + (pair + 1) * kPairBytes - kBlockBytes, p.b, 0,
-                     work.column(p, unit), bars->b_full + pair);
-  }
 }
 
 /// Eight neighbouring floats, two pieces of a row.
@@ -158,29 +144,6 @@ __device__ __forceinline__ void read_eight(const unsigned char* from, int row, i
     v[4 * k] = four.x, v[4 * k + 1] = four.y, v[4 * k + 2] = four.z, v[4 * k + 3] = four.w;
   }
 }
-
-/// The parts of eight values, packed: those of a value that is not finite are its first alone.
-struct EightParts {
-  uint4 whole, first, second, third;  ///< `first`: zeros for what is not finite
-
-  __device__ __forceinline__ explicit EightParts(const float (&v)[8]) {
-    std::uint32_t part[4][3];
-    float zero = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      device::split2(v[2 * i], v[2 * i + 1], part[i]);
-      zero = fmaf(v[2 * i], 0.0f, fmaf(v[2 * i + 1], 0.0f, zero));
-    }
-    whole = first = make_uint4(part[0][0], part[1][0], part[2][0], part[3][0]);
-    second = make_uint4(part[0][1], part[1][1], part[2][1], part[3][1]);
-    third = make_uint4(part[0][2], part[1][2], part[2][2], part[3][2]);
-    if (zero == 0) return;
-    const PartWords two[4] = {{v[0], v[1]}, {v[2], v[3]}, {v[4], v[5]}, {v[6], v[7]}};
-    first = make_uint4(two[0].weight[0], two[1].weight[0], two[2].weight[0], two[3].weight[0]);
-    second = make_uint4(two[0].sum[1], two[1].sum[1], two[2].sum[1], two[3].sum[1]);
-    third = make_uint4(two[0].sum[2], two[1].sum[2], two[2].sum[2], two[3].sum[2]);
-  }
-};
 
 /// Splits 64 columns of A where they lie, by a warp.
 template <int kRanks>
@@ -211,35 +174,53 @@ __device__ __forceinline__ void split_a(unsigned char* slot) {
   }
 }
 
-/// Splits 64 rows of B where they lie, by a warp.
+/// 64 rows of B on their way to a slot, in the registers of a warp, which has each lane's rows
+/// sooner than the copy engine, whose time for a row is the same for 64 bytes as for 128.
 template <int kRanks>
-__device__ __forceinline__ void split_b(unsigned char* pair) {
-  constexpr int kOctets = kRanks / 8, kRowsAtOnce = 32 / kOctets, kItems = 64 / kRowsAtOnce;
-  const int lane = static_cast<int>(threadIdx.x) % 32, octet = lane / 8 % kOctets;
-  const int first_row = lane / 8 / kOctets * 8 + lane % 8;
-  const unsigned char* from = pair + kPairBytes - kBlockBytes;
+struct RowsOfB {
+  static constexpr int kOctets = kRanks / 8, kRowsAtOnce = 32 / kOctets, kItems = 64 / kRowsAtOnce;
   float v[kItems][8];
+
+  static __device__ __forceinline__ int octet() {
+    return static_cast<int>(threadIdx.x) % 32 / 8 % kOctets;
+  }
+  static __device__ __forceinline__ int row(int i) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    return i * kRowsAtOnce + lane / 8 / kOctets * 8 + lane % 8;
+  }
+  /// Zeros past the ranks and the rows.
+  __device__ __forceinline__ void load(const PartsParams& p, int first_row) {
+    const int ranks = p.rank - 8 * octet();
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) read_eight(from, first_row + i * kRowsAtOnce, octet * 2, v[i]);
-  __syncwarp();
+    for (int i = 0; i < kItems; ++i) {
+      const int own = first_row + row(i), left = own < p.out_columns ? ranks : 0;
+      const float* from = p.b + own * p.b_stride + 8 * octet();
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const EightParts parts(v[i]);
-    const uint4 pieces[kPairCopies] = {parts.first, parts.third,  parts.second,
-                                       parts.first, parts.second, parts.whole};
-#pragma unroll
-    for (int q = 0; q < kPairCopies; ++q) {
-      const int piece = octet * kPairCopies + q;
-      *reinterpret_cast<uint4*>(pair + piece / 8 * kBlockBytes +
-                                device::swizzled(first_row + i * kRowsAtOnce, piece % 8)) =
-          pieces[q];
+      for (int k = 0; k < 8; k += 4) {
+        float4 four = make_float4(0, 0, 0, 0);
+        if (left >= k + 4) {
+          four = __ldg(reinterpret_cast<const float4*>(from + k));
+        } else if (left > k) {
+          four.x = __ldg(from + k);
+          if (left > k + 1) four.y = __ldg(from + k + 1);
+          if (left > k + 2) four.z = __ldg(from + k + 2);
+        }
+        v[i][k] = four.x, v[i][k + 1] = four.y, v[i][k + 2] = four.z, v[i][k + 3] = four.w;
+      }
     }
   }
-}
+  __device__ __forceinline__ void split(unsigned char* slot) const {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      train::cuda::store_planes<kPlaneBytes>(slot + octet() * kOctetBytes + row(i) * 16, v[i]);
+    }
+  }
+};
 
-/// Splits every kSplitters-th box of A, then of B; by a warp of its own number.
+/// Splits every kSplitters-th box of A, then of 64 rows of B; by a warp of its own number.
 template <class S>
-__device__ __forceinline__ void split(const Work& work, unsigned char* smem, Barriers<S>* bars) {
+__device__ __forceinline__ void split(const PartsParams& p, const Work& work, unsigned char* smem,
+                                      Barriers<S>* bars) {
   const int warp = static_cast<int>(threadIdx.x) / 32 % kSplitters;
   for (int i = warp; i < work.steps; i += kSplitters) {
     const int slot = i % kSlots;
@@ -248,12 +229,22 @@ __device__ __forceinline__ void split(const Work& work, unsigned char* smem, Bar
     device::fence_async_proxy();
     bars->a_ready[slot].arrive();
   }
+  RowsOfB<S::kRanks> rows;
+  if (warp < work.units) rows.load(p, work.column(p, warp));
+#pragma unroll 1
   for (int unit = warp; unit < work.units; unit += kSplitters) {
-    const int pair = work.pair(unit);
-    bars->b_full[pair].wait(unit / kPairs & 1);
-    split_b<S::kRanks>(smem + S::kSlotsAt + pair * kPairBytes);
+    const int slot = work.slot(unit);
+    if (unit >= kSlots) {
+      bars->b_empty[slot].wait((unit / kSlots & 1) ^ 1);
+    } else if (slot < work.steps) {
+      const int uses = (work.steps - slot + kSlots - 1) / kSlots;
+      bars->a_empty[slot].wait((uses - 1) & 1);
+    }
+    rows.split(smem + S::kSlotsAt + slot * kSlotBytes);
     device::fence_async_proxy();
-    bars->b_ready[pair].arrive();
+    bars->b_ready[slot].arrive();
+    const int next = unit + kSplitters;
+    if (next < work.units) rows.load(p, work.column(p, next));
   }
 }
 

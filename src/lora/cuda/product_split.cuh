@@ -6,6 +6,7 @@
 #include "device/bulk_copy.cuh"
 #include "device/cluster.cuh"
 #include "device/leaf_sums.cuh"
+#include "device/pdl.cuh"
 #include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
 #include "lora/cuda/product_shape.cuh"
@@ -13,23 +14,36 @@
 namespace mortar::lora::cuda::product {
 
 /// Copies the stages of a unit; by one thread. kOnce: nobody reads a again. kBoxes: of a's rows,
-/// for 64 rows of MMAs each, or one for all.
-template <class S, bool kOnce = false, int kBoxes = 1>
+/// for 64 rows of MMAs each, or one for all. kAhead: the kernel before writes b alone, and has
+/// waited for all before it, so that a's boxes of all stages are asked for before it has ended.
+template <class S, bool kOnce = false, int kBoxes = 1, bool kAhead = false>
 __device__ __forceinline__ void produce(const Params& p, Ring<S>& ring, const Unit<S>& unit) {
   const CUtensorMap& b = p.b[unit.first_b];
-  for (int i = 0; i < unit.steps; ++i, ring.at.next()) {
-    device::Mbarrier* full = ring.full + ring.at.stage;
-    ring.empty[ring.at.stage].wait((ring.at.round & 1) ^ 1);
+  const auto copy_rows = [&](int i, std::uint32_t stage, device::Mbarrier* full) {
     full->arrive_and_expect(p.tile_rows * device::kSwizzleBytes +
                             S::kColumns / S::kMmaColumns * S::kMmaBytes);
     const int depth = (unit.first_step + i) * kProductStep;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      const std::uint32_t at = ring.stage() + box * kBlockBytes;
+      const std::uint32_t at = stage + box * kBlockBytes;
       const int row = unit.row + box * (p.tile_rows / kBoxes);
       kOnce ? device::copy_box_once(at, p.a[0], depth, row, full)
             : device::copy_box(at, p.a[0], depth, row, full);
     }
+  };
+  if constexpr (kAhead) {
+    for (int i = 0; i < min(S::kStages, unit.steps); ++i) {
+      copy_rows(i, ring.stages + i * S::kStageBytes, ring.full + i);
+    }
+    device::pdl_wait();
+  }
+  for (int i = 0; i < unit.steps; ++i, ring.at.next()) {
+    device::Mbarrier* full = ring.full + ring.at.stage;
+    if (!kAhead || i >= S::kStages) {
+      ring.empty[ring.at.stage].wait((ring.at.round & 1) ^ 1);
+      copy_rows(i, ring.stage(), full);
+    }
+    const int depth = (unit.first_step + i) * kProductStep;
     const std::uint32_t to = ring.stage() + S::kRowsBytes;
     if constexpr (S::kB == Major::kDepth) {
       device::copy_box(to, b, depth, unit.column, full);

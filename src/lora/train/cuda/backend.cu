@@ -161,7 +161,6 @@ class Call {
     check(taken || forced_.once == nullptr, "lora_train: no launch of h and y for these operands");
     return taken;
   }
-
   void make_h() {
     const auto parts = run_shrink(Side::kA, 0, p_.num_slices, p_.x, p_.hidden, work_.h,
                                   p_.drops_input(), {p_.rng, p_.hidden, 0});
@@ -213,7 +212,8 @@ class Call {
                                        rows_.groups == nullptr, machine_)
                  : choose_shrink(p_.num_rows, columns, s.width, groups(), masked, dense, operands,
                                  machine(takes_products(s, policy)),
-                                 plan_ != nullptr && side == Side::kB, num_slices);
+                                 plan_ != nullptr && side == Side::kB, num_slices,
+                                 plan_ != nullptr && plan_->shares_dy);
     if (forced_.shrink != nullptr) s.plan = *forced_.shrink;
     s.part_leaves = s.plan.leaves / s.plan.parts;
     s.max_tiles = most_tiles(p_, s.plan.rows);

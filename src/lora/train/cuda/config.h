@@ -10,6 +10,7 @@
 
 #include "core/int_math.h"
 #include "lora/train/cuda/leaves.h"
+#include "lora/train/cuda/part_plan.h"
 #include "lora/train/cuda/product_plan.h"
 #include "lora/train/cuda/shrink_time.h"
 #include "mortar/tensor.h"
@@ -214,10 +215,11 @@ inline ShrinkPlan product_shrink(std::int64_t columns, const ProductCut& cut,
 }
 
 /// `dense`: operands in rows that cp.async takes, not kSplit. `beside`: ds, which dB comes beside.
+/// `shares_dy`: BackwardPlan's.
 inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int width,
                                 std::int64_t adapters, bool masked, bool dense,
                                 ShrinkOperands operands, const Machine& machine,
-                                bool beside = false, int slices = 1) {
+                                bool beside = false, int slices = 1, bool shares_dy = false) {
   const bool part_columns = operands == ShrinkOperands::kPartColumns;
   ShrinkPlan plan;
   plan.leaves = leaves_of(rows, columns, width, adapters, masked, beside, operands);
@@ -248,6 +250,11 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
     return beside || adapters > 0 ? cut : half_tiles(cut, own, width, plan.leaves, machine.sms);
   };
   if (products && plan.leaves < kLeaves) return product_shrink(columns, product(), plan.leaves);
+  if (products && one_tile && beside && shares_dy && !masked) {
+    const ProductCut half =
+        cut_part_shrink_beside(rows, columns, width, plan.leaves, machine.sms);
+    if (half.parts > 0) return product_shrink(columns, half);
+  }
   // Of several adapters few have the largest rank: blocks of 64 ranks that one lacks cost little.
   plan.ranks = std::min(stream_ranks(width), adapters > 1 ? 64 : kMostStreamRanks);
   const std::int64_t blocks_of_ranks = ceil_div(std::max(width, 1), plan.ranks);

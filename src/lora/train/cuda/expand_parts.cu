@@ -11,12 +11,12 @@
 // wrong  : more than 64 ranks (the parts of 256 columns' weights no longer fit shared memory), and
 //          few rows, for which splitting weights takes longer than their products
 //
-// A thread block splits the weights of 256 columns, six pieces of 16 bytes for an octet of ranks of
-// a column, and walks over the rows, 64 at a time for each of its two warpgroups. These share the
-// weights, and take turns with the tensor cores: one splits and stores while the other multiplies.
-// h comes from L2 in float32, and a thread splits what it has of the MMA's first operand, two
-// octets at a time. All tiles of a launch are shared out evenly, panel by panel, so that a thread
-// block may have the ends of two panels.
+// A thread block splits the weights of 256 columns, four pieces of 16 bytes for an octet of ranks
+// of a column, and walks over the rows, 64 at a time for each of its two warpgroups. These share
+// the weights, and take turns with the tensor cores: one splits and stores while the other
+// multiplies. h comes from L2 in float32, and a thread splits what it has of the MMA's first
+// operand, two octets at a time. All tiles of a launch are shared out evenly, panel by panel, so
+// that a thread block may have the ends of two panels.
 #include "core/check.h"
 #include "device/bulk_copy.cuh"
 #include "device/convert.cuh"
@@ -28,6 +28,7 @@
 #include "lora/train/cuda/expand_store.cuh"
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/part_columns.cuh"
+#include "lora/train/cuda/part_planes.cuh"
 #include "lora/train/cuda/stream.cuh"
 
 namespace mortar::lora::train::cuda {
@@ -36,35 +37,21 @@ namespace {
 constexpr int kWarpRows = 16;
 constexpr int kHalf = 128;  ///< columns of an MMA
 constexpr int kHalves = kPartsColumns / kHalf;
-constexpr int kSteps = kPairCopies / 2;  ///< MMA steps of an octet
-constexpr int kBlockBytes = kPartsColumns * device::kSwizzleBytes;
+constexpr int kSteps = kPartSteps;
+constexpr int kPlaneBytes = part_plane_bytes(kPartsColumns);
 
 template <int kRanks_>
 struct Shape {
   static constexpr int kRanks = kRanks_, kOctets = kRanks / 8;
   static constexpr int kGroup = kOctets < 4 ? kOctets : 4;  ///< octets that are split at a time
-  static constexpr int kWeightBytes = ceil_div(kOctets * kPairCopies, 8) * kBlockBytes;
+  /// Planes of an octet, and so much more that threads side by side write to all banks.
+  static constexpr int kOctetBytes = kPartPlanes * kPlaneBytes + 128 / kGroup;
+  static constexpr int kWeightBytes = round_up(kOctets * kOctetBytes, 1024);
   static constexpr int kWarpBytes = kWarpRows * kRanks * 4;  ///< of a warp's rows of h
-  /// Rows that leave; of 64 ranks where those of h were, for want of room.
-  static constexpr int kStoreBytes = kWarpRows * kHalf * 2;
-  static constexpr bool kOwnStore = kRanks < 64;
-  static constexpr int kStoreAt = kOwnStore ? kThreads / 32 * kWarpBytes : 0;
-  static constexpr int kSmem =
-      kWeightBytes + kThreads / 32 * (kWarpBytes + (kOwnStore ? kStoreBytes : 0));
-  static_assert(kOwnStore || kWarpBytes >= kStoreBytes, "a warp's rows lie where its h did");
+  static constexpr int kStoreBytes = kWarpRows * kHalf * 2;  ///< of rows that leave
+  static constexpr int kStoreAt = kThreads / 32 * kWarpBytes;
+  static constexpr int kSmem = kWeightBytes + kThreads / 32 * (kWarpBytes + kStoreBytes);
 };
-
-/// Writes the six pieces of an octet of ranks of a column.
-__device__ __forceinline__ void store_pieces(unsigned char* to, int column, int octet,
-                                             const float (&v)[8]) {
-  const PartWords two[4] = {{v[0], v[1]}, {v[2], v[3]}, {v[4], v[5]}, {v[6], v[7]}};
-#pragma unroll
-  for (int q = 0; q < kPairCopies; ++q) {
-    const int piece = octet * kPairCopies + q;
-    *reinterpret_cast<uint4*>(to + piece / 8 * kBlockBytes + device::swizzled(column, piece % 8)) =
-        make_uint4(two[0].weight[q], two[1].weight[q], two[2].weight[q], two[3].weight[q]);
-  }
-}
 
 /// Splits the weights of a panel's columns where a column's ranks are neighbours, whole octets of
 /// one pair: four lanes read a line of a column, and eight write to all banks.
@@ -89,7 +76,9 @@ __device__ __forceinline__ void split_columns(const ExpandParams& p, int panel, 
       }
     }
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) store_pieces(to, own + i * kStep, octet, v[i]);
+    for (int i = 0; i < kLanes; ++i) {
+      store_planes<kPlaneBytes>(to + octet * S::kOctetBytes + (own + i * kStep) * 16, v[i]);
+    }
   }
 }
 
@@ -124,7 +113,9 @@ __device__ __forceinline__ void split_panel(const ExpandParams& p, int panel, un
       for (int k = 0; k < 8; ++k) v[i][k] = k < ranks ? __ldcg(from + k * step) : 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < S::kGroup; ++i) store_pieces(to, n, first + i, v[i]);
+    for (int i = 0; i < S::kGroup; ++i) {
+      store_planes<kPlaneBytes>(to + (first + i) * S::kOctetBytes + n * 16, v[i]);
+    }
   }
 }
 
@@ -181,15 +172,7 @@ __device__ __forceinline__ void multiply(const ExpandParams& p, const unsigned c
           const int piece = 2 * (first + pair + i) + lane % 4 / 2;
           return *reinterpret_cast<const float2*>(hidden + hidden_at<S>(own, piece) + lane % 2 * 8);
         };
-        const float2 v = at(row), w = at(row + 8);
-        const PartWords low(v.x, v.y), high(w.x, w.y);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          a[i][step][0] = low.hidden[2 * step];
-          a[i][step][1] = high.hidden[2 * step];
-          a[i][step][2] = low.hidden[2 * step + 1];
-          a[i][step][3] = high.hidden[2 * step + 1];
-        }
+        split_hidden(at(row), at(row + 8), a[i]);
       }
       if (pair == 0 && first == 0 && follows) await_turn();
 #pragma unroll
@@ -198,20 +181,20 @@ __device__ __forceinline__ void multiply(const ExpandParams& p, const unsigned c
         device::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          const int piece = (pair + i) * kPairCopies + 2 * step;
+          const std::uint32_t place = weights + (pair + i) * S::kOctetBytes + step * kPlaneBytes;
 #pragma unroll
           for (int half = 0; half < kHalves; ++half) {
-            const std::uint32_t place = weights + piece / 8 * kBlockBytes +
-                                        half * kHalf * device::kSwizzleBytes + piece % 8 * 16;
-            device::wgmma<kHalf>(sum[half], a[i][step], device::wgmma_descriptor(place),
-                                 first + piece > 0);
+            device::wgmma<kHalf>(
+                sum[half], a[i][step],
+                planes_descriptor<kPlaneBytes>(place + part_plane_bytes(half * kHalf)),
+                first + pair + i + step > 0);
           }
         }
         device::wgmma_commit();
       }
       device::wgmma_wait<1>();  // the next pair is split while the products of this one run
     }
-    weights += S::kGroup * kPairCopies / 8 * kBlockBytes;
+    weights += S::kGroup * S::kOctetBytes;
   }
   if (leads) pass_turn();
   device::wgmma_wait<0>();
@@ -329,14 +312,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       __syncwarp();
       float sum[kHalves][kHalf / 2] = {};  // else they would be live while weights are split
       multiply<S>(p, hidden, weights, tile > begin, tile + 1 < stop, sum);
-      if (S::kOwnStore) copy(tile + kWarpgroups);  // on its way while rows are stored
+      copy(tile + kWarpgroups);  // on its way while rows are stored
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         store<kDrops>(p, draws, threshold, stored, row_of(tile),
                       std::int64_t{panel} * kPartsColumns + half * kHalf, sum[half]);
       }
-      __syncwarp();
-      if (!S::kOwnStore) copy(tile + kWarpgroups);
     }
     tile = stop;
   }

@@ -48,8 +48,8 @@ struct Shape {
   static constexpr int kReaders = (kTurns ? 2 : kSummers + kStorers) * kWarpgroup / 32;  ///< of ds
   static constexpr int kWeightBytes = kRanks * device::kSwizzleBytes;  ///< of 64 columns
   static constexpr int kMaskBytes = kBlockRows * kColumns / 8;
-  static constexpr int kNarrowAt = kStages * kStageBytes;
-  static constexpr int kStoreAt = kNarrowAt + kNarrowStages * kBlockBytes;
+  static constexpr int kNarrowAt = kStages * kStageBytes, kNarrowBytes = kBlockBytes;
+  static constexpr int kStoreAt = kNarrowAt + kNarrowStages * kNarrowBytes;
   static constexpr int kWeightsAt = kStoreAt + kStorers * kBuffers * kOwn * kBlockBytes;
   static constexpr int kMasksAt = kWeightsAt + kBlocks * kWeightBytes;
   static constexpr int kSmem = kMasksAt + (kDrops ? kStages * kMaskBytes : 0);
@@ -62,6 +62,13 @@ struct InputBoxParams {
   CUtensorMap wide, narrow, out;
   Matrix dx;
   Places places;  ///< of several adapters
+
+  /// Copies ds of a step.
+  template <class S>
+  __device__ __forceinline__ void copy_narrow(std::uint32_t to, int first, int row,
+                                              device::Mbarrier* full) const {
+    device::copy_box(to, narrow, first, row, full);
+  }
 };
 
 template <class S>
@@ -124,8 +131,8 @@ __device__ __forceinline__ void load_weights(const PanelPart<>& part, char* to) 
 }
 
 /// Copies all stages; by one thread. x is of no kernel of this call.
-template <class S>
-__device__ __forceinline__ void copy_stages(const InputBoxParams& p, const PanelPart<>& part,
+template <class S, class P>
+__device__ __forceinline__ void copy_stages(const P& p, const PanelPart<>& part,
                                             std::uint32_t smem, Barriers<S>& barriers) {
   const int blocks = (part.rows.count + kBlockRows - 1) / kBlockRows;
   const int first_row = static_cast<int>(part.rows.start);
@@ -148,9 +155,9 @@ __device__ __forceinline__ void copy_stages(const InputBoxParams& p, const Panel
     if (i >= blocks) return;
     device::Mbarrier* full = barriers.narrow_full + narrow.stage;
     barriers.narrow_empty[narrow.stage].wait((narrow.round & 1) ^ 1);
-    full->arrive_and_expect(kBlockBytes);
-    device::copy_box(smem + S::kNarrowAt + narrow.stage * kBlockBytes, p.narrow,
-                     part.own->first_hidden, first_row + i * kBlockRows, full);
+    full->arrive_and_expect(S::kNarrowBytes);
+    p.template copy_narrow<S>(smem + S::kNarrowAt + narrow.stage * S::kNarrowBytes,
+                              part.own->first_hidden, first_row + i * kBlockRows, full);
     narrow.next();
   };
 #pragma unroll 1

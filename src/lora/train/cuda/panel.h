@@ -61,6 +61,7 @@ struct BackwardPlan {
   bool beside_ds = false;  ///< it starts beside ds, dB first: no bit depends on it
   bool together = true;    ///< dy_boxes.cu, if it takes the operands: no bit depends on it
   bool boxes = true;       ///< the same of panel_boxes.cu
+  bool shares_dy = false;  ///< ds of float32 weights leaves half of the SMs to dB: the same
   /// Of dA and dx in one pass by input_boxes.cu, the same.
   DxPanels with_dx = DxPanels::kNone;
   PanelPlan dy, x;

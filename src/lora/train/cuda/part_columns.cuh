@@ -37,6 +37,12 @@ MORTAR_HOST_DEVICE constexpr int part_column(int j, int copies) {
   return j / 8 * 8 * copies + j % 8;
 }
 
+/// Columns from row to row of so many ranks' copies: whole sectors of L2, as boxes of rows that are
+/// not, those of 8 ranks, take longer.
+MORTAR_HOST_DEVICE constexpr int part_stride(int width, int copies) {
+  return round_up(width * copies, 16);
+}
+
 /// Columns of h with so many copies of each rank.
 inline HiddenColumns part_columns(const HiddenColumns& hidden, int copies) {
   HiddenColumns to = hidden;
@@ -92,7 +98,8 @@ template <int kCopies, class Word>
 __device__ __forceinline__ void store_copies(void* to, std::int64_t row, int width, int j,
                                              const Word& word) {
   if (to == nullptr) return;
-  auto* at = static_cast<unsigned short*>(to) + row * width * kCopies + part_column(j, kCopies);
+  auto* at = static_cast<unsigned short*>(to) + row * part_stride(width, kCopies) +
+             part_column(j, kCopies);
 #pragma unroll
   for (int q = 0; q < kCopies; ++q) *reinterpret_cast<uint2*>(at + 8 * q) = word(q);
 }

@@ -14,9 +14,11 @@ namespace mortar::lora::train::cuda {
 
 /// Ranks (columns of h) from which products are considered: a tile has at least so many.
 inline constexpr int kLeastProductRanks = 64;
-/// The same for h and ds of columns of parts (part_columns.cuh), whose sums leave as partials
-/// either way: 4096 x 4096 and rank 16 on an H100, forward, 47 to 44 us.
-inline constexpr int kLeastPartProductRanks = 48;
+/// The same for h and ds of columns of parts (part_columns.cuh), three of each rank: all, as dense
+/// rows then pass as boxes to clusters that store h. (us of a backward on an H200, by the stream
+/// and partial sums, 8 ranks / by these, 16: 8192 x 4096 x 4096 100.2 / 81.5; 4096 x 5120 x 5120
+/// 64.4 / 53.9.)
+inline constexpr int kLeastPartProductRanks = 24;
 /// Ranks from which products sum over rows where they are known to take the operands: half of a
 /// tile is zeros then, but memory binds it, and panels of so many ranks wait for their MMAs.
 inline constexpr int kLeastRowProductRanks = 24;
@@ -313,18 +315,6 @@ inline ProductCut half_tiles(ProductCut cut, std::int64_t rows, int width, int l
     break;
   }
   return cut;
-}
-
-/// h or ds of so few columns of parts by clusters that share the depth, in one tile a row, the
-/// narrowest. `beside`: of ds, whose tiles have all rows where they may, as dB begins where
-/// clusters of four leave SMs free. (Backward, 4096 x 4096 x 4096, rank 32, on an H100: 88 us for
-/// 95.)
-inline ProductCut cut_part_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves,
-                                  int sms, bool beside) {
-  const int middle = beside ? 128 : kHalfPartTile;
-  const int tile = width <= 64 ? 64 : width <= middle ? middle : kWidestPartTile;
-  const ProductCut cut = cut_split_shrink(rows, columns, width, leaves, sms, Alone(), tile);
-  return beside ? cut : half_tiles(cut, rows, width, leaves, sms);
 }
 
 /// h or ds of so many leaves by either kernel. `splits`: clusters may share the depth.

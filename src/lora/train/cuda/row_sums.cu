@@ -9,6 +9,7 @@
 #include "device/launch.cuh"
 #include "device/tensor_copy.cuh"
 #include "lora/train/cuda/backend.cuh"
+#include "lora/train/cuda/input_parts.h"
 #include "lora/train/cuda/panel_boxes.cuh"
 
 namespace mortar::lora::train::cuda {
@@ -49,6 +50,21 @@ BackwardPlan plan_backward(const Problem& p) {
   plan.products = sm90;
   const device::DeviceInfo& device = device::current_device();
   if (sm90 && copies == 1) plan.with_dx = dx_panels(x, plan.x, device.num_sms, device.l2_bytes);
+  if (sm90 && dy.copies > 1 && dy.matrices == 1 && p.num_slices == 1 && dy.adapters == 0 &&
+      dy.by_products() && !p.drops_delta() &&
+      shares_dy(p.num_rows, dy.columns[0], dy.width, kLeaves, copies)) {
+    plan.shares_dy = true;
+    plan.dy.chunk = cut_evenly(
+        p.num_rows, cut_rows_beside(p.num_rows, dy.columns[0], dy.width).parts, kBlockRows);
+  }
+  if (sm90 && in_part_columns(p.x.dtype, p.weight) && p.dx.data != nullptr && !p.add_dx &&
+      !p.drops_input()) {
+    const std::int64_t chunks = chunks_with_dx_in_parts(x);
+    if (chunks > 0) {
+      plan.x.chunk = cut_evenly(p.num_rows, chunks, kBlockRows);
+      plan.with_dx = DxPanels::k128;
+    }
+  }
   if (p.weight != DType::kFloat32 && sums_whole(dy, x)) {
     return whole_plan(p.num_rows, whole_ranks(p.hidden_width), starts_beside_ds(dy, x));
   }
@@ -123,6 +139,7 @@ void RowSums::sum_dy(const HiddenForms& h, void* ds, bool early, int free_sms) {
 }
 
 bool RowSums::sum_x_with_dx(const HiddenForms& ds) {
+  if (p_.weight == DType::kFloat32) return sum_parts_with_dx(ds);
   const PanelPlan& plan = plan_.x;
   const bool chain = plan.shape == kChainPanels;
   const bool takes_plan =
@@ -136,21 +153,50 @@ bool RowSums::sum_x_with_dx(const HiddenForms& ds) {
            device::takes_tensor_map(m.data, columns, p_.num_rows, m.row_stride);
   };
   if (!takes_plan || !fills_boxes(grads_.rows) || device::current_device().arch != 90 ||
-      p_.weight == DType::kFloat32 || p_.add_dx || !takes(p_.x, p_.hidden) ||
+      p_.add_dx || !takes(p_.x, p_.hidden) ||
       !takes(p_.dx, p_.hidden) ||
       !takes({ds.values, p_.hidden_width, 1, p_.weight}, p_.hidden_width)) {
     return false;
   }
-  for (std::int64_t i = 0; i < p_.num_adapters * p_.num_slices; ++i) {
-    const Pair pair = p_.pair(i / p_.num_slices, static_cast<int>(i % p_.num_slices));
-    const bool draws = !p_.drops_input() || (!chain && p_.hidden % kMaskGroup == 0 &&
-                                             pair.threshold > 0 && pair.threshold < kDropAll);
-    if (pair.rank == 0 || pair.da.data == nullptr || !draws) return false;
-  }
+  if (!wants_all_of_x(!chain)) return false;
   PanelParams all = panel_params(Side::kA, plan, ds);
   add_operand(&all, Side::kA, 0, ds, da_);
   add_sums(all);
   input_boxes(all, p_.dx, plan_.with_dx, policy_of(p_.weight, p_.weight), stream_);
+  return true;
+}
+
+/// Whether each pair has ranks, dA is wanted, and what is dropped of x a pass with dx may draw, if
+/// it draws at all.
+bool RowSums::wants_all_of_x(bool draws) const {
+  for (std::int64_t i = 0; i < p_.num_adapters * p_.num_slices; ++i) {
+    const Pair pair = p_.pair(i / p_.num_slices, static_cast<int>(i % p_.num_slices));
+    const bool takes = !p_.drops_input() || (draws && p_.hidden % kMaskGroup == 0 &&
+                                             pair.threshold > 0 && pair.threshold < kDropAll);
+    if (pair.rank == 0 || pair.da.data == nullptr || !takes) return false;
+  }
+  return true;
+}
+
+/// The same of float32 weights, where dx is made of ds in float32.
+bool RowSums::sum_parts_with_dx(const HiddenForms& ds) {
+  const auto takes = [&](const Matrix& m, std::int64_t columns) {
+    return in_part_columns(m.dtype, p_.weight) && m.col_stride == 1 &&
+           device::takes_tensor_map(m.data, columns, p_.num_rows, m.row_stride);
+  };
+  const bool by_values =
+      ds.values != nullptr && ds.sum_columns != nullptr && ds.pair_columns == nullptr;
+  if (plan_.with_dx != DxPanels::k128 || plan_.x.shape != kChainPanels ||
+      plan_.x.chunk.rows % kBlockRows != 0 || device::current_device().arch != 90 ||
+      p_.hidden_width > kMostInputPartsRanks || p_.drops_input() || p_.add_dx || !by_values ||
+      !looks_ahead(grads_.pairs, grads_.rows) || !takes(p_.x, p_.hidden) ||
+      !takes(p_.dx, p_.hidden) || !wants_all_of_x(false)) {
+    return false;
+  }
+  PanelParams all = panel_params(Side::kA, plan_.x, ds);
+  add_operand(&all, Side::kA, 0, ds, da_);
+  add_sums(all);
+  input_parts(all, {ds.values, p_.hidden_width, 1, p_.weight}, p_.dx, stream_);
   return true;
 }
 
@@ -238,7 +284,8 @@ PanelParams RowSums::panel_params(Side side, const PanelPlan& plan,
   to.pairs = grads_.pairs;
   to.rows = grads_.rows;
   to.s = panel_copies(p_) == 1 ? narrow.values : narrow.sum_columns;
-  to.hidden_width = panel_copies(p_) * p_.hidden_width;
+  const int copies = panel_copies(p_);
+  to.hidden_width = copies == 1 ? p_.hidden_width : part_stride(p_.hidden_width, copies);
   to.hidden = grads_.hidden;
   to.copies = panel_copies(p_);
   to.side = side;

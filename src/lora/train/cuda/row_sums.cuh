@@ -43,11 +43,13 @@ inline bool makes_ds(const Problem& p, const BackwardPlan& plan, int slice) {
 /// columns of parts of a rank.
 inline int free_sms(const ShrinkPlan& plan, std::int64_t rows, int width, int copies,
                     std::int64_t columns, const Machine& machine) {
-  if (!plan.product || !plan.fused) return 0;
+  const bool whole = copies > 1 && plan.parts == 1;  // another launch adds the copies
+  if (!plan.product || !(plan.fused || whole)) return 0;
   const std::int64_t blocks = plan.parts > 1 ? split_tiles(rows, width, plan.ranks) * plan.parts
                                              : product_blocks(rows, width, plan.ranks, 1);
-  const ProductCut cut = copies > 1 ? cut_rows_alone(rows, columns, width, copies)
-                                    : cut_rows_beside(rows, columns, width);
+  const bool alone = copies > 1 && !shares_dy(rows, columns, width, kLeaves, copies);
+  const ProductCut cut = alone ? cut_rows_alone(rows, columns, width, copies)
+                               : cut_rows_beside(rows, columns, width);
   return BesideRowSums(rows, columns, width, machine.sms, cut).free_sms(blocks);
 }
 
@@ -67,7 +69,7 @@ class RowSums {
   /// The launch with ds has left its sums.
   void note_beside_ds();
   /// Sums of dA, from ds, and dx in the same pass over rows, where the plan has it so; false, and
-  /// nothing done, for operands that input_boxes.cu does not take.
+  /// nothing done, for operands that input_boxes.cu or input_parts.cu does not take.
   bool sum_x_with_dx(const HiddenForms& ds);
   /// Sums of dA, from ds; and with a plan of whole sums dA itself, and dB from h.
   void sum_x(const HiddenForms& h, const HiddenForms& ds, bool early);
@@ -78,6 +80,8 @@ class RowSums {
   GradSum take_dy_sums();
 
  private:
+  bool sum_parts_with_dx(const HiddenForms& ds);
+  bool wants_all_of_x(bool draws) const;
   void run_panels(PanelParams panel);
   bool stores_grad(const PanelParams& panel, const PanelOperand& o) const;
   void add_sums(const PanelParams& panel, const StoredSums& stored = {});

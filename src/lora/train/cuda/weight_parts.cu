@@ -29,8 +29,9 @@ int octets_of(int rank) { return ceil_div(rank, 8); }
 
 /// Bytes of one pair's weights.
 std::int64_t part_bytes(Side side, std::int64_t columns, int rank, int copies) {
-  const std::int64_t line = side == Side::kA ? padded(columns) : columns;
-  return 2 * line * octets_of(rank) * 8 * copies;
+  const int ranks = 8 * octets_of(rank);
+  return 2 * (side == Side::kA ? padded(columns) * ranks * copies
+                               : columns * part_stride(ranks, copies));
 }
 
 /// One pair's weights of one side; by the thread blocks of a grid's row.
@@ -118,17 +119,19 @@ __global__ void __launch_bounds__(kThreads)
 
 WeightParts::WeightParts(const Problem& p, const PartNeeds& needs, Arena* arena) : needs_(needs) {
   if (!needs.any()) return;
-  std::int64_t a = 0, b = 0;  // bytes of one copy
-  for (std::int64_t i = 0; i < p.num_adapters * p.num_slices; ++i) {
-    const int s = static_cast<int>(i % p.num_slices);
-    const int rank = p.pair(i / p.num_slices, s).rank;
-    a += part_bytes(Side::kA, p.hidden, rank, 1);
-    b += part_bytes(Side::kB, p.slices[s].width, rank, 1);
-  }
-  if (needs.sum_a) sum_a_ = arena->take<char>(kSumCopies * a);
-  if (needs.sum_b) sum_b_ = arena->take<char>(kSumCopies * b);
-  if (needs.pair_a) pair_a_ = arena->take<char>(kPairCopies * a);
-  if (needs.pair_b) pair_b_ = arena->take<char>(kPairCopies * b);
+  const auto take = [&](bool wanted, Side side, int copies) {
+    std::int64_t bytes = 0;
+    for (std::int64_t i = 0; i < p.num_adapters * p.num_slices; ++i) {
+      const int s = static_cast<int>(i % p.num_slices);
+      bytes += part_bytes(side, side == Side::kA ? p.hidden : p.slices[s].width,
+                          p.pair(i / p.num_slices, s).rank, copies);
+    }
+    return wanted ? arena->take<char>(bytes) : nullptr;
+  };
+  sum_a_ = take(needs.sum_a, Side::kA, kSumCopies);
+  sum_b_ = take(needs.sum_b, Side::kB, kSumCopies);
+  pair_a_ = take(needs.pair_a, Side::kA, kPairCopies);
+  pair_b_ = take(needs.pair_b, Side::kB, kPairCopies);
 }
 
 PairEntry WeightParts::next(const Problem& p, const PairEntry& from, int slice, int copies) {
@@ -143,7 +146,8 @@ PairEntry WeightParts::next(const Problem& p, const PairEntry& from, int slice, 
   };
   const std::int64_t width = p.slices[slice].width;
   to.a = take(Side::kA, copies == kSumCopies ? sum_a_ : pair_a_, p.hidden, padded(p.hidden));
-  to.b = take(Side::kB, copies == kSumCopies ? sum_b_ : pair_b_, width, to.rank);
+  to.b = take(Side::kB, copies == kSumCopies ? sum_b_ : pair_b_, width,
+              part_stride(8 * octets_of(from.rank), copies));
   return to;
 }
 

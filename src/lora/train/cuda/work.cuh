@@ -100,13 +100,16 @@ struct Work {
       h.values = take(all || forward || some_slice(p, &SliceView::dy, true), dtype_size(p.weight));
     }
     h.pair_columns = take(needs.pair_b, kPairCopies * part);
-    h.sum_columns =
-        take(!forward && p.wants_db && some_slice(p, &SliceView::dy, false), kSumCopies * part);
+    const auto take_columns = [&](bool wanted) {
+      const std::int64_t line = part * part_stride(p.hidden_width, kSumCopies);
+      return wanted ? arena.take<char>(p.num_rows * line) : nullptr;
+    };
+    h.sum_columns = take_columns(!forward && p.wants_db && some_slice(p, &SliceView::dy, false));
     const bool da_by_values = p.wants_da && !in_parts(p.x);
     ds.values =
         take(!forward && (all || p.dx.data != nullptr || da_by_values), dtype_size(p.weight));
     ds.pair_columns = take(needs.pair_a, kPairCopies * part);
-    ds.sum_columns = take(p.wants_da && in_parts(p.x), kSumCopies * part);
+    ds.sum_columns = take_columns(p.wants_da && in_parts(p.x));
 
     std::int64_t most_partials = 0;
     if (makes_h)
