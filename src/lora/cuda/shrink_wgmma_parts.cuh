@@ -29,8 +29,8 @@ namespace mortar::lora::cuda::wgmma_shrink {
 
 /// Fills the ring: x by asynchronous copies, parts of rank rows through registers. Warpgroups fill
 /// stages in turn, so that rows of one are on their way while the other splits its own. A thread
-/// arrives at a stage twice, for either. What it writes becomes known to wgmma by the fence of those
-/// who wait for it: one here would also wait for this thread's copies.
+/// arrives at a stage twice, for either. What it writes becomes known to wgmma by the fence of
+/// those who wait for it: one here would also wait for this thread's copies.
 template <class Tr>
 __device__ __forceinline__ void produce_parts(const ShrinkParams& p, Shared<Tr>& shared,
                                               unsigned char* ring) {
