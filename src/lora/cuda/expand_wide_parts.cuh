@@ -40,7 +40,6 @@ __device__ __forceinline__ void produce_parts(Shared<Tr>& shared, unsigned char*
                           Tr::kPlaneBytes, rows_of(next),
                           (i + 1 == kParts ? step + 1 : step) * kStepRanks, rank);
     }
-    device::fence_async_proxy();
     shared.full[at.stage].arrive();
   }
 }
@@ -135,7 +134,6 @@ __device__ __forceinline__ void produce_raw_h(Shared<Tr>& shared, unsigned char*
       device::pdl_wait();
       copy_h();
     }
-    device::fence_async_proxy();
     shared.full[at.stage].arrive();
   }
 }

@@ -207,9 +207,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   if (threadIdx.x == 0) {
     shared.octets.begin();
     for (int i = 0; i < Tr::kStages; ++i) {
-      shared.full[i].init(Tr::kFloatWeights && Tr::kAhead == 0 ? 2 * Tr::kProducers
+      shared.full[i].init(Tr::kFloatWeights && Tr::kAhead == 0 ? 2 * Tr::kFillers
                                                                : Tr::kProducers);
-      shared.empty[i].init(Tr::kAhead > 0 ? Tr::kConsumers : Tr::kConsumers / 32);
+      shared.empty[i].init(Tr::kReadsTokens ? Tr::kConsumers : Tr::kConsumers / 32);
     }
   }
   if constexpr (Tr::kShare == Share::kHalf) device::cluster_arrive();  // meet_cluster() waits

@@ -27,42 +27,47 @@
 
 namespace mortar::lora::cuda::wgmma_shrink {
 
-/// Fills the ring: x by asynchronous copies, parts of rank rows through registers. A thread arrives
-/// at a stage twice, for either.
+/// Fills the ring: x by asynchronous copies, parts of rank rows through registers. Warpgroups fill
+/// stages in turn, so that rows of one are on their way while the other splits its own. A thread
+/// arrives at a stage twice, for either. What it writes becomes known to wgmma by the fence of
+/// those who wait for it: one here would also wait for this thread's copies.
 template <class Tr>
 __device__ __forceinline__ void produce_parts(const ShrinkParams& p, Shared<Tr>& shared,
                                               unsigned char* ring) {
-  const int thread = static_cast<int>(threadIdx.x) - Tr::kConsumers;
+  constexpr int kThreads = Tr::kFillers, kGroups = Tr::kProducers / kThreads;
+  const int group = (static_cast<int>(threadIdx.x) - Tr::kConsumers) / kThreads;
+  const int thread = static_cast<int>(threadIdx.x) % kThreads;
   const int piece = thread % 8, row0 = thread / 8;  // 16 bytes of a row of x, and the first row
   const Range r = range_of<Tr>(p);
   const std::uint32_t to = device::smem_address(ring) + device::swizzled(row0, piece);
   const void* const* tokens = shared.tokens + row0;
   const void* const* weights = shared.rows.weights;
-  // Rows of one stage or two are on their way: 24 KB.
-  constexpr int kAhead = Tr::kRows > 48 ? 1 : 2;
-  using Rows = SplitRows<Tr::kRows, Tr::kProducers>;
+  // Rows of a thread's next stage or next two are on their way: 24 KB.
+  constexpr int kAhead = kGroups > 1 || Tr::kRows > 48 ? 1 : 2;
+  using Rows = SplitRows<Tr::kRows, kThreads>;
   Rows rows[2] = {Rows(thread, true), Rows(thread, true)};
+  int k = r.k_begin + group * kTileK;
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) rows[i].load(weights, r.k_begin + i * kTileK, r.k_end);
+  for (int i = 0; i < kAhead; ++i) rows[i].load(weights, k + i * kGroups * kTileK, r.k_end);
   meet_cluster<Tr>();
   device::pdl_wait();
   device::RingCursor<Tr::kStages> at;
-  int k = r.k_begin;
+  for (int i = 0; i < group; ++i) at.next();
   const auto fill = [&](Rows& own, int step) {
     const int stage = at.stage * Tr::kStageBytes;
     if (step >= Tr::kStages) shared.empty[at.stage].wait((at.round - 1) & 1);
-    device::copy_swizzled<typename Tr::T, Tr::kTokens, Tr::kProducers>(tokens, to + stage,
-                                                                       k + piece * 8, r.k_end);
+    device::copy_swizzled<typename Tr::T, Tr::kTokens, kThreads>(tokens, to + stage, k + piece * 8,
+                                                                 r.k_end);
     shared.full[at.stage].arrive_after_copies();
     own.store_and_load(ring + stage + Tr::kTokenBytes, Tr::kPlaneBytes, weights,
-                       k + kAhead * kTileK, r.k_end);
-    device::fence_async_proxy();
+                       k + kAhead * kGroups * kTileK, r.k_end);
     shared.full[at.stage].arrive();
-    k += kTileK;
-    at.next();
+    k += kGroups * kTileK;
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) at.next();
   };
 #pragma unroll 1
-  for (int step = 0; step < r.num_steps; step += kAhead) {
+  for (int step = group; step < r.num_steps; step += kGroups * kAhead) {
     fill(rows[0], step);
     if (kAhead == 2 && step + 1 < r.num_steps) fill(rows[1], step + 1);
   }
@@ -137,7 +142,6 @@ __device__ __forceinline__ void produce_ahead(const ShrinkParams& p, Shared<Tr>&
             make_uint2(part[j][0], part[j][1]);
       }
     }
-    device::fence_async_proxy();
     shared.full[at.stage].arrive();
     // The step that used this place of x has been multiplied: its parts' place was waited for.
     if (step + Tr::kAhead < r.num_steps) {
@@ -162,7 +166,7 @@ __device__ __forceinline__ void consume_parts(const ShrinkParams& p, Shared<Tr>&
   const int warpgroup = static_cast<int>(threadIdx.x) / 128;
   const int quarter_steps = r.leaf / (4 * kTileK);
   // Where a thread has read x itself, it says so itself.
-  const bool signals = Tr::kAhead > 0 || threadIdx.x % 32 == 0;
+  const bool signals = Tr::kReadsTokens || threadIdx.x % 32 == 0;
   float4* const leaves = parked + Tr::kSumBytes / 16;
   const auto clear = [&] {
 #pragma unroll
@@ -204,7 +208,7 @@ __device__ __forceinline__ void consume_parts(const ShrinkParams& p, Shared<Tr>&
         const auto a = device::wgmma_descriptor(stage + (Tr::kAhead > 0 ? 0 : Tr::kTokenBytes));
 #pragma unroll
         for (int i = 0; i < kTileK / 16; i += kSteps) {
-          if constexpr (Tr::kAhead > 0) {
+          if constexpr (Tr::kReadsTokens) {
             auto& own = fragments[(turn * kAdds + i / kSteps) % 2];
 #pragma unroll
             for (int j = 0; j < kSteps; ++j) {

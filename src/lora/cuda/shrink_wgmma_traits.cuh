@@ -38,11 +38,14 @@ struct Traits {
       kOf.float_weights ? kRows <= 64 : kTokens + kRows >= 160 && kRows <= 144;
   static constexpr int kProducers = kMinCtas == 1 && kManyRows ? 256 : 128;
   static constexpr int kThreads = kConsumers + kProducers;
+  static constexpr int kFillers = 128;  ///< of them, of a stage whose float32 rows they split
   static constexpr int kSums = kRows / 2;  ///< sums of a thread
   static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes;
   /// Float32 rank rows are split into planes of parts as they come.
   static constexpr bool kFloatWeights = kOf.float_weights;
   static constexpr int kPlaneBytes = kRows * device::kSwizzleBytes;
+  /// x of those comes to wgmma in registers, where there are enough of them.
+  static constexpr bool kReadsTokens = kFloatWeights && kRows <= 64;
   /// Stages whose float32 rows wait to be split; x of those lies in a ring of its own.
   static constexpr int kAhead = kOf.ahead;
   static constexpr int kTokenStages = kAhead > 0 ? kAhead + kStages : kStages;
@@ -63,7 +66,7 @@ struct Traits {
   /// With two for the pointer of each row that a thread copies.
   static constexpr int kPointerRegisters = round_up(30 + 16 * (kTokens + kRows) / kProducers, 8);
   static constexpr int kProducerRegisters = !kFloatWeights     ? kPointerRegisters
-                                            : kProducers > 128 ? (kAhead > 0 ? 48 : 56)
+                                            : kProducers > 128 ? (kAhead > 0 ? 48 : 72)
                                             : kAhead > 0       ? 64
                                                                : 88;
   static constexpr int kConsumerRegisters = std::min(
