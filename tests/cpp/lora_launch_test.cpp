@@ -39,6 +39,12 @@ std::vector<LoraCase> every_plan_cases() {
   LoraCase long_run = case_of(200, 264, {264, 136}, {8, 40, 512});
   long_run.map = Map::kOneAdapter;
   cases.push_back(long_run);
+  for (const auto& [tokens, hidden, rank, dtype] :
+       {std::tuple{333, 1288, 128, DType::kBFloat16}, std::tuple{600, 520, 192, DType::kFloat16}}) {
+    LoraCase boxes = case_of(tokens, hidden, {264, 136}, {rank}, dtype);
+    boxes.one_rank = true;
+    cases.push_back(boxes);
+  }
   LoraCase strided = case_of(133, 1040, {96, 40}, {16, 8, 24});
   strided.strided = true;
   cases.push_back(strided);
