@@ -11,11 +11,11 @@
 // wrong  : few tokens of an adapter, low ranks
 //
 // The grid is as large as fits at once. A CTA walks over units of up to 128 tokens of one adapter,
-// 64 for each of two warpgroups that multiply, and kRows of its rank rows. A scheduler warp describes units
-// ahead, one thread asks the tensor copy engine for A, 128 threads copy the rows of x that the
-// tokens name: through a ring of stages of 64 elements of K, so that those of the next unit are
-// under way while sums of this one are added and stored. The sums are those of shrink_wgmma.cu
-// where a CTA takes all of K; those of the first half wait in the workspace.
+// 64 for each of two warpgroups that multiply, and kRows of its rank rows. A scheduler warp
+// describes units ahead, one thread asks the tensor copy engine for A, 128 threads copy the rows of
+// x that the tokens name: through a ring of stages of 64 elements of K, so that those of the next
+// unit are under way while sums of this one are added and stored. The sums are those of
+// shrink_wgmma.cu where a CTA takes all of K; those of the first half wait in the workspace.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
