@@ -11,7 +11,7 @@
 
 namespace mortar::lora {
 
-enum class ShrinkKernel { kDecode, kWgmma, kMma, kParts };
+enum class ShrinkKernel { kDecode, kWgmma, kMma, kParts, kWalk };
 enum class ExpandKernel {
   kDecode,
   kDirect,  ///< B straight into the fragments of the MMA
@@ -60,6 +60,16 @@ inline constexpr WgmmaShape kWgmmaShapes[] = {
     {64, 2, 4, 2, Share::kLeaf},
 };
 
+/// Shapes of shrink_walk.cu, whose CTAs walk over units of 128 tokens: rank rows of a unit, and
+/// stages of its ring.
+struct WalkShape {
+  int rows, stages;
+};
+inline constexpr WalkShape kWalkShapes[] = {{192, 5}, {128, 6}};
+inline constexpr int kWalkTokens = 128;
+inline constexpr int kWalkBoxRows = 64;   ///< rank rows of a box that the tensor copy engine brings
+inline constexpr int kMostWalkers = 144;  ///< CTAs, each with room for sums in the workspace
+
 /// Shapes of shrink_mma.cu: warps along tokens (16 each) and along rank rows, fragments of 8 rank
 /// rows of a warp, stages.
 struct MmaShape {
@@ -80,7 +90,7 @@ inline constexpr int kDenseShrinkPerSm = 8, kDenseShrinkMaxRows = 32;
 
 struct ShrinkPlan {
   ShrinkKernel kernel = ShrinkKernel::kMma;
-  int shape = 0;  ///< row of kWgmmaShapes or kMmaShapes
+  int shape = 0;  ///< row of kWgmmaShapes, kMmaShapes or kWalkShapes
   int tile_tokens = 16;
   int rows = 32;  ///< rank rows of a CTA
   Partials partials = Partials::kNone;

@@ -158,7 +158,11 @@ namespace {
 ShrinkPlan prefill_shrink(const LoraShape& s, const Machine& m) {
   ShrinkPlan c;
   c.tile_tokens = 64;
-  if (runs_wgmma(s, m)) return wgmma_shrink(s, m);
+  if (runs_wgmma(s, m)) {
+    c = wgmma_shrink(s, m);
+    suits_walk(s, m, c);
+    return c;
+  }
   // Splitting fills the chip; without need it only writes and reads partials.
   const std::int64_t ctas =
       max_tiles(s.num_tokens, s.num_adapters, 128) * ceil_div(s.rank_rows(), 192);

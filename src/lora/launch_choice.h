@@ -89,6 +89,13 @@ ShrinkPlan wgmma_shrink(const LoraShape& s, const Machine& m);
 /// The shape of one K chunk a CTA, and where it leaves partials sooner than the decode kernel does.
 ShrinkPlan leaf_shrink(const LoraShape& s, const Machine& m, Partials partials);
 bool suits_leaves(const LoraShape& s, const Machine& m);
+/// The clocks of the busiest SM with one of these, of one 16-bit type.
+double wgmma_clocks(const LoraShape& s, const Machine& m, const ShrinkPlan& c);
+/// Whether persistent CTAs of shrink can: of lora_apply, a plan and boxes of stacked A.
+bool runs_walk(const LoraShape& s, const Machine& m);
+/// They in a shape, and whether that is faster than `c`, which it then becomes.
+ShrinkPlan walk_plan(int shape);
+bool suits_walk(const LoraShape& s, const Machine& m, ShrinkPlan& c);
 /// That, or tiles of 16 tokens of which a CTA sums all of K.
 ShrinkPlan walking_shrink(const LoraShape& s, const Machine& m);
 ExpandPlan wide_expand(int shape);

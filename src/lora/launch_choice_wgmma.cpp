@@ -269,6 +269,10 @@ ShrinkPlan wgmma_plan(int shape, int leaves) {
   return c;
 }
 
+double wgmma_clocks(const LoraShape& s, const Machine& m, const ShrinkPlan& c) {
+  return wgmma_clocks(costs_of(s), s, m, {kWgmmaShapes[c.shape], c.leaves});
+}
+
 ShrinkPlan wgmma_shrink(const LoraShape& s, const Machine& m) {
   const bool splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
   return least_clocks(costs_of(s), s, m, [&](const WgmmaShape& shape) {

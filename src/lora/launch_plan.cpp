@@ -32,6 +32,9 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
     plans.push_back(wgmma_plan(i, 1));
     if (leaf && !s.float_weights) plans.push_back(wgmma_plan(i, kMostLeaves));
   }
+  for (int i = 0; i < static_cast<int>(std::size(kWalkShapes)) && runs_walk(s, m); ++i) {
+    plans.push_back(walk_plan(i));
+  }
   if (!s.one_type) {
     plans.push_back(parts_shrink(s, m));
     if (plans.back().split()) {
@@ -196,8 +199,11 @@ std::int64_t workspace_of(const LaunchPlan& plan) {
   const LoraShape& s = plan.shape;
   if (s.op == Op::kExpand || plan.one_kernel()) return 0;
   const std::int64_t partials = plan.shrink.split() ? partial_bytes(s) : 0;
+  const std::int64_t parked = plan.shrink.kernel == ShrinkKernel::kWalk
+                                  ? parked_bytes(s, kWalkShapes[plan.shrink.shape])
+                                  : 0;
   const bool whole = s.op == Op::kApply && plan.shrink.partials != Partials::kExpand;
-  return partials + (whole ? finished_bytes(s) : 0);
+  return partials + parked + (whole ? finished_bytes(s) : 0);
 }
 
 namespace {
@@ -237,7 +243,7 @@ void add_per_sm(Line& line, int per_sm) {
 }
 
 void add_shrink(Line& line, const ShrinkPlan& c, std::int64_t hidden) {
-  constexpr const char* kNames[] = {"decode", "wgmma", "mma", "split-bf16"};
+  constexpr const char* kNames[] = {"decode", "wgmma", "mma", "split-bf16", "wgmma"};
   constexpr const char* kShares[] = {"all of K a CTA", "half of K a CTA", "a K chunk a CTA"};
   constexpr const char* kPartials[] = {"", ", a kernel adds the split-K partials",
                                        ", expand adds the split-K partials"};
@@ -248,6 +254,9 @@ void add_shrink(Line& line, const ShrinkPlan& c, std::int64_t hidden) {
     line.add(", %d tiles and %s, %d stages", shape.tiles, kShares[static_cast<int>(shape.share)],
              shape.stages);
     if (shape.ahead > 0) line.add(" and %d of float32 rows", shape.ahead);
+  }
+  if (c.kernel == ShrinkKernel::kWalk) {
+    line.add(", 2 tiles, %d stages, persistent CTAs", kWalkShapes[c.shape].stages);
   }
   if (c.kernel == ShrinkKernel::kDecode && !c.split()) {
     line.add(", clusters of %d CTAs hold all of K", decode_cluster(hidden));

@@ -41,6 +41,7 @@ struct LoraShape {
   bool b_by_8 = false;    ///< rows of stacked B start at multiples of 8 bytes, not of 16: rank 4
   bool segments = false;  ///< groups are no plan
   bool ragged = false;    ///< adapters of stacked weights have ranks of their own
+  bool boxes = false;     ///< the tensor copy engine takes A: stacked, all ranks whole boxes
   /// Of lora_expand: h is float32; and it is that or of y's type, in rows that start at multiples
   /// of 16 bytes and have whole pieces.
   bool float_h = false, aligned_h = false;
@@ -110,11 +111,26 @@ inline bool partials_fit(const LoraShape& s) { return partials_fit(s, partial_bu
 /// The same of wgmma.
 inline bool wgmma_partials_fit(const LoraShape& s) { return partials_fit(s, most_partials(s)); }
 
+/// Whether CTAs of lora_apply's shrink may walk, as far as a workspace query can tell.
+inline bool may_walk(const LoraShape& s) {
+  constexpr int kLeastRank = 65;
+  return s.op == Op::kApply && s.one_type && s.max_rank >= kLeastRank;
+}
+/// Bytes of the sums of half of K that such CTAs leave in the workspace.
+inline std::int64_t parked_bytes(const LoraShape& s, const WalkShape& shape) {
+  const std::int64_t groups = ceil_div(s.num_slices * s.max_rank, shape.rows);
+  const std::int64_t units = max_tiles(s.num_tokens, s.num_adapters, kWalkTokens) * groups;
+  return std::min<std::int64_t>(units, kMostWalkers) * kWalkTokens * shape.rows * 4;
+}
+
 /// Workspace of the two ops whatever is chosen: partials where there may be any, and for lora_apply
 /// h whole beside them.
 inline std::int64_t most_workspace(const LoraShape& s) {
   const bool fit = s.float_weights ? wgmma_partials_fit(s) : partials_fit(s);
-  const std::int64_t partials = fit ? partial_bytes(s) : 0;
+  std::int64_t partials = fit ? partial_bytes(s) : 0;
+  for (const WalkShape& shape : kWalkShapes) {
+    if (may_walk(s)) partials = std::max(partials, parked_bytes(s, shape));
+  }
   return s.op == Op::kShrink ? partials : finished_bytes(s) + partials;
 }
 

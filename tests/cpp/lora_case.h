@@ -32,6 +32,7 @@ struct LoraCase {
   DType x = DType::kFloat32, w = DType::kFloat32, y = DType::kFloat32;
   Map map = Map::kRandom;
   bool table = false;     ///< pointers instead of stacked tensors
+  bool one_rank = false;  ///< stacked without a tensor of ranks, which are all the same
   bool segments = false;  ///< segment tensors instead of a plan
   bool add = true;
   bool strided = false;  ///< misaligned, with gaps between rows
@@ -249,8 +250,8 @@ class LoraOperands {
       a.push_back(host ? a_[s].host() : a_[s].view());
       b.push_back(host ? b_[s].host() : b_[s].view());
     }
-    return LoraWeights::stacked(a, b, host ? ranks_.host() : ranks_.view(),
-                                host ? scales_.host() : scales_.view());
+    const Tensor ranks = c.one_rank ? Tensor{} : host ? ranks_.host() : ranks_.view();
+    return LoraWeights::stacked(a, b, ranks, host ? scales_.host() : scales_.view());
   }
 
   /// In the manner of vLLM's tables: base tokens first as a group of -1, then the adapters in use,

@@ -24,6 +24,26 @@ TEST(LoraChoice, FullTilesTakeFewerColumns) {
   EXPECT_EQ(cols(shape(1477, 227, 16, 18944, {3584})), 1792);
 }
 
+/// Persistent CTAs of shrink where A comes in boxes and their units fill the chip.
+TEST(LoraChoice, HighRanksOfManyTokensWalk) {
+  const auto rows = [](LoraShape s, bool boxes = true) {
+    s.boxes = boxes;
+    const LaunchPlan plan = choose(s, {});
+    EXPECT_LE(plan.workspace_bytes, most_workspace(s));
+    return plan.shrink.kernel == ShrinkKernel::kWalk ? plan.shrink.rows : 0;
+  };
+  const LoraShape one = shape(7071, 1, 128, 5120, {1280, 1280, 1280});
+  EXPECT_EQ(rows(one), 192);
+  EXPECT_EQ(rows(one, false), 0);
+  EXPECT_EQ(rows(shape(4096, 1, 256, 4096, {4096, 1024, 1024})), 192);
+  EXPECT_EQ(rows(shape(3358, 16, 512, 3584, {4736, 4736})), 128);
+  EXPECT_EQ(rows(shape(2298, 13, 512, 8192, {7168, 7168})), 128);
+  EXPECT_EQ(rows(shape(4083, 31, 512, 1024, {2048, 1024, 1024})), 0);
+  EXPECT_EQ(rows(shape(4145, 1, 128, 2048, {512, 128, 128})), 0);
+  EXPECT_EQ(rows(shape(1404, 1, 256, 1024, {2048, 1024, 1024})), 0);
+  EXPECT_EQ(rows(shape(2048, 4, 128, 4096, {4096, 1024, 1024})), 0);
+}
+
 /// Expand takes tiles of 64 from 27 tokens of an adapter on, of ragged ranks from 18 on.
 TEST(LoraChoice, TilesOf64MayBeEmptierWhereRanksAreRagged) {
   const auto kernel = [](LoraShape s, bool ragged) {

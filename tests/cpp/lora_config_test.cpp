@@ -116,6 +116,7 @@ LoraShape random_shape(std::mt19937& random) {
   s.aligned_x = random() % 4 != 0;
   s.aligned_y = random() % 4 != 0;
   s.ragged = random() % 4 == 0;
+  s.boxes = s.op == Op::kApply && !s.ragged && s.max_rank % kWalkBoxRows == 0;
   return s;
 }
 
@@ -157,6 +158,7 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
     }
     if (kMachines[i % 4].arch != 90) {
       EXPECT_NE(shrink.kernel, ShrinkKernel::kWgmma);
+      EXPECT_NE(shrink.kernel, ShrinkKernel::kWalk);
       EXPECT_NE(expand.kernel, ExpandKernel::kWide);
     }
     if (plan.one_kernel()) {
@@ -208,7 +210,7 @@ TEST(LoraConfig, CandidatesFitTheirProblem) {
 /// Every row of a table of shapes is the best for some problem.
 TEST(LoraConfig, EveryShapeIsChosenSomewhere) {
   std::mt19937 random(13);
-  std::set<int> wgmma, mma, wide;
+  std::set<int> wgmma, mma, wide, walk;
   for (int i = 0; i < 240'000; ++i) {
     const LaunchPlan plan = choose(random_shape(random), kMachines[i % 4]);
     if (plan.one_kernel()) continue;
@@ -218,6 +220,9 @@ TEST(LoraConfig, EveryShapeIsChosenSomewhere) {
     if (plan.shape.op != Op::kExpand && plan.shrink.kernel == ShrinkKernel::kMma) {
       mma.insert(plan.shrink.shape);
     }
+    if (plan.shape.op != Op::kExpand && plan.shrink.kernel == ShrinkKernel::kWalk) {
+      walk.insert(plan.shrink.shape);
+    }
     if (plan.shape.op != Op::kShrink && plan.expand.kernel == ExpandKernel::kWide) {
       wide.insert(plan.expand.shape);
     }
@@ -225,6 +230,7 @@ TEST(LoraConfig, EveryShapeIsChosenSomewhere) {
   EXPECT_EQ(wgmma.size(), std::size(kWgmmaShapes)) << ::testing::PrintToString(wgmma);
   EXPECT_EQ(mma.size(), std::size(kMmaShapes)) << ::testing::PrintToString(mma);
   EXPECT_EQ(wide.size(), std::size(kWideShapes)) << ::testing::PrintToString(wide);
+  EXPECT_EQ(walk.size(), std::size(kWalkShapes)) << ::testing::PrintToString(walk);
 }
 
 /// CTAs of the decode expand neither leave most of the chip idle where half of the tiles are there,

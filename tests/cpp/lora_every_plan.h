@@ -146,6 +146,10 @@ class LaunchTest : public ::testing::Test {
       EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kWgmma), row}))
           << "row " << i << " of kWgmmaShapes never ran";
     }
+    for (std::size_t i = 0; i < std::size(lora::kWalkShapes) && !float_weights; ++i) {
+      EXPECT_TRUE(ran_.contains({static_cast<int>(lora::ShrinkKernel::kWalk), static_cast<int>(i)}))
+          << "row " << i << " of kWalkShapes never ran";
+    }
     for (std::size_t i = 0; i < std::size(lora::kWideShapes); ++i) {
       if (lora::kWideShapes[i].float_weights != float_weights) continue;
       EXPECT_TRUE(wide_ran_.contains(static_cast<int>(i)))

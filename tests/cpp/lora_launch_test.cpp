@@ -39,6 +39,12 @@ std::vector<LoraCase> every_plan_cases() {
   LoraCase long_run = case_of(200, 264, {264, 136}, {8, 40, 512});
   long_run.map = Map::kOneAdapter;
   cases.push_back(long_run);
+  for (const auto& [tokens, hidden, rank, dtype] :
+       {std::tuple{333, 1288, 128, DType::kBFloat16}, std::tuple{600, 520, 192, DType::kFloat16}}) {
+    LoraCase boxes = case_of(tokens, hidden, {264, 136}, {rank}, dtype);
+    boxes.one_rank = true;
+    cases.push_back(boxes);
+  }
   LoraCase strided = case_of(133, 1040, {96, 40}, {16, 8, 24});
   strided.strided = true;
   cases.push_back(strided);
@@ -153,6 +159,32 @@ TEST_P(LoraLaunch, OneKernelGivesTheBitsOfTwo) {
 
 /// Clusters of two, four and eight CTAs, some without a K chunk of their own, and such that take
 /// turns; tokens without an adapter; more rank rows than a CTA takes; both forms of groups.
+/// CTAs of shrink that walk over units: one K chunk and many, an odd number of them, half-full and
+/// single tiles, rank rows that leave the last unit some boxes or none.
+TEST_P(LoraLaunch, PersistentShrinkGivesTheSameBits) {
+  if (this_machine().arch != 90) return;
+  const auto expect = [&](LoraCase c, Map map) {
+    c.one_rank = true;
+    c.map = map;
+    LoraOperands op(c, device_);
+    const GuardedTensor original = op.y;
+    expect_apply_matches(op);
+    const std::vector<std::uint8_t> want = bytes_of(op.y);
+    int walk = 0;
+    for (const LaunchPlan& plan : plans_to_run(op)) {
+      if (plan.shrink.kernel != lora::ShrinkKernel::kWalk) continue;
+      expect_plan_gives(want, plan, op, original);
+      ++walk;
+    }
+    EXPECT_GE(walk, 2);
+  };
+  expect(case_of(1, 8, {8}, {128}), Map::kOneAdapter);
+  expect(case_of(129, 200, {40}, {192}, DType::kFloat16), Map::kOneAdapter);
+  expect(case_of(300, 520, {40, 24, 8}, {128}), Map::kRandom);
+  expect(case_of(140, 1288, {40, 24}, {128}), Map::kRandom);
+  expect(case_of(70, 4616, {40}, {448}), Map::kOneAdapter);
+}
+
 TEST_P(LoraLaunch, EveryPlanOfShrinkGivesTheSameBits) {
   int in_clusters = 0;
   for (const bool segments : {false, true}) {

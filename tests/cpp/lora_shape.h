@@ -23,7 +23,8 @@ inline lora::LoraShape shape_of(const LoraOperands& op) {
   s.aligned_x = s.aligned_y = !op.c.strided;
   s.b_by_8 = s.one_type && op.max_rank() % 8 == 4 && !op.c.strided;
   s.segments = op.c.segments;
-  s.ragged = !op.c.table;
+  s.ragged = !op.c.table && !op.c.one_rank;
+  s.boxes = op.c.one_rank && op.max_rank() % lora::kWalkBoxRows == 0 && s.one_type && !op.c.strided;
   return s;
 }
 

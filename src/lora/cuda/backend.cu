@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "device/launch.cuh"
+#include "device/tensor_copy.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/launch_plan.h"
 
@@ -56,6 +57,18 @@ bool rows_by_8(const WeightsView& w) {
   return by_8 && !by_16;
 }
 
+/// Whether the tensor copy engine takes A: stacked, of one rank, which has whole boxes.
+bool takes_boxes(const WeightsView& w) {
+  bool ok = w.table == nullptr && w.ranks == nullptr && is_half(w.dtype) && w.num_adapters > 0;
+  for (int i = 0; i < w.num_slices && ok; ++i) {
+    const StackedSlice& s = w.slices[i];
+    ok = s.rank > 0 && s.rank % kWalkBoxRows == 0 && s.a_row_stride > 0 &&
+         s.a_adapter_stride >= 0 && s.a_adapter_stride % s.a_row_stride == 0 &&
+         device::takes_tensor_map(s.a, w.hidden, lines_of_a(w, i), s.a_row_stride);
+  }
+  return ok;
+}
+
 LoraShape shape_of(Op op, std::int64_t num_tokens, const WeightsView& w, const GroupsView& groups) {
   LoraShape s;
   s.op = op;
@@ -68,6 +81,7 @@ LoraShape shape_of(Op op, std::int64_t num_tokens, const WeightsView& w, const G
   s.one_type = is_half(w.dtype);
   s.segments = groups.ids != nullptr;
   s.ragged = w.table == nullptr && w.ranks != nullptr;
+  s.boxes = op == Op::kApply && takes_boxes(w);
   return s;
 }
 LoraShape shape_of(const ShrinkProblem& p) {
@@ -151,7 +165,8 @@ HView partials(const LoraShape& s, void* workspace) {
   return h;
 }
 
-void run_shrink(ShrinkParams p, const LaunchPlan& plan, Stream stream) {
+/// `parked`: room for what persistent CTAs keep there.
+void run_shrink(ShrinkParams p, const LaunchPlan& plan, Stream stream, void* parked = nullptr) {
   const ShrinkPlan& c = plan.shrink;
   p.tiles = tiles_of(plan.shape, c.tile_tokens);
   p.vector = plan.shape.aligned_x;
@@ -164,6 +179,8 @@ void run_shrink(ShrinkParams p, const LaunchPlan& plan, Stream stream) {
       return shrink_mma(p, c, stream);
     case ShrinkKernel::kParts:
       return shrink_parts(p, c, stream);
+    case ShrinkKernel::kWalk:
+      return shrink_walk(p, c, parked, stream);
   }
 }
 
@@ -321,7 +338,8 @@ void apply(const ApplyProblem& problem, Stream stream) {
   const std::int64_t before = plan.shrink.split() ? partial_bytes(s) : 0;
   expand.h = internal_h(s, static_cast<char*>(problem.workspace) + before, h_dtype, s.num_tokens);
   shrink.h = plan.shrink.split() ? partials(s, problem.workspace) : expand.h;
-  run_shrink(shrink, plan, stream);
+  run_shrink(shrink, plan, stream,
+             static_cast<char*>(problem.workspace) + before + finished_bytes(s));
   if (plan.shrink.partials == Partials::kExpand) expand.h = shrink.h;
   if (plan.shrink.partials == Partials::kFinish) {
     ShrinkParams whole = shrink;

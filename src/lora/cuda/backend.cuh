@@ -33,6 +33,14 @@ void shrink_decode(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
 /// h, whole or in slabs, for tiles of 64 tokens, on the tensor cores of sm_90a: aligned x and A, of
 /// one type, or float32 A under a bfloat16 x.
 void shrink_wgmma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
+/// h whole for the same tiles, of lora_apply and stacked A that the tensor copy engine takes:
+/// persistent CTAs, with room for sums (parked_bytes()) at `parked`.
+void shrink_walk(const ShrinkParams& p, const ShrinkPlan& c, void* parked, Stream stream);
+/// Lines of stacked A of a slice, a row stride apart, up to the last adapter's last rank row.
+inline std::int64_t lines_of_a(const WeightsView& w, int slice) {
+  const StackedSlice& s = w.slices[slice];
+  return (w.num_adapters - 1) * (s.a_adapter_stride / s.a_row_stride) + s.rank;
+}
 /// h, whole or in slabs, on the tensor cores of any architecture: all that the other two leave.
 void shrink_mma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
 /// The same for every pair of dtypes, on tensor cores that multiply parts of values.
