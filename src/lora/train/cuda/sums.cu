@@ -186,10 +186,11 @@ struct OneAdapterParams {
   int num_sums;
 };
 
-/// The same of one adapter's gradients of whole vectors, by threads of so few registers that most
-/// of them fit an SM at once, some beside the pass over x.
-template <int kLoads>
-__global__ void __launch_bounds__(kThreads, kLoads <= kFewLoads ? 8 : kLoads <= kMostLoads ? 5 : 2)
+/// The same of one adapter's gradients of whole vectors and few partials, by threads of so few
+/// registers that all of them fit an SM at once, some beside the pass over x. (us, a backward on an
+/// H200, without / with: rank 64, 1024 x 7168 x 2048 23.1 / 21.9, 4096 x 2560 x 9728 63.7 / 62.3;
+/// but of 8 and 16 partials, rank 32 and 16, 4096 x 4096 x 4096, 43.0 / 43.9 and 38.8 / 39.7.)
+__global__ void __launch_bounds__(kThreads, 8)
     one_adapter_kernel(const __grid_constant__ OneAdapterParams p) {
   int which = 0;
   while (which + 1 < p.num_sums && blockIdx.x >= p.first_block[which + 1]) ++which;
@@ -201,17 +202,17 @@ __global__ void __launch_bounds__(kThreads, kLoads <= kFewLoads ? 8 : kLoads <= 
   const float* from = g.partials + std::int64_t{line} * g.dense + at;
   const std::int64_t to = line * g.out.row_stride + at;
   device::pdl_begin(false);
-  if (there) store_vector(g.out, to, g.adds, sum_in_order<kLoads>(from, g.stride, g.chunks));
+  if (!there) return;
+  store_vector(g.out, to, g.adds, sum_in_order<kFewLoads>(from, g.stride, g.chunks));
 }
 
-/// False, and nothing done, for gradients that are not whole vectors.
+/// False, and nothing done, for gradients that are not whole vectors, or of many partials.
 bool sum_of_one_adapter(const WeightGradParams& p, Stream stream) {
   OneAdapterParams one{};
-  int most = 0;
   for (int i = 0; i < p.num_sums; ++i) {
     const GradSums& g = p.sums[i];
     const auto chunks = static_cast<int>(ceil_div<std::int64_t>(p.rows.num_rows, g.chunk.rows));
-    most = std::max(most, chunks);
+    if (chunks > kFewLoads) return false;
     for (int s = g.first_slice; s < g.first_slice + g.num_slices; ++s) {
       const GradSum sum =
           grad_sum_of(p.pairs.own[s], g, 0, chunks, p.hidden.first[s] - g.first_hidden);
@@ -224,19 +225,12 @@ bool sum_of_one_adapter(const WeightGradParams& p, Stream stream) {
       one.sums[one.num_sums++] = sum;
     }
   }
-  const auto sms = static_cast<unsigned>(device::current_device().num_sms);
   device::Launch l;
   l.grid = dim3(one.first_block[one.num_sums]);
   l.threads = kThreads;
   l.stream = stream;
   l.pdl = true;
-  if (most <= kFewLoads) {
-    device::launch<one_adapter_kernel<kFewLoads>>("lora_train", l, one);
-  } else if (most > 2 * kMostLoads && l.grid.x <= sms) {
-    device::launch<one_adapter_kernel<kManyLoads>>("lora_train", l, one);
-  } else {
-    device::launch<one_adapter_kernel<kMostLoads>>("lora_train", l, one);
-  }
+  device::launch<one_adapter_kernel>("lora_train", l, one);
   return true;
 }
 
@@ -282,6 +276,9 @@ void sum_weight_grads(WeightGradParams* p, Stream stream) {
   }
   if (most <= kFewLoads) {
     return device::launch<weight_grad_kernel<kFewLoads, 1>>("lora_train", l, *p);
+  }
+  if (p->num_adapters == 1 && most > 2 * kMostLoads && 4 * l.grid.x <= one_wave) {
+    return device::launch<weight_grad_kernel<kManyLoads, 1>>("lora_train", l, *p);
   }
   device::launch<weight_grad_kernel<kMostLoads, 1>>("lora_train", l, *p);
 }
