@@ -140,6 +140,9 @@ struct ExpandPlan {
   int cluster = 1;  ///< CTAs that make h together from split-K partials, decode kernel
   int log_run = 0;  ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel and the
                     ///< one that keeps B
+  /// CTAs that run at once, decode kernel, where the device cuts columns so that those of the tiles
+  /// that there are make one round (cuda/expand_tile.cuh); 0: it takes `cols`
+  int round = 0;
 
   friend bool operator==(const ExpandPlan&, const ExpandPlan&) = default;
 };

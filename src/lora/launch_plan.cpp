@@ -125,6 +125,12 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
         c.stages = decode_stages(s, c, m);
         if (per_sm < kDenseExpandPerSm || runs_dense(s)) plans.push_back(c);
       }
+      if (!s.segments && cols > c.block_cols) {  // and cut by the device
+        plans.push_back(c);
+        plans.back().per_sm = 0;
+        plans.back().stages = decode_stages(s, plans.back(), m);
+        plans.back().round = 2 * m.sms;
+      }
       if (cols <= c.block_cols) break;
     }
   }
@@ -152,7 +158,9 @@ std::vector<LaunchPlan> candidates(const LoraShape& s, const Machine& m) {
       plan.shrink.partials = Partials::kExpand;
       plan.workspace_bytes = workspace_of(plan);
       plans.push_back(plan);
-      if (!shares_h(s, m, plan.shrink, plan.expand) || expand.per_sm != 0) continue;
+      if (!shares_h(s, m, plan.shrink, plan.expand) || expand.per_sm != 0 || expand.round != 0) {
+        continue;
+      }
       plan.expand.cluster = kExpandCluster;
       plans.push_back(plan);
     }
@@ -185,6 +193,7 @@ LaunchPlan choose(const LoraShape& s, const Machine& m) {
       plan.expand.cluster = h_cluster(s, m, plan.expand);
     }
     give_room(s, m, plan.shrink, plan.expand);
+    plan.expand.round = expand_round(s, m, plan.expand);
   } else if (plan.shrink.split()) {
     plan.shrink.partials = Partials::kFinish;
   }
@@ -267,6 +276,7 @@ void add_expand(Line& line, const ExpandPlan& c) {
   if (c.kernel == ExpandKernel::kDecode) {
     line.add(" in stages of %d, %d stages", c.block_cols, c.stages);
     if (c.cluster > 1) line.add(", h by clusters of %d CTAs", c.cluster);
+    if (c.round > 0) line.add(", or such that %d CTAs share all tiles", c.round);
   }
   if (c.kernel == ExpandKernel::kWide) {
     line.add(", %d tiles, %d stages%s", kWideShapes[c.shape].tiles, kWideShapes[c.shape].stages,

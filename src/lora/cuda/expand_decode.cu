@@ -83,7 +83,8 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
   device::pdl_begin(p.early);
 
   // Coordinates
-  const CtaWork work(p);
+  CtaWork work(p);
+  if (!Tr::kShared && p.round > 0) work.cut(p);
   const Tile& tile = work.tile;
   const Block& block = work.block;
   const int token = work.token;

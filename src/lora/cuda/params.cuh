@@ -69,6 +69,7 @@ struct ExpandParams {
   int per_sm = 0;         ///< CTAs that share an SM's memory; 0: as many as fit; decode kernel
   int cluster = 1;        ///< CTAs that make h together from split-K partials, decode kernel
   int groups_a_step = 1;  ///< groups of columns that share an MMA step, direct kernel
+  int round = 0;          ///< CTAs that run at once, where those share the columns: ExpandPlan
   int log_run = 0;        ///< a CTA takes runs of 2^log_run tiles of a block: ExpandPlan
   int block_start[kLoraMaxSlices + 1] = {};  ///< first column block of each slice
   bool vector_y = false;  ///< every row and block of y is 16-byte aligned and whole
