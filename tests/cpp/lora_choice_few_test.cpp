@@ -120,7 +120,7 @@ TEST(LoraChoice, GroupsOfColumnsShareAStep) {
   EXPECT_EQ(groups(shape(125, 151, 8, 4096, {14336, 14336})), 1);
 }
 
-/// The device cuts columns of expand where there may be far fewer tiles than the host has to assume.
+/// The device cuts columns of expand where there may be far fewer tiles than the host assumes.
 TEST(LoraChoice, ManyAdaptersLeaveTheCutOfColumnsToTheDevice) {
   const auto round = [](const LoraShape& s) { return choose(s, {}).expand.round; };
   EXPECT_EQ(round(shape(192, 125, 16, 4096, {16384})), 506);

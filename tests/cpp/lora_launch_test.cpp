@@ -273,7 +273,7 @@ TEST_P(LoraLaunch, PersistentCtasTakeSeveralSteps) {
 }
 
 /// The decode expand cuts columns by the tiles that there are: into more blocks than the plan's,
-/// fewer, and as many; of several slices; where an adapter has all tokens, and where many have some.
+/// fewer, and as many; of several slices; where an adapter has all tokens, and where many have.
 TEST_P(LoraLaunch, ColumnsAreCutByTheTilesThatThereAre) {
   for (const std::vector<int>& ranks : {std::vector<int>{16, 5, 0}, {64, 24, 40}}) {
     for (const Map map : {Map::kOneAdapter, Map::kRandom}) {
