@@ -328,23 +328,9 @@ bool suits_dense_expand(const LoraShape& s, const Machine& m, const ShrinkPlan& 
 
 }  // namespace
 
-/// Where adapters have as many tokens each there are nearly as many tiles as there may be; by
-/// Zipf's law half as many, and CTAs cut for all of them would be few and long. (us, 0.96 of a
-/// round of CTAs that have a tile, and of CTAs that might: 192 tokens of 125 adapters, rank 16,
-/// 4,096 to 16,384, 19.5 and 25; 74 of 47, rank 32, 4,096 to 2 x 14,336, 21.6 and 28.8; 83 of 306,
-/// ranks up to 64, 4,096 to 4,096, 12.1 and 13.6; of 1.1 rounds 407 of 132, rank 32, 28 and 32.)
-int expand_round(const LoraShape& s, const Machine& m, const ExpandPlan& c) {
-  constexpr int kMostRank = 64, kMostRounds = 16;
-  constexpr double kFull = 0.96;
-  if (c.kernel != ExpandKernel::kDecode || c.cluster > 1 || c.tile_tokens != 16 || c.per_sm == 1 ||
-      s.segments || knows_tiles(s) || h_width(s) > kMostRank) {
-    return 0;
-  }
+std::int64_t decode_expand_per_sm(const LoraShape& s, const Machine& m, const ExpandPlan& c) {
   const Footprint own = footprint(s, c);
-  const auto per_sm = std::min<std::int64_t>(kSmRegisters / own.registers, m.sm_smem / own.smem);
-  const auto round = static_cast<int>(kFull * static_cast<double>(per_sm * m.sms));
-  const std::int64_t ctas = max_tiles(s.num_tokens, s.num_adapters, 16) * column_blocks(s, c.cols);
-  return ctas <= std::int64_t{kMostRounds} * round ? round : 0;
+  return std::min<std::int64_t>(kSmRegisters / own.registers, m.sm_smem / own.smem);
 }
 
 namespace {

@@ -125,7 +125,7 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
         c.stages = decode_stages(s, c, m);
         if (per_sm < kDenseExpandPerSm || runs_dense(s)) plans.push_back(c);
       }
-      if (!s.segments && cols > c.block_cols) {  // and cut by the device
+      if (m.arch >= 90 && !s.segments && cols > c.block_cols) {  // and cut by the device
         plans.push_back(c);
         plans.back().per_sm = 0;
         plans.back().stages = decode_stages(s, plans.back(), m);

@@ -115,7 +115,8 @@ TEST(LoraChoice, GroupsOfColumnsShareAStep) {
   };
   EXPECT_EQ(groups(shape(230, 135, 4, 5120, {13824, 13824})), 4);
   EXPECT_EQ(groups(shape(230, 135, 4, 5120, {13824, 13824}), kMachines[1]), 1);
-  EXPECT_EQ(groups(shape(240, 81, 4, 3584, {3584, 512, 512})), 4);
+  EXPECT_EQ(groups(shape(240, 81, 4, 3584, {3584, 512, 512})), 1);
+  EXPECT_EQ(groups(shape(267, 112, 4, 4096, {14336, 14336})), 4);
   EXPECT_EQ(groups(shape(1308, 110, 4, 1024, {3072, 3072})), 1);
   EXPECT_EQ(groups(shape(125, 151, 8, 4096, {14336, 14336})), 1);
 }
@@ -124,7 +125,8 @@ TEST(LoraChoice, GroupsOfColumnsShareAStep) {
 TEST(LoraChoice, ManyAdaptersLeaveTheCutOfColumnsToTheDevice) {
   const auto round = [](const LoraShape& s) { return choose(s, {}).expand.round; };
   EXPECT_EQ(round(shape(192, 125, 16, 4096, {16384})), 506);
-  EXPECT_EQ(round(shape(83, 306, 64, 4096, {4096})), 506);
+  EXPECT_EQ(round(shape(407, 132, 32, 4736, {3584})), 506);
+  EXPECT_EQ(round(shape(107, 413, 16, 4736, {3584})), 0);
   EXPECT_EQ(round(shape(200, 3, 16, 14336, {4096})), 0);
   EXPECT_EQ(round(shape(83, 306, 128, 4096, {4096})), 0);
   LoraShape s = shape(192, 125, 16, 4096, {16384});

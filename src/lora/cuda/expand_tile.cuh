@@ -117,20 +117,18 @@ struct Cut {
   }
 };
 
-/// The columns of a CTA, now that there are `tiles` of them and not as many as there might have
-/// been: those with which the CTAs of all tiles fill one round, if that was nearly so; p.cols
-/// otherwise. Uniform over the grid.
+/// How columns are cut, now that there are `tiles` of them and not as many as there might have been:
+/// such that the CTAs of all tiles fill a round, if they leave much of it empty or need a little
+/// more than one; as the host has them otherwise. Uniform over the grid.
 __device__ __forceinline__ Cut cut_for_round(const ExpandParams& p, int tiles) {
   constexpr int kLeast = 512, kStep = 128;  // shorter CTAs only start more often
   const int blocks = static_cast<int>(gridDim.x), most = min(p.round, blocks * p.tiles.num);
   Cut cut{p.cols, blocks};
-  const int wanted = tiles > 0 ? most / tiles : blocks;
-  // Several rounds are as good as one.
-  if (wanted == blocks || wanted < p.weights.num_slices || 2 * blocks * tiles > 3 * p.round ||
-      (wanted > blocks && p.cols <= kLeast) ||
-      (wanted < blocks && p.cols < p.stages * p.block_cols)) {
-    return cut;
-  }
+  const int ctas = blocks * tiles, wanted = tiles > 0 ? most / tiles : 0;
+  const bool more = 10 * ctas <= 7 * p.round && wanted > blocks && p.cols > kLeast;
+  const bool fewer = ctas > p.round && 2 * ctas <= 3 * p.round &&
+                     p.cols >= p.stages * p.block_cols;  // the ring has all of its stages
+  if (wanted < p.weights.num_slices || !(more || fewer)) return cut;
   int all = 0;
   for (int s = 0; s < p.weights.num_slices; ++s) all += static_cast<int>(p.weights.widths[s]);
   int cols = max(kLeast, round_up(ceil_div(all, wanted), kStep));
