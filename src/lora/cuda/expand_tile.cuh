@@ -117,7 +117,7 @@ struct Cut {
   }
 };
 
-/// How columns are cut, now that there are `tiles` of them and not as many as there might have been:
+/// How columns are cut, now that there are `tiles` tiles and not as many as there might have been:
 /// such that the CTAs of all tiles fill a round, if they leave much of it empty or need a little
 /// more than one; as the host has them otherwise. Uniform over the grid.
 __device__ __forceinline__ Cut cut_for_round(const ExpandParams& p, int tiles) {
