@@ -331,9 +331,9 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
 /// Where adapters have as many tokens each there are nearly as many tiles as there may be; by
 /// Zipf's law half as many, and CTAs of columns cut for all would be few and long. (us on an H200,
 /// cut by the device and by the host: 192 tokens of 125 adapters, rank 16, 4,096 to 16,384, 20.0
-/// and 23.3; 141 of 80, ranks up to 64, 8,192 to 8,192, 26.9 and 28.3; fewer CTAs, of 1.04 rounds, 407
-/// of 132, rank 32, 4,736 to 3,584, 28.2 and 32.2. To know the tiles first takes some 0.3 us, and
-/// short CTAs have no use for it: 269 of 67, rank 16, 13,824 to 5,120, 20.5 and 18.8.)
+/// and 23.3; 141 of 80, ranks up to 64, 8,192 to 8,192, 26.9 and 28.3; fewer CTAs, of 1.04 rounds,
+/// 407 of 132, rank 32, 4,736 to 3,584, 28.2 and 32.2. To know the tiles first takes some 0.3 us,
+/// and short CTAs have no use for it: 269 of 67, rank 16, 13,824 to 5,120, 20.5 and 18.8.)
 int expand_round(const LoraShape& s, const Machine& m, const ExpandPlan& c) {
   constexpr int kMostRank = 64, kMostRounds = 3;
   constexpr std::int64_t kLongBytes = 64 << 10;  // of B and y of a CTA
