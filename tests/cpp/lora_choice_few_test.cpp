@@ -134,6 +134,15 @@ TEST(LoraChoice, ManyAdaptersLeaveTheCutOfColumnsToTheDevice) {
   EXPECT_EQ(round(s), 0);
 }
 
+/// CTAs of shrink without a tile end at once where many adapters may have no token.
+TEST(LoraChoice, ManyUnusedAdaptersLetCtasWithoutATileEnd) {
+  const auto exits = [](const LoraShape& s) { return choose(s, {}).shrink.early_exit; };
+  EXPECT_TRUE(exits(shape(58, 81, 4, 8192, {8192})));
+  EXPECT_TRUE(exits(shape(192, 125, 16, 4096, {16384})));
+  EXPECT_FALSE(exits(shape(585, 60, 8, 3584, {896, 128, 128})));
+  EXPECT_FALSE(exits(shape(32, 1, 16, 4096, {14336, 14336})));
+}
+
 /// CTAs of expand run in fewer registers where that lets all of them start beside those of shrink.
 TEST(LoraChoice, ShortCtasOfExpandFindRoomBesideShrink) {
   const auto dense = [](const LoraShape& s) {
