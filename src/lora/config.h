@@ -98,6 +98,7 @@ struct ShrinkPlan {
                                ///< registers, kDenseShrinkPerSm
   int stages = kDecodeStages;  ///< of its ring of rank rows: that, or kFewDecodeStages
   int leaves = 1;              ///< whose partials a CTA makes, kernels of parts and of wgmma
+  bool early_exit = false;     ///< CTAs without a tile do not wait for the kernel before, decode
 
   bool split() const { return partials != Partials::kNone; }
   friend bool operator==(const ShrinkPlan&, const ShrinkPlan&) = default;
@@ -150,6 +151,9 @@ struct ExpandPlan {
   int cluster = 1;  ///< CTAs that make h together from split-K partials, decode kernel
   int log_run = 0;  ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel and the
                     ///< one that keeps B
+  /// CTAs that run at once, decode kernel, where the device cuts columns so that those of the tiles
+  /// that there are make one round (cuda/expand_tile.cuh); 0: it takes `cols`
+  int round = 0;
 
   friend bool operator==(const ExpandPlan&, const ExpandPlan&) = default;
 };

@@ -45,14 +45,18 @@ bool shares_steps(const LoraShape& s, const Machine& m) {
 
 namespace {
 
-/// Groups of columns that share an MMA step. Several where adapters have a token or two. (us on an
-/// H200, one and four, rank 4: 230 tokens of 135 adapters, 5,120 to 2 x 13,824, 40.9 and 25.5; 97
-/// of 62, 1,024 to 2,048 + 2 x 1,024, 5.4 and 4.9; 98 of 69, 8,192 to 8,192 + 2 x 1,024, 16.3 and
-/// 12.2; but 240 of 81, 7.6 and 8.3; 14 of 18, 1,024 to 2 x 3,072, 3.07 and 3.15.)
+/// Groups of columns that share an MMA step. Several where adapters have a token or two, or three
+/// and many columns. (us on an H200, one and four, rank 4: 230 tokens of 135 adapters, 5,120 to 2 x
+/// 13,824, 40.9 and 25.5; 97 of 62, 1,024 to 2,048 + 2 x 1,024, 5.4 and 4.9; 98 of 69, 8,192 to
+/// 8,192 + 2 x 1,024, 16.3 and 12.2; 267 of 112, 4,096 to 2 x 14,336, 23.0 and 19.4; 894 of 390,
+/// 896 to 3,584, 13.4 and 12.2; but 240 of 81, 7.6 and 8.5; 14 of 18, 1,024 to 2 x 3,072, 3.07 and
+/// 3.15.)
 int step_groups(const LoraShape& s, const Machine& m) {
-  constexpr std::int64_t kFewTokens = 2;
+  constexpr std::int64_t kFewTokens = 2, kMoreTokens = 3, kManyColumns = 1000000;
   const std::int64_t columns = max_tiles(s.num_tokens, s.num_adapters, 16) * s.sum_widths();
-  const bool few = tokens_per_adapter(s) <= kFewTokens && columns >= kDirectColumns;
+  const std::int64_t tokens = tokens_per_adapter(s);
+  const bool few = (tokens <= kFewTokens && columns >= kDirectColumns) ||
+                   (tokens <= kMoreTokens && columns >= kManyColumns);
   return few && shares_steps(s, m) ? kDirectGroups : 1;
 }
 
@@ -62,16 +66,20 @@ ExpandPlan choose_direct(const LoraShape& s, const Machine& m) {
   // As many CTAs as run at once, but none with more than its share of bytes, or the last ones leave
   // SMs idle. (us, by columns: 230 tokens of 135 adapters, rank 4, 5,120 to 2 x 13,824, 46 with
   // 1,024, 40 with 4,096, 52 with 8,192; 453 of 24, 27 with 1,024, 31 with 2,048, 46 with 4,096.)
-  constexpr std::int64_t kMostBytes = 60 * 1024, kFewTiles = 32;
+  // Of several groups a full tile, which takes one at a time, would be last. (us, 663 of 351, 3,584
+  // to 4,096, 2,560 columns 17.3, 3,584 19.8; 414 of 243, 2,048 to 2 x 8,192, 2,560 21.0, 4,096
+  // 23.8; but 265 of 274, 3,584 to 2 x 18,944, 3,072 51.8, 5,120 49.8.)
+  constexpr std::int64_t kOneGroup = 60 * 1024, kGroups = 40 * 1024, kFewTiles = 32;
   const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
   const int groups = step_groups(s, m), step = kDirectCols * groups;
   // There are fewer tiles than `tiles` as a rule. (us, four groups, three CTAs an SM and four: 28
   // tokens of 31 adapters, 2,048 to 2 x 8,192, 6.2 and 5.1.)
   const int per_sm = groups == 1 && tiles <= kFewTiles ? 3 : 4;
   const std::int64_t column_bytes = ceil_div(4 * s.num_tokens, tiles) + 2 * s.max_rank;
+  const std::int64_t most = groups > 1 ? kGroups : kOneGroup;
   ExpandPlan c = direct_expand(step, groups);
   while (tiles * column_blocks(s, c.cols) > per_sm * m.sms &&
-         (c.cols + step) * column_bytes <= kMostBytes) {
+         (c.cols + step) * column_bytes <= most) {
     c.cols += step;
   }
   if (groups > 1) return c;

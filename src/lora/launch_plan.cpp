@@ -51,6 +51,7 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
       last = std::min({rows, decode_most_rows(s, m), round_up(s.rank_rows(), 16)});
       for (const int per_sm : {0, 1}) {
         plans.push_back({ShrinkKernel::kDecode, 0, 16, last, Partials::kFinish, per_sm});
+        plans.back().early_exit = per_sm == 1;
       }
       if (last <= kDenseShrinkMaxRows && leaf_size(s.hidden) < kDecodeK) {
         plans.push_back(plans.back());
@@ -128,6 +129,12 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
         c.stages = decode_stages(s, c, m);
         if (per_sm < kDenseExpandPerSm || runs_dense(s)) plans.push_back(c);
       }
+      if (m.arch >= 90 && !s.segments && cols > c.block_cols) {  // and cut by the device
+        plans.push_back(c);
+        plans.back().per_sm = 0;
+        plans.back().stages = decode_stages(s, plans.back(), m);
+        plans.back().round = 2 * m.sms;
+      }
       if (cols <= c.block_cols) break;
     }
   }
@@ -155,7 +162,9 @@ std::vector<LaunchPlan> candidates(const LoraShape& s, const Machine& m) {
       plan.shrink.partials = Partials::kExpand;
       plan.workspace_bytes = workspace_of(plan);
       plans.push_back(plan);
-      if (!shares_h(s, m, plan.shrink, plan.expand) || expand.per_sm != 0) continue;
+      if (!shares_h(s, m, plan.shrink, plan.expand) || expand.per_sm != 0 || expand.round != 0) {
+        continue;
+      }
       plan.expand.cluster = kExpandCluster;
       plans.push_back(plan);
     }
@@ -188,6 +197,8 @@ LaunchPlan choose(const LoraShape& s, const Machine& m) {
       plan.expand.cluster = h_cluster(s, m, plan.expand);
     }
     give_room(s, m, plan.shrink, plan.expand);
+    plan.expand.round = expand_round(s, m, plan.expand);
+    plan.shrink.early_exit = exits_early(s, plan.shrink);
   } else if (plan.shrink.split()) {
     plan.shrink.partials = Partials::kFinish;
   }
@@ -265,6 +276,7 @@ void add_shrink(Line& line, const ShrinkPlan& c, std::int64_t hidden) {
     line.add(", %d stages", c.stages);
   }
   if (c.leaves > 1) line.add(", %d K chunks a CTA", c.leaves);
+  if (c.early_exit) line.add(", early exit");
   add_per_sm(line, c.per_sm);
   line.add("%s", kPartials[static_cast<int>(c.partials)]);
 }
@@ -276,6 +288,7 @@ void add_expand(Line& line, const ExpandPlan& c) {
   if (c.kernel == ExpandKernel::kDecode) {
     line.add(" in stages of %d, %d stages", c.block_cols, c.stages);
     if (c.cluster > 1) line.add(", h by clusters of %d CTAs", c.cluster);
+    if (c.round > 0) line.add(", or such that %d CTAs share all tiles", c.round);
   }
   if (c.kernel == ExpandKernel::kWide) {
     line.add(", %d tiles, %d stages%s", kWideShapes[c.shape].tiles, kWideShapes[c.shape].stages,

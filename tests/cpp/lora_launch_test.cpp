@@ -304,6 +304,31 @@ TEST_P(LoraLaunch, PersistentCtasTakeSeveralSteps) {
   expect(alone, 2);
 }
 
+/// The decode expand cuts columns by the tiles that there are: into more blocks than the plan's,
+/// fewer, and as many; of several slices; where an adapter has all tokens, and where many have.
+TEST_P(LoraLaunch, ColumnsAreCutByTheTilesThatThereAre) {
+  for (const std::vector<int>& ranks : {std::vector<int>{16, 5, 0}, {64, 24, 40}}) {
+    for (const Map map : {Map::kOneAdapter, Map::kRandom}) {
+      LoraCase c = case_of(40, 40, {2056, 1288, 520}, ranks);
+      c.adapters = 24;
+      c.map = map;
+      LoraOperands op(c, device_);
+      const GuardedTensor original = op.y;
+      expect_apply_matches(op);
+      const std::vector<std::uint8_t> want = bytes_of(op.y);
+      for (LaunchPlan plan : lora::candidates(shape_of(op), this_machine())) {
+        if (plan.expand.kernel != lora::ExpandKernel::kDecode || plan.expand.round == 0) continue;
+        plan.expand.cols = 1024;
+        for (const int round : {15, 20, 60, 150}) {
+          plan.expand.round = round;
+          expect_plan_gives(want, plan, op, original);
+        }
+        break;
+      }
+    }
+  }
+}
+
 TEST_P(LoraLaunch, AnotherProblemsPlanIsRefused) {
   LoraOperands op(case_of(7, 1040, {96, 40}, {16}), device_);
   lora::LoraShape other = shape_of(op);

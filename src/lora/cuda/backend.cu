@@ -197,6 +197,7 @@ void set_plan(ExpandParams& p, const LaunchPlan& plan, int cols) {
   p.groups_a_step = c.groups;
   p.log_run = c.log_run;
   p.cluster = c.cluster;
+  p.round = c.round;
   for (int i = 0; i < plan.shape.num_slices; ++i) {
     // A cluster has blocks of one slice, and some without columns.
     const auto blocks = static_cast<int>(ceil_div<std::int64_t>(plan.shape.widths[i], cols));

@@ -28,6 +28,12 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kTokens = 16;  ///< of a tile
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kCuts = false;  // kernels in fewer registers would spill
+#else
+/// Whether columns are cut by the tiles that there are, where the plan says so.
+constexpr bool kCuts = true;
+#endif
 
 template <class T_, bool kVectorY_, int kLogPieces_, bool kDense_ = false, bool kShared_ = false>
 struct Traits {
@@ -83,7 +89,8 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
   device::pdl_begin(p.early);
 
   // Coordinates
-  const CtaWork work(p);
+  CtaWork work(p);
+  if (kCuts && !Tr::kShared && p.round > 0) work.cut(p);
   const Tile& tile = work.tile;
   const Block& block = work.block;
   const int token = work.token;

@@ -69,6 +69,8 @@ struct Step {
   static constexpr int kStride = kWarps * kCols;  ///< from a run of a warp to its next
   static constexpr int kMostTokens = kTokens / kGroups;
   static constexpr int kAhead = kGroups == 1 ? 4 : 3;  ///< runs of columns in flight
+  /// Whether the rounds behind these are asked for in L2: several groups have enough in flight.
+  static constexpr bool kAsks = kGroups == 1;
 
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   /// Of this lane in B: its group and its ranks.
@@ -257,13 +259,24 @@ __device__ __forceinline__ void take_tile(const ExpandParams& p, const CtaWork& 
   }
   __syncthreads();
   HSum<T, Ranks, kThreads> sum(p, tile, tokens, block.slice, w);
-  if (p.early && p.add_inputs) {
-    // The first 512 columns of y to L2, whatever the predecessor may still write there.
-    const int col = (warp * 2 + lane / kTokens) * 64;
-    const int t = __shfl_sync(0xffffffffu, token, lane % kTokens);
-    if (t >= 0 && col < block.cols) {
-      device::prefetch_l2(static_cast<T*>(p.y.data) + t * p.y.row_stride + block.y_col + col);
+  // Asks for B and y of a round of runs, those from `run` on, in L2: what registers hold of them in
+  // flight is too little for memory. A line is 64 elements.
+  const auto ask = [&](int run) {
+    constexpr int kCols = S::kAhead * S::kStride, kLine = 64;
+    const int thread = static_cast<int>(threadIdx.x), first = run * S::kStride;
+    const int t = tokens[thread % S::kMostTokens], line = thread / S::kMostTokens * kLine;
+    if (p.add_inputs && t >= 0 && line < kCols && first + line < block.cols) {
+      device::prefetch_l2(static_cast<T*>(p.y.data) + t * p.y.row_stride + block.y_col + first +
+                          line);
     }
+    const int column = first + thread * (kCols / kThreads);
+    if (column < block.cols) {
+      device::prefetch_l2(static_cast<const T*>(w.b) + (block.first + column) * w.b_row_stride);
+    }
+  };
+  if (p.early) {  // whatever the predecessor may still write to y
+    ask(0);
+    if (S::kAsks) ask(S::kAhead);
   }
   device::pdl_wait();
   if (p.h.raw) sum.partials.load();
@@ -324,6 +337,7 @@ __device__ __forceinline__ void take_tile(const ExpandParams& p, const CtaWork& 
   }
 #pragma unroll 1
   for (int i = 0; i < count; i += S::kAhead) {
+    if (S::kAsks) ask(i + 2 * S::kAhead);
 #pragma unroll
     for (int u = 0; u < S::kAhead; ++u) {
       if (i + u >= count) break;

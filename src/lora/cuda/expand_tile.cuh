@@ -73,6 +73,23 @@ struct Block {
   int cols = 0;
 };
 
+/// Block `index` of all slices, each cut into blocks of `cols` columns.
+__device__ __forceinline__ Block find_block(const ExpandParams& p, int index, int cols) {
+  Block b;
+  b.y_col = p.offset;
+  int blocks = ceil_div(static_cast<int>(p.weights.widths[0]), cols);
+  while (b.slice + 1 < p.weights.num_slices && index >= blocks) {
+    index -= blocks;
+    b.y_col += p.weights.widths[b.slice++];
+    blocks = ceil_div(static_cast<int>(p.weights.widths[b.slice]), cols);
+  }
+  b.first = std::int64_t{index} * cols;
+  b.y_col += b.first;
+  b.cols = static_cast<int>(
+      min(static_cast<std::int64_t>(cols), p.weights.widths[b.slice] - b.first));
+  return b;
+}
+
 __device__ __forceinline__ Block find_block(const ExpandParams& p, int index) {
   Block b;
   b.y_col = p.offset;
@@ -84,6 +101,39 @@ __device__ __forceinline__ Block find_block(const ExpandParams& p, int index) {
   b.cols =
       static_cast<int>(min(static_cast<std::int64_t>(p.cols), p.weights.widths[b.slice] - b.first));
   return b;
+}
+
+/// A cut of all slices into blocks.
+struct Cut {
+  int cols = 0, blocks = 0;
+
+  __device__ __forceinline__ void set(const ExpandParams& p, int own_cols) {
+    cols = own_cols;
+    blocks = 0;
+#pragma unroll 1
+    for (int s = 0; s < p.weights.num_slices; ++s) {
+      blocks += ceil_div(static_cast<int>(p.weights.widths[s]), cols);
+    }
+  }
+};
+
+/// How columns are cut, now that there are `tiles` tiles and not as many as there might have been:
+/// such that the CTAs of all tiles fill a round, if they leave much of it empty or need a little
+/// more than one; as the host has them otherwise. Uniform over the grid.
+__device__ __forceinline__ Cut cut_for_round(const ExpandParams& p, int tiles) {
+  constexpr int kLeast = 512, kStep = 128;  // shorter CTAs only start more often
+  const int blocks = static_cast<int>(gridDim.x), most = min(p.round, blocks * p.tiles.num);
+  Cut cut{p.cols, blocks};
+  const int ctas = blocks * tiles, wanted = tiles > 0 ? most / tiles : 0;
+  const bool more = 10 * ctas <= 7 * p.round && wanted > blocks && p.cols > kLeast;
+  const bool fewer = ctas > p.round && 2 * ctas <= 3 * p.round &&
+                     p.cols >= p.stages * p.block_cols;  // the ring has all of its stages
+  if (wanted < p.weights.num_slices || !(more || fewer)) return cut;
+  int all = 0;
+  for (int s = 0; s < p.weights.num_slices; ++s) all += static_cast<int>(p.weights.widths[s]);
+  int cols = max(kLeast, round_up(ceil_div(all, wanted), kStep));
+  for (cut.set(p, cols); cut.blocks * tiles > most; cut.set(p, cols)) cols += kStep;
+  return cut;
 }
 
 /// What a CTA takes: 16 tokens, one tile or a quarter of one of 64, and a block of columns.
@@ -106,6 +156,22 @@ struct CtaWork {
     tile.count = min(tile.count - first, kTokens);
     live = live && tile.count > 0;
     token = tile_token(p.groups, p.tiles, tile, place, early);
+  }
+
+  /// Where the device cuts columns: another tile and other columns, unless those are as they are to
+  /// be. Of tiles of 16 tokens of a plan.
+  __device__ __forceinline__ void cut(const ExpandParams& p) {
+    const int tiles = min(__ldcg(p.groups.plan + kPlanNumTiles16), p.tiles.num);
+    const Cut own = cut_for_round(p, tiles);
+    if (own.cols == p.cols) return;
+    const int row = static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
+    const int cta = row * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
+    const int index = cta / own.blocks;
+    live = index < tiles;
+    if (!live) return;
+    block = find_block(p, cta - index * own.blocks, own.cols);
+    token = early_token(p.groups, p.tiles, index, static_cast<int>(threadIdx.x) % 16);
+    live = find_tile(p.groups, p.tiles, p.weights.num_adapters, index, &tile);
   }
 };
 

@@ -49,6 +49,7 @@ struct ShrinkParams {
   bool pad = false;      ///< write zeros from an adapter's rank to h.width
   bool vector = false;   ///< K, x and A allow 16-byte accesses throughout
   int rows_per_cta = 0;  ///< rank rows, decode kernel
+  bool early_exit = false;  ///< CTAs without a tile do not wait for the predecessor, decode kernel
   bool early = false;    ///< weights and groups may be read before pdl_wait()
   IdsView zero_rows;
 };
@@ -69,6 +70,7 @@ struct ExpandParams {
   int per_sm = 0;         ///< CTAs that share an SM's memory; 0: as many as fit; decode kernel
   int cluster = 1;        ///< CTAs that make h together from split-K partials, decode kernel
   int groups_a_step = 1;  ///< groups of columns that share an MMA step, direct kernel
+  int round = 0;          ///< CTAs that run at once, where those share the columns: ExpandPlan
   int log_run = 0;        ///< a CTA takes runs of 2^log_run tiles of a block: ExpandPlan
   int block_start[kLoraMaxSlices + 1] = {};  ///< first column block of each slice
   bool vector_y = false;  ///< every row and block of y is 16-byte aligned and whole
