@@ -98,7 +98,6 @@ struct ShrinkPlan {
                                ///< registers, kDenseShrinkPerSm
   int stages = kDecodeStages;  ///< of its ring of rank rows: that, or kFewDecodeStages
   int leaves = 1;              ///< whose partials a CTA makes, kernels of parts and of wgmma
-  bool early_exit = false;     ///< CTAs without a tile do not wait for the kernel before, decode
 
   bool split() const { return partials != Partials::kNone; }
   friend bool operator==(const ShrinkPlan&, const ShrinkPlan&) = default;

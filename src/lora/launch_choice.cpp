@@ -116,9 +116,9 @@ bool saves_reads(const LoraShape& s) {
     return s.num_tokens > 64 && tokens > prefill_tokens(s) && saved >= kSavedLowReads;
   }
   const bool high = s.max_rank > kExpandPrefillMaxRank;
-  return saved >= kSavedReads && (high ? tokens > kSavingHighTokens &&
-                                             s.rank_rows() * s.hidden >= kLargeA
-                                       : tokens > kSavingTokens);
+  return saved >= kSavedReads &&
+         (high ? tokens > kSavingHighTokens && s.rank_rows() * s.hidden >= kLargeA
+               : tokens > kSavingTokens);
 }
 
 int best_tile_tokens(const LoraShape& s) {
@@ -361,29 +361,6 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   if (!s.aligned_y) c.block_cols = 32;  // two kernels for all ranks, whose blocks are narrow
   c.stages = decode_stages(s, c, m);
   return c;
-}
-
-/// Where adapters have as many tokens each there are nearly as many tiles as there may be; by
-/// Zipf's law half as many, and CTAs of columns cut for all would be few and long. (us on an H200,
-/// cut by the device and by the host: 192 tokens of 125 adapters, rank 16, 4,096 to 16,384, 20.0
-/// and 23.3; 141 of 80, ranks up to 64, 8,192 to 8,192, 26.9 and 28.3; fewer CTAs, of 1.04 rounds,
-/// 407 of 132, rank 32, 4,736 to 3,584, 28.2 and 32.2. To know the tiles first takes some 0.3 us,
-/// and short CTAs have no use for it: 269 of 67, rank 16, 13,824 to 5,120, 20.5 and 18.8.)
-int expand_round(const LoraShape& s, const Machine& m, const ExpandPlan& c) {
-  constexpr int kMostRank = 64, kMostRounds = 3;
-  constexpr std::int64_t kLongBytes = 64 << 10;  // of B and y of a CTA
-  constexpr double kFull = 0.96;
-  if (m.arch < 90 || c.kernel != ExpandKernel::kDecode || c.cluster > 1 || c.tile_tokens != 16 ||
-      c.per_sm == 1 || s.segments || knows_tiles(s) || h_width(s) > kMostRank) {
-    return 0;
-  }
-  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
-  const std::int64_t ranks = s.ragged ? s.max_rank / 2 : s.max_rank;  // the ragged ones' mean
-  const std::int64_t bytes = c.cols * (2 * ranks + 4 * ceil_div(s.num_tokens, tiles));
-  const auto ctas = static_cast<double>(decode_expand_per_sm(s, m, c) * m.sms);
-  const auto round = static_cast<int>(kFull * ctas);
-  const bool suits = bytes >= kLongBytes && tiles * column_blocks(s, c.cols) <= kMostRounds * round;
-  return suits ? round : 0;
 }
 
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {

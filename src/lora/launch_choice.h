@@ -161,8 +161,6 @@ bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, Expan
 /// CTAs of the decode expand that run at once, where the device is to cut columns by the tiles that
 /// there are; otherwise 0.
 int expand_round(const LoraShape& s, const Machine& m, const ExpandPlan& c);
-/// Whether CTAs of shrink without a tile are to end at once.
-bool exits_early(const LoraShape& s, const ShrinkPlan& shrink);
 /// CTAs of the decode expand that share an SM.
 std::int64_t decode_expand_per_sm(const LoraShape& s, const Machine& m, const ExpandPlan& c);
 void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand);

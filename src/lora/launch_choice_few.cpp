@@ -328,18 +328,6 @@ bool suits_dense_expand(const LoraShape& s, const Machine& m, const ShrinkPlan& 
 
 }  // namespace
 
-/// Where adapters may have so few tokens that many of them have none. CTAs that wait hold places
-/// that those of expand could have; where each adapter has tokens, few do, and they keep places
-/// free. (us on an H200, at once and after the wait: 58 tokens of 81 adapters, rank 4, 8,192 to
-/// 8,192, 6.6 and 7.5; 77 of 469, ranks up to 64, 1,024 to 2 x 768, 6.7 and 7.7; 192 of 125, rank
-/// 16, 4,096 to 16,384, 19.3 and 19.9; but 585 of 60, rank 8, 12.1 and 11.1; 1,308 of 110, rank 4,
-/// 13.4 and 13.0.)
-bool exits_early(const LoraShape& s, const ShrinkPlan& shrink) {
-  constexpr std::int64_t kFewTokens = 3;
-  return shrink.kernel == ShrinkKernel::kDecode && shrink.split() && !knows_tiles(s) &&
-         tokens_per_adapter(s) <= kFewTokens;
-}
-
 std::int64_t decode_expand_per_sm(const LoraShape& s, const Machine& m, const ExpandPlan& c) {
   const Footprint own = footprint(s, c);
   return std::min<std::int64_t>(kSmRegisters / own.registers, m.sm_smem / own.smem);

@@ -51,7 +51,6 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
       last = std::min({rows, decode_most_rows(s, m), round_up(s.rank_rows(), 16)});
       for (const int per_sm : {0, 1}) {
         plans.push_back({ShrinkKernel::kDecode, 0, 16, last, Partials::kFinish, per_sm});
-        plans.back().early_exit = per_sm == 1;
       }
       if (last <= kDenseShrinkMaxRows && leaf_size(s.hidden) < kDecodeK) {
         plans.push_back(plans.back());
@@ -198,7 +197,6 @@ LaunchPlan choose(const LoraShape& s, const Machine& m) {
     }
     give_room(s, m, plan.shrink, plan.expand);
     plan.expand.round = expand_round(s, m, plan.expand);
-    plan.shrink.early_exit = exits_early(s, plan.shrink);
   } else if (plan.shrink.split()) {
     plan.shrink.partials = Partials::kFinish;
   }
@@ -276,7 +274,6 @@ void add_shrink(Line& line, const ShrinkPlan& c, std::int64_t hidden) {
     line.add(", %d stages", c.stages);
   }
   if (c.leaves > 1) line.add(", %d K chunks a CTA", c.leaves);
-  if (c.early_exit) line.add(", early exit");
   add_per_sm(line, c.per_sm);
   line.add("%s", kPartials[static_cast<int>(c.partials)]);
 }

@@ -85,8 +85,8 @@ __device__ __forceinline__ Block find_block(const ExpandParams& p, int index, in
   }
   b.first = std::int64_t{index} * cols;
   b.y_col += b.first;
-  b.cols = static_cast<int>(
-      min(static_cast<std::int64_t>(cols), p.weights.widths[b.slice] - b.first));
+  b.cols =
+      static_cast<int>(min(static_cast<std::int64_t>(cols), p.weights.widths[b.slice] - b.first));
   return b;
 }
 
@@ -133,7 +133,8 @@ __device__ __forceinline__ Cut cut_for_round(const ExpandParams& p, int tiles) {
   for (int s = 0; s < p.weights.num_slices; ++s) all += static_cast<int>(p.weights.widths[s]);
   int cols = max(kLeast, round_up(ceil_div(all, wanted), kStep));
   for (cut.set(p, cols); cut.blocks * tiles > most; cut.set(p, cols)) cols += kStep;
-  return cut;
+  // Slices of unlike widths would leave most of the round to a few CTAs.
+  return 2 * cols > 3 * p.cols ? Cut{p.cols, blocks} : cut;
 }
 
 /// What a CTA takes: 16 tokens, one tile or a quarter of one of 64, and a block of columns.

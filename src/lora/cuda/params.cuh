@@ -49,7 +49,6 @@ struct ShrinkParams {
   bool pad = false;      ///< write zeros from an adapter's rank to h.width
   bool vector = false;   ///< K, x and A allow 16-byte accesses throughout
   int rows_per_cta = 0;  ///< rank rows, decode kernel
-  bool early_exit = false;  ///< CTAs without a tile do not wait for the predecessor, decode kernel
   bool early = false;    ///< weights and groups may be read before pdl_wait()
   IdsView zero_rows;
 };

@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
   const int early = early_token(p.groups, p.tiles, index, lane % kTokens);
   Tile tile;
   if (!find_cta_tile(p.groups, p.tiles, p.weights.num_adapters, index, &tile)) {
-    return !Tr::kWhole && p.early_exit ? device::pdl_leave() : device::pdl_wait();
+    device::pdl_wait();
+    return;
   }
   const int token = tile_token(p.groups, p.tiles, tile, lane % kTokens, early);
   if constexpr (Tr::kWhole) device::cluster_arrive();
@@ -275,7 +276,6 @@ template <class Tr>
 void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
   const int rows = rank_rows(p);
   p.rows_per_cta = c.rows;
-  p.early_exit = c.early_exit;
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(ceil_div(rows, p.rows_per_cta)),
                 static_cast<unsigned>(
