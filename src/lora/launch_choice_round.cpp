@@ -11,9 +11,9 @@ namespace mortar::lora {
 /// cut by the device and by the host: 192 tokens of 125 adapters, rank 16, 4,096 to 16,384, 20.0
 /// and 23.3; 141 of 80, ranks up to 64, 8,192 to 8,192, 26.9 and 28.3; fewer CTAs, of 1.04 rounds,
 /// 407 of 132, rank 32, 4,736 to 3,584, 28.2 and 32.2. To know the tiles first takes some 0.3 us,
-/// and short CTAs have no use for it: 269 of 67, rank 16, 13,824 to 5,120, 20.5 and 18.8. CTAs that
 /// and short CTAs have no use for it: 269 of 67, rank 16, 13,824 to 5,120, 20.5 and 18.8. CTAs
-/// and 43.2 when they were fewer and longer, 256 of 64, rank 16, 4,096 to 2 x 14,336.)
+/// that run at once are best left alone up to nearly all places of the chip: 384 in 396 places
+/// took 33.3, and 43.2 when they were fewer and longer, 256 of 64, rank 16, 4,096 to 2 x 14,336.)
 int expand_round(const LoraShape& s, const Machine& m, const ExpandPlan& c) {
   constexpr int kMostRank = 64, kMostRounds = 3;
   constexpr std::int64_t kLongBytes = 64 << 10;  // of B and y of a CTA
