@@ -47,13 +47,13 @@ __device__ __forceinline__ void add_vectors(const GradSum& g, int first, int ste
           g.partials + std::int64_t{line} * g.dense + (place - line * vectors) * kGradVector;
       if constexpr (kPlaces == 1) {
         v[0][0] = sum_in_order<kLoads>(from, g.stride, g.chunks);
-        continue;
-      }
+      } else {
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        v[i][k] = make_float4(0, 0, 0, 0);
-        if (place < all && k < g.chunks) {
-          v[i][k] = __ldcg(reinterpret_cast<const float4*>(from + k * g.stride));
+        for (int k = 0; k < kLoads; ++k) {
+          v[i][k] = make_float4(0, 0, 0, 0);
+          if (place < all && k < g.chunks) {
+            v[i][k] = __ldcg(reinterpret_cast<const float4*>(from + k * g.stride));
+          }
         }
       }
     }
