@@ -168,8 +168,7 @@ TEST(Fp8RmsNormConfig, TilesCoverAllRows) {
       EXPECT_LT((plan.tiles / 3 - 1) * plan.step, rows);
       EXPECT_FALSE(plan.whole);  // the last ones reach beyond the columns
       s.hidden = 384;
-      EXPECT_EQ(choose_tiles(s, kGpus[0]).whole,
-                rows % 128 == 0 && scaling == Fp8Scaling::kTensor);
+      EXPECT_EQ(choose_tiles(s, kGpus[0]).whole, rows % 128 == 0 && scaling == Fp8Scaling::kTensor);
     }
   }
 }

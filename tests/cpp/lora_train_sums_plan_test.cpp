@@ -97,9 +97,9 @@ TEST(LoraTrainSumsPlan, DxComesWithSumsOfPartsWherePanelsFillTheDevice) {
   EXPECT_EQ(chunks(4096, 4096, 16), 4);
   EXPECT_EQ(chunks(4096, 5120, 8), 3);
   EXPECT_EQ(chunks(1024, 4096, 32), 4);
-  EXPECT_EQ(chunks(512, 4096, 16), 0);     // chunks would be short
-  EXPECT_EQ(chunks(8192, 14336, 16), 0);   // 112 thread blocks
-  EXPECT_EQ(chunks(4096, 4096, 40), 0);    // more than its kernel takes
+  EXPECT_EQ(chunks(512, 4096, 16), 0);    // chunks would be short
+  EXPECT_EQ(chunks(8192, 14336, 16), 0);  // 112 thread blocks
+  EXPECT_EQ(chunks(4096, 4096, 40), 0);   // more than its kernel takes
   EXPECT_EQ(chunks(4096, 4096, 16, 2), 0);
 }
 

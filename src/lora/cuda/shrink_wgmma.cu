@@ -207,8 +207,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   if (threadIdx.x == 0) {
     shared.octets.begin();
     for (int i = 0; i < Tr::kStages; ++i) {
-      shared.full[i].init(Tr::kFloatWeights && Tr::kAhead == 0 ? 2 * Tr::kFillers
-                                                               : Tr::kProducers);
+      shared.full[i].init(Tr::kFloatWeights && Tr::kAhead == 0 ? 2 * Tr::kFillers : Tr::kProducers);
       shared.empty[i].init(Tr::kReadsTokens ? Tr::kConsumers : Tr::kConsumers / 32);
     }
   }

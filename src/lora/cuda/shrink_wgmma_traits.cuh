@@ -38,7 +38,7 @@ struct Traits {
       kOf.float_weights ? kRows <= 64 : kTokens + kRows >= 160 && kRows <= 144;
   static constexpr int kProducers = kMinCtas == 1 && kManyRows ? 256 : 128;
   static constexpr int kThreads = kConsumers + kProducers;
-  static constexpr int kFillers = 128;  ///< of them, of a stage whose float32 rows they split
+  static constexpr int kFillers = 128;     ///< of them, of a stage whose float32 rows they split
   static constexpr int kSums = kRows / 2;  ///< sums of a thread
   static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes;
   /// Float32 rank rows are split into planes of parts as they come.

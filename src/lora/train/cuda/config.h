@@ -251,8 +251,7 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   };
   if (products && plan.leaves < kLeaves) return product_shrink(columns, product(), plan.leaves);
   if (products && one_tile && beside && shares_dy && !masked) {
-    const ProductCut half =
-        cut_part_shrink_beside(rows, columns, width, plan.leaves, machine.sms);
+    const ProductCut half = cut_part_shrink_beside(rows, columns, width, plan.leaves, machine.sms);
     if (half.parts > 0) return product_shrink(columns, half);
   }
   // Of several adapters few have the largest rank: blocks of 64 ranks that one lacks cost little.

@@ -132,8 +132,8 @@ __device__ __forceinline__ void load_weights(const PanelPart<>& part, char* to) 
 
 /// Copies all stages; by one thread. x is of no kernel of this call.
 template <class S, class P>
-__device__ __forceinline__ void copy_stages(const P& p, const PanelPart<>& part,
-                                            std::uint32_t smem, Barriers<S>& barriers) {
+__device__ __forceinline__ void copy_stages(const P& p, const PanelPart<>& part, std::uint32_t smem,
+                                            Barriers<S>& barriers) {
   const int blocks = (part.rows.count + kBlockRows - 1) / kBlockRows;
   const int first_row = static_cast<int>(part.rows.start);
   device::RingCursor<S::kStages> at;

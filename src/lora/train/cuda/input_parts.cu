@@ -88,8 +88,8 @@ __device__ __forceinline__ void load_parts(const PanelPart<>& part, unsigned cha
     const int rank = 8 * octet - hidden.first[slice];
     const std::int64_t c = part.column + own;
     const int left = c < part.own->columns ? pair.rank - rank : 0;
-    const float* from = static_cast<const float*>(pair.a.data) + rank * pair.a.row_stride +
-                        c * pair.a.col_stride;
+    const float* from =
+        static_cast<const float*>(pair.a.data) + rank * pair.a.row_stride + c * pair.a.col_stride;
     float v[8];
 #pragma unroll
     for (int k = 0; k < 8; ++k) v[k] = k < left ? __ldcg(from + k * pair.a.row_stride) : 0.0f;
@@ -110,8 +110,8 @@ __device__ __forceinline__ void sum_parts(const PanelPart<>& part, std::uint32_t
     barriers.narrow_full[narrow.stage].wait(narrow.round & 1);
     barriers.full[at.stage].wait(at.round & 1);
     const auto rows = device::wgmma_descriptor(smem + at.stage * S::kStageBytes);
-    const auto ranks = device::wgmma_descriptor(
-        smem + S::kNarrowAt + narrow.stage * S::kNarrowBytes, kBlockBytes);
+    const auto ranks =
+        device::wgmma_descriptor(smem + S::kNarrowAt + narrow.stage * S::kNarrowBytes, kBlockBytes);
     device::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kBlockRows / 16; ++k) {
@@ -179,8 +179,8 @@ __device__ __forceinline__ void store_parts(const InputPartsParams& p, const Pan
 #pragma unroll
     for (int octet = 0; octet < S::kOctets; ++octet) {
       const auto of_row = [&](int row) {
-        return *reinterpret_cast<const float2*>(
-            values + device::swizzled(row, 2 * octet + lane % 4 / 2));
+        return *reinterpret_cast<const float2*>(values +
+                                                device::swizzled(row, 2 * octet + lane % 4 / 2));
       };
       const int row = warp_row + lane / 4;
       split_hidden(of_row(row), of_row(row + 8), a[octet]);

@@ -48,8 +48,8 @@ inline int free_sms(const ShrinkPlan& plan, std::int64_t rows, int width, int co
   const std::int64_t blocks = plan.parts > 1 ? split_tiles(rows, width, plan.ranks) * plan.parts
                                              : product_blocks(rows, width, plan.ranks, 1);
   const bool alone = copies > 1 && !shares_dy(rows, columns, width, kLeaves, copies);
-  const ProductCut cut = alone ? cut_rows_alone(rows, columns, width, copies)
-                               : cut_rows_beside(rows, columns, width);
+  const ProductCut cut =
+      alone ? cut_rows_alone(rows, columns, width, copies) : cut_rows_beside(rows, columns, width);
   return BesideRowSums(rows, columns, width, machine.sms, cut).free_sms(blocks);
 }
 
