@@ -276,14 +276,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int m = 0; m < kThreadRows; ++m) {
           float y[4];
           unpack4<T>(raw[m], k, y);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            if constexpr (kCompat) {
-              y[j] = normalise(y[j], factor[m], rstd[m], by[j]);
-            } else {
-              y[j] = y[j] * factor[m] * by[j];
-            }
-          }
+          weigh<kCompat>(y, by, factor[m], rstd[m]);
           if constexpr (kCompat) divide_rounded(y, inverse);
           codes[m][k] = of_rows[m] = device::pack_fp8x4<Out>(y);
         }

@@ -26,6 +26,21 @@ __device__ __forceinline__ void divide_rounded(float (&y)[4], float inverse) {
   }
 }
 
+/// y of four elements of a row, from z without its scale: `factor` is scale times rstd but for
+/// COAT's chain, which multiplies by one after the other.
+template <bool kCompat>
+__device__ __forceinline__ void weigh(float (&y)[4], const float (&by)[4], float factor,
+                                      float rstd) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if constexpr (kCompat) {
+      y[j] = normalise(y[j], factor, rstd, by[j]);
+    } else {
+      y[j] = y[j] * factor * by[j];
+    }
+  }
+}
+
 /// Stores the codes of four rows by columns: those of the first column to `columns`, of the next
 /// `pitch` bytes behind it.
 __device__ __forceinline__ void store_columns(const std::uint32_t (&of_rows)[kThreadRows],

@@ -154,14 +154,7 @@ __global__ void __launch_bounds__(kTileThreads, kPerSm<T, kPass, kDrawn>)
     const auto quad = [&](int m, int k, const float4& w, float(&y)[4]) {
       unpack4<T>(raw[m], k % kQuads, y);
       const float by[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if constexpr (kPass == TilePass::kCompat) {
-          y[j] = normalise(y[j], factor[m], rstd[m], by[j]);
-        } else {
-          y[j] = y[j] * factor[m] * by[j];
-        }
-      }
+      weigh<kPass == TilePass::kCompat>(y, by, factor[m], rstd[m]);
     };
     const auto step = [&] {
       if constexpr (kStages == 1) copy_next();

@@ -145,12 +145,7 @@ __device__ __forceinline__ void consume(const ShrinkParams& p, Shared<Tr>& share
       const std::uint32_t stage = ring + at.stage * Tr::kStageBytes;
       const auto x = device::wgmma_descriptor(stage + warpgroup * 64 * device::kSwizzleBytes);
       const auto a = device::wgmma_descriptor(stage + Tr::kTokenBytes);
-#pragma unroll
-      for (int i = 0; i < kTileK / 16; ++i) {
-        const int add = i > 0 || last >= 0;
-        device::wgmma<T, Tr::kRows>(sum, x + i * device::kDescriptorStep,
-                                    a + i * device::kDescriptorStep, add);
-      }
+      multiply_stage<T, Tr::kRows>(sum, x, a, last >= 0);
       device::wgmma_commit();
       device::wgmma_wait<1>();
       if (last >= 0 && signals) shared.empty[last].arrive();

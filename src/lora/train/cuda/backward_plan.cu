@@ -28,14 +28,14 @@ BackwardPlan plan_backward(const Problem& p) {
   x.width = copies * p.hidden_width;
   // Panels make no ds for float32 weights: its columns of parts would be three times the partials.
   // Whether dB is wanted too must not change a bit of ds: it comes from the same kernel either way.
-  const bool sm90 = device::current_device().arch == 90;
+  const device::DeviceInfo& device = device::current_device();
+  const bool sm90 = device.arch == 90;
   // Products of columns of parts take dropout.
   dy.products = sm90 && (copies > 1 || !p.drops_delta());
   x.products = sm90 && (copies > 1 || !p.drops_input());
   const bool needs_ds = (p.wants_da || p.dx.data != nullptr) && p.weight != DType::kFloat32;
-  BackwardPlan plan = choose_backward(dy, x, needs_ds, device::current_device().max_smem);
+  BackwardPlan plan = choose_backward(dy, x, needs_ds, device.max_smem);
   plan.products = sm90;
-  const device::DeviceInfo& device = device::current_device();
   if (sm90 && copies == 1) plan.with_dx = dx_panels(x, plan.x, device.num_sms, device.l2_bytes);
   if (sm90 && dy.copies > 1 && dy.matrices == 1 && p.num_slices == 1 && dy.adapters == 0 &&
       dy.by_products() && !p.drops_delta() &&

@@ -111,28 +111,15 @@ __global__ void __launch_bounds__(S::kThreads) __maxnreg__(S::kRegisters)
 }
 
 template <class T, class S, bool kSegments = false>
-void launch_shape(PanelParams p, const Matrix& dx, DType dtype, Stream stream) {
+void launch_shape(const PanelParams& p, const Matrix& dx, DType dtype, Stream stream) {
   InputBoxParams params;
-  static_assert(sizeof(params) <= 4096, "parameters of a launch");
-  PanelOperand& own = p.operands[0];
-  const std::int64_t rows = p.rows.num_rows, columns = own.columns;
-  own.panels = static_cast<int>(ceil_div<std::int64_t>(columns, S::kColumns));
-  p.groups = 1;
-  params.panel = p;
+  set_params<S>(&params, p, dx, dtype);
   params.dx = dx;
-  device::set_tensor_map(params.wide, dtype, own.wide.data, columns, rows, own.wide.row_stride,
+  device::set_tensor_map(params.narrow, dtype, p.s, p.hidden_width, p.rows.num_rows, p.hidden_width,
                          kBlockRows);
-  device::set_tensor_map(params.out, dtype, dx.data, columns, rows, dx.row_stride, kBlockRows);
-  device::set_tensor_map(params.narrow, dtype, p.s, p.hidden_width, rows, p.hidden_width,
-                         kBlockRows);
-  device::Launch l;
-  l.grid = panel_grid(p);
-  l.threads = S::kThreads;
-  l.smem = S::kSmem;
-  l.stream = stream;
-  l.pdl = true;
+  device::Launch l = launch_of<S>(params.panel, stream);
   if constexpr (kSegments) {
-    l.grid = segment_grid(p, &params.places);
+    l.grid = segment_grid(params.panel, &params.places);
     device::launch<input_segments_kernel<T, S>>("lora_train", l, params);
   } else {
     device::launch<input_boxes_kernel<T, S>>("lora_train", l, params);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "device/barrier.cuh"
+#include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "device/ring.cuh"
 #include "device/swizzle.cuh"
@@ -171,6 +172,32 @@ __device__ __forceinline__ void copy_stages(const P& p, const PanelPart<>& part,
     copy_rows(i + S::kStages);
     copy_ranks(i + S::kNarrowStages);
   }
+}
+
+/// Sets what every kernel of this pass has of its parameters: the panels of p, x and dx.
+template <class S, class P>
+void set_params(P* params, PanelParams p, const Matrix& dx, DType dtype) {
+  static_assert(sizeof(P) <= 4096, "parameters of a launch");
+  PanelOperand& own = p.operands[0];
+  const std::int64_t rows = p.rows.num_rows, columns = own.columns;
+  own.panels = static_cast<int>(ceil_div<std::int64_t>(columns, S::kColumns));
+  p.groups = 1;
+  params->panel = p;
+  device::set_tensor_map(params->wide, dtype, own.wide.data, columns, rows, own.wide.row_stride,
+                         kBlockRows);
+  device::set_tensor_map(params->out, dtype, dx.data, columns, rows, dx.row_stride, kBlockRows);
+}
+
+/// The launch of a thread block for each panel and chunk of rows.
+template <class S>
+device::Launch launch_of(const PanelParams& p, Stream stream) {
+  device::Launch l;
+  l.grid = panel_grid(p);
+  l.threads = S::kThreads;
+  l.smem = S::kSmem;
+  l.stream = stream;
+  l.pdl = true;
+  return l;
 }
 
 }  // namespace mortar::lora::train::cuda::input_pass

@@ -101,7 +101,7 @@ __device__ __forceinline__ void load_parts(const PanelPart<>& part, unsigned cha
 template <class S>
 __device__ __forceinline__ void sum_parts(const PanelPart<>& part, std::uint32_t smem,
                                           Barriers<S>& barriers) {
-  float sum[S::kBlocks][S::kSumRanks / 2] = {};
+  float sum[S::kBlocks][1][S::kSumRanks / 2] = {};
   const int thread = thread_anew(), lane = thread % 32;
   device::RingCursor<S::kStages> at;
   device::RingCursor<S::kNarrowStages> narrow;
@@ -113,16 +113,7 @@ __device__ __forceinline__ void sum_parts(const PanelPart<>& part, std::uint32_t
     const auto ranks =
         device::wgmma_descriptor(smem + S::kNarrowAt + narrow.stage * S::kNarrowBytes, kBlockBytes);
     device::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kBlockRows / 16; ++k) {
-#pragma unroll
-      for (int block = 0; block < S::kBlocks; ++block) {
-        device::wgmma<__nv_bfloat16, S::kSumRanks, Major::kRows, Major::kRows>(
-            sum[block],
-            rows + block * (kBlockBytes / 16) + k * device::descriptor_step(Major::kRows),
-            ranks + k * device::descriptor_step(Major::kRows), 1);
-      }
-    }
+    multiply_rows<__nv_bfloat16, S::kSumRanks>(sum, rows, ranks);
     device::wgmma_commit();
     device::wgmma_wait<0>();
     if (lane == 0) {
@@ -131,7 +122,7 @@ __device__ __forceinline__ void sum_parts(const PanelPart<>& part, std::uint32_t
     }
   }
 #pragma unroll
-  for (auto& block : sum) device::wgmma_keep(block);
+  for (auto& block : sum) device::wgmma_keep(block[0]);
   const int ranks = *part.live;
   const int row = thread % kWarpgroup / 32 * 16 + lane / 4;
 #pragma unroll
@@ -141,7 +132,7 @@ __device__ __forceinline__ void sum_parts(const PanelPart<>& part, std::uint32_t
     for (int block = 0; block < S::kBlocks; ++block) {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
-        const float* v = sum[block] + 4 * kSumCopies * octet + 2 * upper;
+        const float* v = sum[block][0] + 4 * kSumCopies * octet + 2 * upper;
         part.store_added(part.column + block * kBlockColumns + row + 8 * upper,
                          8 * octet + lane % 4 * 2, sum_of_columns(v[0], v[4], v[8]),
                          sum_of_columns(v[1], v[5], v[9]));
@@ -265,29 +256,17 @@ __global__ void __launch_bounds__(S::kThreads) __maxnreg__(S::kRegisters)
 }
 
 template <class S>
-void launch_shape(PanelParams p, const Matrix& ds, const Matrix& dx, Stream stream) {
-  InputPartsParams params;
-  static_assert(sizeof(params) <= 4096, "parameters of a launch");
-  PanelOperand& own = p.operands[0];
-  const std::int64_t rows = p.rows.num_rows, columns = own.columns;
-  own.panels = static_cast<int>(ceil_div<std::int64_t>(columns, S::kColumns));
-  p.groups = 1;
-  params.panel = p;
+void launch_shape(const PanelParams& p, const Matrix& ds, const Matrix& dx, Stream stream) {
   const auto bf16 = DType::kBFloat16;
-  device::set_tensor_map(params.wide, bf16, own.wide.data, columns, rows, own.wide.row_stride,
+  const std::int64_t rows = p.rows.num_rows;
+  InputPartsParams params;
+  set_params<S>(&params, p, dx, bf16);
+  device::set_tensor_map(params.sums, bf16, p.s, p.operands[0].width, rows, p.hidden_width,
                          kBlockRows);
-  device::set_tensor_map(params.out, bf16, dx.data, columns, rows, dx.row_stride, kBlockRows);
-  device::set_tensor_map(params.sums, bf16, p.s, own.width, rows, p.hidden_width, kBlockRows);
   // Boxes of 32 floats are boxes of 64 elements of 16 bits.
   const std::int64_t words = 2 * ds.row_stride;
   device::set_tensor_map(params.values, bf16, ds.data, words, rows, words, kBlockRows);
-  device::Launch l;
-  l.grid = panel_grid(p);
-  l.threads = S::kThreads;
-  l.smem = S::kSmem;
-  l.stream = stream;
-  l.pdl = true;
-  device::launch<input_parts_kernel<S>>("lora_train", l, params);
+  device::launch<input_parts_kernel<S>>("lora_train", launch_of<S>(params.panel, stream), params);
 }
 
 }  // namespace

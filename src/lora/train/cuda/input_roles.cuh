@@ -18,11 +18,27 @@ __device__ __forceinline__ bool ends_in_box(const PanelPart<>& part, int first) 
   return !S::kTurns && cuda::ends_in_box(part, first);
 }
 
+/// Adds the products of a box of rows, of each block of 64 columns with all ranks: the rows of a
+/// block in as many chains as it has sums.
+template <class T, int kRanks, int kBlocks, int kChains>
+__device__ __forceinline__ void multiply_rows(float (&sum)[kBlocks][kChains][kRanks / 2],
+                                              std::uint64_t rows, std::uint64_t ranks) {
+  constexpr int kSteps = kBlockRows / 16, kStep = device::descriptor_step(Major::kRows);
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      device::wgmma<T, kRanks, Major::kRows, Major::kRows>(
+          sum[block][k / (kSteps / kChains)], rows + block * (kBlockBytes / 16) + k * kStep,
+          ranks + k * kStep, 1);
+    }
+  }
+}
+
 /// dA of the panel, or of half of it, by a warpgroup.
 template <class T, class S>
 __device__ __forceinline__ void sum_rows(const PanelPart<>& part, int half, std::uint32_t smem,
                                          Barriers<S>& barriers) {
-  constexpr int kSteps = kBlockRows / 16;
   float sum[S::kSumBlocks][S::kChains][S::kRanks / 2] = {};
   const int thread = thread_anew(), lane = thread % 32;
   const std::uint32_t own_rows = smem + half * S::kSumBlocks * kBlockBytes;
@@ -45,16 +61,7 @@ __device__ __forceinline__ void sum_rows(const PanelPart<>& part, int half, std:
     const auto rows = device::wgmma_descriptor(stage);
     const auto ranks = device::wgmma_descriptor(narrow_stage);
     device::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-      for (int block = 0; block < S::kSumBlocks; ++block) {
-        device::wgmma<T, S::kRanks, Major::kRows, Major::kRows>(
-            sum[block][k / (kSteps / S::kChains)],
-            rows + block * (kBlockBytes / 16) + k * device::descriptor_step(Major::kRows),
-            ranks + k * device::descriptor_step(Major::kRows), 1);
-      }
-    }
+    multiply_rows<T, S::kRanks>(sum, rows, ranks);
     device::wgmma_commit();
     device::wgmma_wait<0>();
     if (lane == 0) {
