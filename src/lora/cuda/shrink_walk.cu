@@ -31,6 +31,7 @@
 #include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
 #include "lora/cuda/backend.cuh"
+#include "lora/cuda/multiply_stage.cuh"
 #include "lora/cuda/rank_rows.cuh"
 #include "lora/cuda/shrink_walk.cuh"
 #include "lora/cuda/store_sums.cuh"

@@ -30,6 +30,7 @@
 #include "device/swizzle.cuh"
 #include "device/wgmma.cuh"
 #include "lora/cuda/backend.cuh"
+#include "lora/cuda/multiply_stage.cuh"
 #include "lora/cuda/shrink_wgmma_parts.cuh"
 #include "lora/cuda/shrink_wgmma_traits.cuh"
 #include "lora/cuda/store_sums.cuh"

@@ -1,29 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of wgmma: the products of a stage that they gain, and their way to h, between the CTAs of a
-// cluster and to the rows of h.
+// Sums of wgmma on their way to h: between the CTAs of a cluster, and to the rows of h.
 #pragma once
 
 #include <cstdint>
 
 #include "device/convert.cuh"
 #include "device/quad_transpose.cuh"
-#include "device/wgmma.cuh"
 #include "lora/cuda/params.cuh"
 #include "lora/cuda/rank_rows.cuh"
 
 namespace mortar::lora::cuda {
-
-/// The products of a stage, 64 elements of K of 64 tokens and kRows rank rows, added to what is
-/// there if it `adds`.
-template <class T, int kRows, int kCount>
-__device__ __forceinline__ void multiply_stage(float (&sum)[kCount], std::uint64_t x,
-                                               std::uint64_t a, bool adds) {
-#pragma unroll
-  for (int i = 0; i < device::kSwizzleBytes / 2 / 16; ++i) {
-    device::wgmma<T, kRows>(sum, x + i * device::kDescriptorStep, a + i * device::kDescriptorStep,
-                            i > 0 || adds);
-  }
-}
 
 /// put_sums() stores the sums of each of kThreads threads in shared memory, add_sums() adds them to
 /// those of the thread with the same index. Groups of 16 bytes of all threads lie side by side, so
