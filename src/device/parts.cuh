@@ -15,6 +15,10 @@
 // in its own lower parts, and NaN where it meets a lower part that is zero: so where the sum of
 // first parts is not finite, total() is that sum, which has all the true Inf and NaN. (A NaN whose
 // only bits are among its 16 lowest, which no arithmetic makes, becomes an Inf.)
+//
+// TwoParts are for sums that are rounded to bfloat16 in the end: the first part is cut, the second
+// rounded, so that a value is good to 2^-16 of itself, and of products those with i + j <= 1 count.
+// They are one chain, as sums of 16-bit values are; split_in_two() says what becomes of Inf.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,11 +32,17 @@
 
 namespace mortar::device {
 
-/// Parts that any finite T is the sum of.
+/// A float32 value in memory that counts as the sum of two parts.
+struct TwoParts {
+  float value;
+};
+
+/// Parts that any finite T is the sum of, or counts as.
 template <class T>
-inline constexpr int kParts = std::is_same_v<T, float>    ? 3
-                              : std::is_same_v<T, __half> ? 2
-                                                          : 1;
+inline constexpr int kParts = std::is_same_v<T, float>      ? 3
+                              : std::is_same_v<T, __half>   ? 2
+                              : std::is_same_v<T, TwoParts> ? 2
+                                                            : 1;
 
 /// part[i]: part i of `low` in the low half, of `high` in the high half.
 template <int kNum>
@@ -45,6 +55,20 @@ __device__ __forceinline__ void split2(float low, float high, std::uint32_t (&pa
     low = __fsub_rn(low, __uint_as_float(l & 0xffff0000u));
     high = __fsub_rn(high, __uint_as_float(h & 0xffff0000u));
   }
+}
+
+/// Two values as TwoParts: the second part is rounded, has the value's sign and is not zero where
+/// the value is 2^-110 or larger, so that no product of them with Inf is NaN or of another sign.
+__device__ __forceinline__ void split_in_two(float low, float high, std::uint32_t (&part)[2]) {
+  constexpr float kUp = 1 + 0x1p-23f;
+  const std::uint32_t l = __float_as_uint(low), h = __float_as_uint(high);
+  part[0] = __byte_perm(l, h, 0x7632);
+  // Of Inf, Inf: the difference is NaN, and the smaller of the two what is a number.
+  const auto rest = [&](float v, std::uint32_t bits) {
+    const float left = __fmaf_rn(v, kUp, -__uint_as_float(bits & 0xffff0000u));
+    return fminf(fabsf(left), fabsf(v));
+  };
+  part[1] = pack2<__nv_bfloat16>(rest(low, l), rest(high, h)) | (part[0] & 0x80008000u);
 }
 
 /// The words of four neighbouring elements of T, as they came from memory, in parts: part[i] holds
@@ -60,6 +84,8 @@ __device__ __forceinline__ void split4(const std::uint32_t* words,
       std::uint32_t own[kParts<T>];
       if constexpr (std::is_same_v<T, float>) {
         split2(__uint_as_float(words[2 * pair]), __uint_as_float(words[2 * pair + 1]), own);
+      } else if constexpr (std::is_same_v<T, TwoParts>) {
+        split_in_two(__uint_as_float(words[2 * pair]), __uint_as_float(words[2 * pair + 1]), own);
       } else {
         const float2 v = unpack2<__half>(words[pair]);
         split2(v.x, v.y, own);
@@ -109,6 +135,28 @@ struct PartSums {
     return fabsf(first[i]) < __uint_as_float(0x7f800000u) ? first[i] + rest[i] : first[i];
   }
 };
+
+/// The same of bfloat16 values and TwoParts: one chain.
+struct ChainSums {
+  float sum[4] = {};
+
+  template <int kPartsA, int kPartsB>
+  __device__ __forceinline__ void add(const std::uint32_t (&a)[kPartsA][4],
+                                      const std::uint32_t (&b)[kPartsB][2]) {
+#pragma unroll
+    for (int i = 0; i < kPartsA; ++i) {
+#pragma unroll
+      for (int j = 0; i + j < 2 && j < kPartsB; ++j) {
+        mma_16816<__nv_bfloat16>(sum, a[i], b[j][0], b[j][1]);
+      }
+    }
+  }
+  __device__ __forceinline__ float total(int i) const { return sum[i]; }
+};
+
+/// Sums of products by values of T.
+template <class T>
+using SumsBy = std::conditional_t<std::is_same_v<T, TwoParts>, ChainSums, PartSums>;
 
 /// Where pair `i` of neighbouring elements lies in a plane's row, in words.
 __device__ __forceinline__ int plane_word(int i) { return (i & ~7) | (i & 1) << 2 | (i >> 1 & 3); }

@@ -50,14 +50,13 @@ inline constexpr WgmmaShape kWgmmaShapes[] = {
     {192, 2, 4, 1, Share::kHalf},         {16, 1, 4, 4, Share::kLeaf},
     {48, 2, 4, 2, Share::kLeaf},          {48, 2, 3, 2, Share::kAll},
     {96, 2, 6, 1, Share::kAll},           {144, 2, 4, 1, Share::kAll},
-    {192, 2, 3, 1, Share::kAll},          {48, 1, 3, 2, Share::kHalf, true},
-    {48, 2, 5, 1, Share::kHalf, true},    {96, 2, 2, 1, Share::kHalf, true},
-    {48, 1, 3, 2, Share::kLeaf, true},    {64, 2, 2, 1, Share::kLeaf, true, 3},
-    {48, 1, 7, 2, Share::kHalf},          {96, 1, 4, 2, Share::kHalf},
-    {64, 2, 2, 1, Share::kHalf, true, 2}, {32, 1, 2, 2, Share::kHalf, true, 3},
-    {32, 1, 3, 1, Share::kHalf, true, 7}, {64, 1, 6, 2, Share::kLeaf},
+    {192, 2, 3, 1, Share::kAll},          {48, 1, 7, 2, Share::kHalf},
+    {96, 1, 4, 2, Share::kHalf},          {64, 1, 6, 2, Share::kLeaf},
     {64, 1, 6, 2, Share::kHalf},          {64, 1, 13, 1, Share::kHalf},
-    {64, 2, 4, 2, Share::kLeaf},
+    {64, 2, 4, 2, Share::kLeaf},          {32, 1, 4, 1, Share::kHalf, true, 8},
+    {48, 1, 5, 2, Share::kHalf, true},    {48, 2, 7, 1, Share::kHalf, true},
+    {64, 1, 3, 1, Share::kHalf, true, 5}, {64, 2, 3, 1, Share::kHalf, true, 3},
+    {64, 2, 3, 1, Share::kLeaf, true, 3}, {128, 2, 2, 1, Share::kHalf, true, 2},
 };
 
 /// Shapes of shrink_walk.cu, whose CTAs walk over units of 128 tokens: rank rows of a unit, and
@@ -110,11 +109,12 @@ struct ShrinkPlan {
 struct WideShape {
   int tiles, cols, stages, per_sm;
   bool float_weights = false, walks = false;
+  int ahead = 0;  ///< steps whose float32 rows of B wait in shared memory; 0: in registers
 };
 inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2},
                                             {2, 128, 3, 2},
-                                            {1, 128, 1, 2, true},
-                                            {2, 128, 2, 1, true},
+                                            {1, 128, 2, 2, true},
+                                            {2, 128, 2, 1, true, false, 2},
                                             {2, 128, 5, 1, false, true},
                                             {1, 128, 2, 2, true, true},
                                             {2, 128, 4, 1, false, true}};

@@ -13,11 +13,13 @@ namespace {
 /// 11.9 against 9.8.)
 constexpr std::int64_t kHeavyRanks = 12000;
 
-/// Above rank 128 fewer, where an adapter has so many tokens, and so many elements of A. (us on an
+/// Above rank 128 fewer, where an adapter has so many tokens, and so many elements of A, of which
+/// those of float32 count twice. (us on an
 /// H100, tiles of 64 and of 16: 63 tokens of one adapter, rank 256, 28,672 to 8,192, 18.9 and 36.9;
 /// qkv, 32 of one 12.2 and 13.9, 48 of two 13.9 and 20.8, 40 of one, rank 512, 17.8 and 32.5; but
 /// 40 of one, rank 512, 1,024 to 1,024, 11.5 and 8.6. Float32 adapters, as heavy as those of 16
-/// bits: qkv, 200 of one, rank 64, 16.7 and 27.4, rank 256, 54 and 125.)
+/// bits: qkv, 200 of one, rank 64, 16.7 and 27.4, rank 256, 54 and 125; on an H200 59 of one, rank
+/// 512, 5,120 to 2 x 13,824, 44.5 and 104; 28 of one, 1,024 to 2,048 + 2 x 1,024, 18.7 and 37.0.)
 constexpr std::int64_t kHighRanks = 7000, kHighTokens = 24, kHighWeights = 1 << 20;
 
 /// Tokens of an adapter, and those times ranks, up to which tiles of 16 pay for more tokens than
@@ -126,9 +128,9 @@ int best_tile_tokens(const LoraShape& s) {
   if (s.num_tokens <= kSmallTileTokens) {
     const bool heavy =
         s.num_tokens > 64 && tokens >= 32 && s.num_tokens * s.max_rank >= kHeavyRanks;
-    const bool high = s.one_type && s.max_rank > kExpandPrefillMaxRank && tokens >= kHighTokens &&
+    const bool high = s.max_rank > kExpandPrefillMaxRank && tokens >= kHighTokens &&
                       s.num_tokens * s.max_rank >= kHighRanks &&
-                      s.rank_rows() * s.hidden >= kHighWeights;
+                      s.rank_rows() * s.hidden * (s.one_type ? 1 : 2) >= kHighWeights;
     return (s.one_type || s.float_weights) && (heavy || high || saves_reads(s)) ? 64 : 16;
   }
   if (reads_little(s) || light_parts(s)) return 16;
@@ -263,7 +265,7 @@ int decode_stages(const LoraShape& s, const ExpandPlan& c, const Machine& m) {
 }
 
 bool runs_wgmma(const LoraShape& s, const Machine& m) {
-  return m.arch == 90 && s.aligned_x && (s.one_type || s.float_weights);
+  return m.arch == 90 && s.aligned_x && (s.one_type || (s.float_weights && s.op == Op::kApply));
 }
 
 bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, int block_cols,

@@ -49,6 +49,10 @@ bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, i
 bool runs_dense(const LoraShape& s);
 /// Whether the expand that loads B into fragments takes such a problem.
 bool runs_direct(const LoraShape& s);
+/// The same of float32 weights.
+bool runs_direct_parts(const LoraShape& s, const Machine& m);
+bool suits_direct_parts(const LoraShape& s, const Machine& m);
+ExpandPlan direct_parts_expand(const LoraShape& s, const Machine& m);
 /// Whether the wide expand can run: it reads aligned rows of h, and of float32 weights it writes
 /// aligned y alone.
 bool runs_wide(const LoraShape& s, const Machine& m);

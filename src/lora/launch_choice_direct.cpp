@@ -39,6 +39,11 @@ ExpandPlan direct_expand(int cols, int groups) {
   return c;
 }
 
+bool runs_direct_parts(const LoraShape& s, const Machine& m) {
+  return s.op == Op::kApply && s.float_weights && m.arch == 90 && s.aligned_y &&
+         h_width(s) <= kDirectMaxRank;
+}
+
 bool shares_steps(const LoraShape& s, const Machine& m) {
   return runs_direct(s) && m.arch >= 90 && s.max_rank * kDirectGroups <= kDirectMaxRank;
 }
@@ -90,6 +95,29 @@ ExpandPlan choose_direct(const LoraShape& s, const Machine& m) {
   constexpr int kRound = 4 * kDirectCols;
   if (c.cols > kRound) c.cols = c.cols / kRound * kRound;
   return c;
+}
+
+/// CTAs that run at once, but none with more than its share of bytes. (us on an H200, by columns:
+/// 551 tokens of 55 adapters, rank 4, 16,384 to 2 x 53,248, 172 with 1,152, 155 with 3,072; 276 of
+/// 24, rank 8, 89 with 1,152, 85 with 2,304, 93 with 4,608; 29 of 172, rank 4, 3,584 to 2 x 18,944,
+/// 21 with 1,024, 19 with 2,048, 31 with 4,096, by mma.sync from a ring of B 26.)
+ExpandPlan direct_parts_expand(const LoraShape& s, const Machine& m) {
+  constexpr std::int64_t kMostBytes = 120 * 1024;
+  constexpr int kPerSm = 4;
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
+  const std::int64_t bytes = ceil_div(4 * s.num_tokens, tiles) + 4 * s.max_rank;  // of a column
+  ExpandPlan c = direct_expand(kDirectCols, 1);
+  while (tiles * column_blocks(s, c.cols) > kPerSm * m.sms &&
+         (c.cols + kDirectCols) * bytes <= kMostBytes) {
+    c.cols += kDirectCols;
+  }
+  c.cols = even_cols(s, c.cols, kDirectCols);
+  return c;
+}
+
+bool suits_direct_parts(const LoraShape& s, const Machine& m) {
+  return runs_direct_parts(s, m) && best_tile_tokens(s) == 16 &&
+         max_tiles(s.num_tokens, s.num_adapters, 16) * s.sum_widths() >= kDirectColumns;
 }
 
 bool suits_direct(const LoraShape& s) {

@@ -365,7 +365,7 @@ bool suits_dense_shrink(const LoraShape& s, const Machine& m, const ShrinkPlan& 
 /// qkv, 4.5 against 3.5; where expand does not, 32 tokens of one adapter, gate_up, 7.6
 /// against 4.9.)
 void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand) {
-  if (!shrink.split() || !decodes(expand)) return;
+  if (!s.one_type || !shrink.split() || !decodes(expand)) return;
   if (shrink.partials == Partials::kExpand &&
       alone(s, m, decode_shrink_ctas(s, shrink.rows), expand)) {
     expand.per_sm = 1;

@@ -13,23 +13,15 @@ namespace {
 ///
 /// A stage of a CTA takes its products some clocks per tile and rank row, and L2 its bytes; CTAs of
 /// an SM share both, and none has a stage in less than its share of a trip to memory and back, by
-/// how many stages of float32 rows are on their way. The constants are fitted to 90 problems
-/// on an H100 under up to eight shapes each: what they choose takes the whole call 1.011 times as
-/// long as the best of them on average; fitted to 11 of them they did 1.042 times.
+/// how many stages of float32 rows are on their way. The constants are fitted to 32 problems on an
+/// H200 under up to nine shapes each: what they choose takes the whole call 1.026 times as long as
+/// the best of them on average, at most 1.19 times.
 ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
-  constexpr double kBytesAClock = 45;          // of an SM, from L2
-  constexpr double kProduct = 9.4;             // clocks of a stage for a tile and rank row
-  constexpr double kTrip = 800, kLeast = 380;  // of a trip, and of a stage beside it
-  constexpr double kStart = 22000;             // of a CTA's start and end
-  // The same behind others, up to 64 ranks and 4,096 tokens: see launch_choice_wgmma.cpp. (us on an
-  // H100, 1,024 tokens of 8 adapters, rank 16, qkv: chunks of K, two rounds of them, 26.8, halves
-  // of K 36.1.)
-  const double behind = s.max_rank <= 64 && s.num_tokens <= 4096 ? 2700 : kStart;
-  constexpr double kFinish = 1900;  // of the kernel that adds partials
-  // Where few rank rows fit one CTA of a K chunk, those of 48 rows and one tile are faster than the
-  // model has it. (us on an H100, these and 64 rows of two tiles: 438 tokens of one adapter, rank
-  // 4, qkv of 4,096, 17.2 and 19.1; 366 of 3, rank 8, 5,120 to 2 x 13,824, 32.7 and 35.7.)
-  constexpr int kFewRows = 48;
+  constexpr double kBytesAClock = 40;           // of an SM, from L2
+  constexpr double kProduct = 7;                // clocks of a stage for a tile and rank row
+  constexpr double kTrip = 1200, kLeast = 270;  // of a trip, and of a stage beside it
+  constexpr double kBehind = 3300;              // of the start and end of CTAs behind others
+  constexpr double kFinish = 1200;              // of the kernel that adds partials
   const bool splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
   const double stages = static_cast<double>(ceil_div<std::int64_t>(s.hidden, 64));
   ShrinkPlan best;
@@ -38,43 +30,46 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
     const WgmmaShape& shape = kWgmmaShapes[i];
     const bool leaf = shape.share == Share::kLeaf;
     if (!shape.float_weights || (leaf && !splits)) continue;
-    if (leaf && shape.rows > kFewRows && s.rank_rows() <= kFewRows) continue;
-    const std::int64_t shares = leaf ? num_leaves(s.hidden) : 2;
-    const double ctas = likely_runs(s, shape.tiles) *
-                        static_cast<double>(ceil_div(s.rank_rows(), shape.rows) * shares);
-    const double an_sm = std::ceil(ctas / m.sms);
-    const double rounds = std::ceil(an_sm / shape.per_sm);
-    const int rows = std::min(shape.rows, s.rank_rows());
-    const double stage = std::max(kProduct * shape.rows * shape.tiles,
-                                  (128.0 * 64 * shape.tiles + 256.0 * rows) / kBytesAClock);
-    const int ahead = shape.ahead > 0 ? shape.ahead : shape.rows > 48 ? 1 : 2;
-    const double trip = kLeast + kTrip / ahead;
-    double clocks = stages / static_cast<double>(shares) * std::max(an_sm * stage, rounds * trip) +
-                    kStart + (rounds - 1) * behind;
-    if (leaf) {
-      clocks += kFinish + 2.0 * static_cast<double>(partial_bytes(s)) / (m.sms * kBytesAClock);
+    for (int leaves = 1; leaves <= (leaf ? kMostLeaves : 1); ++leaves) {
+      const auto shares =
+          static_cast<double>(leaf ? ceil_div<std::int64_t>(num_leaves(s.hidden), leaves) : 2);
+      const double ctas = likely_runs(s, shape.tiles) * shares *
+                          static_cast<double>(ceil_div(s.rank_rows(), shape.rows));
+      const double an_sm = std::ceil(ctas / m.sms);
+      const double rounds = std::ceil(an_sm / shape.per_sm);
+      const int rows = std::min(shape.rows, s.rank_rows());
+      const double stage = std::max(kProduct * shape.rows * shape.tiles,
+                                    (128.0 * 64 * shape.tiles + 256.0 * rows) / kBytesAClock);
+      const int ahead = shape.ahead > 0 ? shape.ahead : 2;
+      const double trip = kLeast + kTrip / ahead;
+      double clocks =
+          stages / shares * std::max(an_sm * stage, rounds * trip) + (rounds - 1) * kBehind;
+      if (leaf) {
+        clocks += kFinish + 2.0 * static_cast<double>(partial_bytes(s)) / (m.sms * kBytesAClock);
+      }
+      if (least != 0 && clocks >= least) continue;
+      least = clocks;
+      best = wgmma_plan(i, leaves);
     }
-    if (least != 0 && clocks >= least) continue;
-    least = clocks;
-    best = {ShrinkKernel::kWgmma, i, 64, shape.rows, leaf ? Partials::kFinish : Partials::kNone, 0};
   }
   return best;
 }
 
-/// With float32 weights, where six products of parts take mma.sync longer than memory takes for y,
-/// and CTAs of 64 tokens fill half of the chip. (At 60 % of the rate of wgmma, 40 clocks of an SM
-/// per rank for 64 tokens and 128 columns, whose y of 32 KB takes 2,000.) Up to rank 64 where the
-/// tiles of an adapter are half full, too, and of many tokens of high ranks wherever they are few.
+/// With float32 weights, where the products of parts take mma.sync longer than memory takes for y,
+/// and CTAs of 64 tokens fill half of the chip. Up to rank 64 where the tiles of an adapter are
+/// half full, too, and of high ranks wherever tiles of 64 are chosen for some tokens of an adapter.
 /// (us on an H100, mma.sync and wgmma: 1,439 tokens of 65 adapters, ranks up to 64, 1,024 to 2,048
 /// + 2 x 1,024, 56 and 73; 1,134 of 42, rank 64, 164 and 173; 4,555 of 81, 57 and 53; 87 of one,
-/// rank 256, 512 to 2,048, 21.9 and 17.9.)
+/// rank 256, 512 to 2,048, 21.9 and 17.9; on an H200, both passes in tiles of 64, 28 of one, rank
+/// 512, 1,024 to 2,048 + 2 x 1,024, 37.0 and 18.7; 44 of one, 1,280 to 5,120, 35.4 and 20.1.)
 bool suits_wide_parts(const LoraShape& s, const Machine& m) {
+  constexpr std::int64_t kSomeTokens = 24;
   const std::int64_t ctas =
       max_tiles(s.num_tokens, s.num_adapters, 64) * column_blocks(s, kWideShapes[0].cols);
   const std::int64_t least_tokens = h_width(s) <= 64 ? 40 : 1;  // of an adapter
-  const bool many = h_width(s) > kExpandPrefillMaxRank && tokens_per_adapter(s) >= 48;
+  const bool some = h_width(s) > kExpandPrefillMaxRank && tokens_per_adapter(s) >= kSomeTokens;
   return runs_wide(s, m) && s.float_weights && best_tile_tokens(s) == 64 && h_width(s) > 48 &&
-         tokens_per_adapter(s) >= least_tokens && (2 * ctas >= m.sms || many);
+         tokens_per_adapter(s) >= least_tokens && (2 * ctas >= m.sms || some);
 }
 
 /// Tiles and columns that the kernel that keeps B takes at a time.
@@ -159,10 +154,16 @@ ShrinkPlan parts_shrink(const LoraShape& s, const Machine& m) {
   const std::int64_t shares = std::clamp<std::int64_t>(at_once / ctas, ceil_div(rows, most),
                                                        ceil_div<std::int64_t>(rows, 16));
   c.rows = round_up(static_cast<int>(ceil_div<std::int64_t>(s.rank_rows(), shares)), 16);
-  // Short chunks of few rank rows come in pairs where they are more: a CTA is mostly its start. (us
-  // on an H200, one and two: 60 tokens of 74 adapters, rank 4, qkv of 4,096, 23.4 and 19.7; 100 of
-  // 183, rank 16, 2,048 to 2 x 2,048, 26.6 and 23.3; of 64 rows 57 of 81, 24.3 and 28.3.)
-  if (split && few && shorter && s.rank_rows() <= 32 && ctas > at_once) c.leaves = 2;
+  // Chunks of few rank rows come together where they are more, short ones in pairs: a CTA is mostly
+  // its start. (us on an H200, one and two: 60 tokens of 74 adapters, rank 4, qkv of 4,096, 23.4
+  // and 19.7; 100 of 183, rank 16, 2,048 to 2 x 2,048, 26.6 and 23.3; of 64 rows 57 of 81, 24.3 and
+  // 28.3. One and four long ones: 77 of 268, rank 8, 28,672 to 8,192, 67.2 and 60.9; 1,301 of 401,
+  // 127 and 111; 720 of 288, rank 4, 18,944 to 3,584, 98.8 and 82.7; but 94 of 230, 5,120 to 2 x
+  // 3,456, one 28.4, three 26.2, four 29.5.)
+  if (split && few && s.rank_rows() <= 32) {
+    c.leaves = static_cast<int>(
+        std::clamp<std::int64_t>(ceil_div(ctas, std::int64_t{at_once}), 1, shorter ? 2 : 4));
+  }
   return c;
 }
 
@@ -194,12 +195,18 @@ ExpandPlan kept_expand(int log_run) {
 
 ExpandPlan choose_parts_expand(const LoraShape& s, const Machine& m) {
   if (suits_kept(s, m)) return kept_expand(kept_run(s, m));
-  if (!suits_wide_parts(s, m)) return parts_expand(s, m);
-  // Two tiles share B: faster above rank 128 where they are full. (us on an H100, two and one: 142
-  // and 161, 1,334 tokens of one adapter, rank 512, 1,024 to 2 x 3,072; but 177 and 153, 1,538 of
-  // 58, rank 256, 1,024 to 2 x 768; 229 and 217, 8,965 of 7, rank 64, 3,584 to 3,584 + 2 x 512.)
-  const bool pairs = h_width(s) > kExpandPrefillMaxRank && tokens_per_adapter(s) > 64;
-  return wide_expand(pairs ? kWidePairPartsShape : kWidePartsShape);
+  if (!suits_wide_parts(s, m)) {
+    return suits_direct_parts(s, m) ? direct_parts_expand(s, m) : parts_expand(s, m);
+  }
+  // Two tiles share B: faster above rank 128 where they are full, or where a CTA has an SM to
+  // itself, as it has more of B on its way. (us on an H200, two and one: 156 and 206, 356 tokens of
+  // 4 adapters, rank 512, 5,120 to 2 x 13,824; 307 and 349, 1,827 of one, rank 256; 26.3 and 33.4,
+  // 126 of two, rank 512, 5,120 to 5,120; but 255 and 220, 1,632 of 68, rank 256; 103 and 96, 2,656
+  // of 17, rank 128, 3,584 to 3,584.)
+  const bool full = h_width(s) > kExpandPrefillMaxRank && tokens_per_adapter(s) > 64;
+  const bool alone =
+      likely_runs(s, 2) * static_cast<double>(column_blocks(s, kWideShapes[0].cols)) <= m.sms;
+  return wide_expand(full || alone ? kWidePairPartsShape : kWidePartsShape);
 }
 
 }  // namespace mortar::lora

@@ -7,8 +7,9 @@
 namespace mortar::lora {
 
 bool runs_wide(const LoraShape& s, const Machine& m) {
-  const bool takes_h = s.op == Op::kApply || s.aligned_h;
-  return m.arch == 90 && takes_h && (s.one_type || (s.float_weights && s.aligned_y));
+  const bool own_h = s.op == Op::kApply;
+  return m.arch == 90 &&
+         ((s.one_type && (own_h || s.aligned_h)) || (s.float_weights && own_h && s.aligned_y));
 }
 
 bool runs_wide_walk(const LoraShape& s, const Machine& m) {

@@ -30,7 +30,7 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
         });
     if (narrower || (leaf && !wgmma_splits) || shape.float_weights != s.float_weights) continue;
     plans.push_back(wgmma_plan(i, 1));
-    if (leaf && !s.float_weights) plans.push_back(wgmma_plan(i, kMostLeaves));
+    if (leaf) plans.push_back(wgmma_plan(i, kMostLeaves));
   }
   for (int i = 0; i < static_cast<int>(std::size(kWalkShapes)) && runs_walk(s, m); ++i) {
     plans.push_back(walk_plan(i));
@@ -39,7 +39,7 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
     plans.push_back(parts_shrink(s, m));
     if (plans.back().split()) {
       plans.push_back(plans.back());
-      plans.back().leaves = 3 - plans.back().leaves;
+      plans.back().leaves = plans.back().leaves == 1 ? 2 : 1;
     }
     return plans;
   }
@@ -94,6 +94,7 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
   }
   if (!s.one_type) {
     plans.push_back(parts_expand(s, m));
+    if (runs_direct_parts(s, m)) plans.push_back(direct_parts_expand(s, m));
     return plans;
   }
   if (h_width(s) <= kExpandPrefillMaxRank && prefill_smem(s) + kPrefillStaticSmem <= m.max_smem) {

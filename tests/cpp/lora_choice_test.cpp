@@ -137,13 +137,13 @@ TEST(LoraChoice, FloatWeightsAreKeptForSeveralTiles) {
   EXPECT_EQ(expand(shape(5236, 3, 64, 4096, {14336, 14336})), kept_expand(3));
   EXPECT_EQ(expand(shape(1743, 2, 64, 2048, {2048})), kept_expand(1));
   EXPECT_EQ(expand(shape(366, 3, 8, 5120, {13824, 13824})).shape, kWideKeptShape);
-  EXPECT_EQ(expand(shape(1955, 42, 4, 3584, {4736, 4736})).kernel, ExpandKernel::kParts);
+  EXPECT_EQ(expand(shape(1955, 42, 4, 3584, {4736, 4736})).kernel, ExpandKernel::kDirect);
   EXPECT_EQ(expand(shape(7071, 1, 128, 5120, {1280, 1280, 1280})).shape, kWidePartsShape);
 }
 
 /// Few tokens of float32 adapters: tiles of 16 wherever their kernels start sooner, rank rows for
-/// as many CTAs as run at once, short chunks of K in pairs where those are more, and fewer columns
-/// of high ranks.
+/// as many CTAs as run at once, chunks of K together where those are more, B straight into
+/// fragments for low ranks, wgmma for high ones, and else fewer columns of those.
 TEST(LoraChoice, FloatWeightsOfFewTokensFillTheChip) {
   const auto plan = [](LoraShape s) {
     s.one_type = false;
@@ -156,6 +156,10 @@ TEST(LoraChoice, FloatWeightsOfFewTokensFillTheChip) {
   EXPECT_EQ(plan(shape(79, 7, 64, 8192, {8192})).shrink.rows, 32);
   EXPECT_EQ(plan(shape(60, 74, 4, 4096, {4096, 1024, 1024})).shrink.leaves, 2);
   EXPECT_EQ(plan(shape(57, 81, 64, 4096, {4096})).shrink.leaves, 1);
+  EXPECT_EQ(plan(shape(720, 288, 4, 18944, {3584})).shrink.leaves, 4);
+  EXPECT_EQ(plan(shape(29, 172, 4, 3584, {18944, 18944})).expand.kernel, ExpandKernel::kDirect);
+  EXPECT_EQ(plan(shape(28, 1, 512, 1024, {2048, 1024, 1024})).expand.shape, kWidePairPartsShape);
+  EXPECT_EQ(plan(shape(59, 1, 512, 5120, {13824, 13824})).expand.shape, kWidePartsShape);
   EXPECT_EQ(plan(shape(111, 139, 256, 896, {3584})).expand.cols, 128);
   EXPECT_EQ(plan(shape(720, 125, 64, 1024, {2048, 1024, 1024})).expand.cols, 512);
 }

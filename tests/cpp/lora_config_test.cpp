@@ -146,7 +146,12 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
     }
     EXPECT_EQ(s.op != Op::kExpand && !s.one_type && !wgmma_shape,
               shrink.kernel == ShrinkKernel::kParts);
-    EXPECT_EQ(s.op != Op::kShrink && !s.one_type && !wide, expand.kernel == ExpandKernel::kParts);
+    const bool direct = expand.kernel == ExpandKernel::kDirect;
+    EXPECT_EQ(s.op != Op::kShrink && !s.one_type && !wide && !direct,
+              expand.kernel == ExpandKernel::kParts);
+    EXPECT_TRUE(!direct || s.max_rank <= kDirectMaxRank);
+    // Two parts of a value are lora_apply's, three everyone's.
+    EXPECT_TRUE(s.one_type || s.op == Op::kApply || (!wgmma_shape && !wide && !direct));
     if ((!s.aligned_x || !s.float_weights) && !s.one_type && s.op != Op::kExpand) {
       EXPECT_EQ(shrink.kernel, ShrinkKernel::kParts);
     }

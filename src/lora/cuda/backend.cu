@@ -211,7 +211,7 @@ void run_expand(ExpandParams p, const LaunchPlan& plan, Stream stream) {
     case ExpandKernel::kDecode:
       return expand_decode(p, stream);
     case ExpandKernel::kDirect:
-      return expand_direct(p, stream);
+      return p.two_parts ? expand_direct_parts(p, stream) : expand_direct(p, stream);
     case ExpandKernel::kPrefill:
       return expand_prefill(p, stream);
     case ExpandKernel::kWide:
@@ -328,6 +328,7 @@ void apply(const ApplyProblem& problem, Stream stream) {
   expand.scale = problem.scale;
   expand.add_inputs = problem.add_inputs;
   shrink.early = expand.early = reads_early(problem.groups, stream);
+  shrink.two_parts = expand.two_parts = s.float_weights;
 
   if (plan.one_kernel()) {
     set_plan(expand, plan, plan.expand.cols * kOneCluster);

@@ -4,7 +4,8 @@
 //
 // y[t, n] (+)= sum_r h[s, t, r] B_{a(t), s}[n, r]     N hidden out, r rank
 // bytes  = 2 e_y M sum_s N_s (y read and written) + e_B sum_a sum_s r N_s + h
-// FLOP   = 2 M N r per product of parts: 6 for float32 B, 3 for bfloat16 B
+// FLOP   = 2 M N r per product of parts: 6 for float32 B, 3 for bfloat16 B, and for float32 B in
+//          lora_apply under bfloat16 x and y, of which two parts count
 // 32 tokens of 32 adapters, qkv, r16, float32 B: 13.4 MB -> 3.1 us
 // limit  : DRAM (B in decode, y in prefill), and for few tokens the chain of dependent loads
 //
@@ -51,6 +52,8 @@ struct Traits {
   using TY = TY_;
   static constexpr int kFrags = kFrags_;  ///< MMA tiles of 16 tokens
   static constexpr int kTokens = 16 * kFrags;
+  /// h, float32, has as many as float32 weights.
+  static constexpr int kPartsH = std::is_same_v<TW, device::TwoParts> ? 2 : device::kParts<float>;
   static constexpr int kPieceElts = 16 / sizeof(TW);       ///< of a cp.async of B
   static constexpr int kStepBytes = 16 * int{sizeof(TW)};  ///< of a row of B: an MMA step
   /// Columns of y that a lane moves at a time, 16 bytes, beside those of its three neighbours.
@@ -155,7 +158,7 @@ struct YPack {
   }
   /// Adds the products times `scale` in float32, rounds once and stores.
   __device__ __forceinline__ void add(TY* at, int left, float scale, bool add_inputs,
-                                      const device::PartSums (&sums)[4], int half) {
+                                      const device::SumsBy<typename Tr::TW> (&sums)[4], int half) {
 #pragma unroll
     for (int i = 0; i < Tr::kPacks; ++i) {
       const auto sum = [&](float old, int c) {
@@ -183,7 +186,8 @@ struct YPack {
 /// The same for columns anywhere in memory.
 template <class Tr>
 __device__ __forceinline__ void add_elements(typename Tr::TY* at, int left, float scale,
-                                             bool add_inputs, const device::PartSums (&sums)[4],
+                                             bool add_inputs,
+                                             const device::SumsBy<typename Tr::TW> (&sums)[4],
                                              int half) {
   using TY = typename Tr::TY;
   float old[8];
@@ -204,15 +208,15 @@ __device__ __forceinline__ void add_elements(typename Tr::TY* at, int left, floa
 /// One MMA step of 16 ranks: a warp's tokens by 32 columns. h_lane: the lane's row of ldmatrix;
 /// b_lane: its ranks of its first column.
 template <class Tr>
-__device__ __forceinline__ void multiply(device::PartSums (&sums)[Tr::kFrags][4],
+__device__ __forceinline__ void multiply(device::SumsBy<typename Tr::TW> (&sums)[Tr::kFrags][4],
                                          std::uint32_t h_lane, int plane_bytes, int pitch,
                                          const unsigned char* b_lane, int row_bytes) {
   using TW = typename Tr::TW;
-  std::uint32_t h[Tr::kFrags][kHParts][4];
+  std::uint32_t h[Tr::kFrags][Tr::kPartsH][4];
 #pragma unroll
   for (int m = 0; m < Tr::kFrags; ++m) {
 #pragma unroll
-    for (int i = 0; i < kHParts; ++i) {
+    for (int i = 0; i < Tr::kPartsH; ++i) {
       device::ldmatrix_x4(h[m][i], h_lane + i * plane_bytes + m * 16 * pitch * 2);
     }
   }
@@ -257,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
 
   // Load: B does not depend on the predecessor.
   const HPlanes<Tr> h(smem, p.h.width, w.rank);
-  unsigned char* const ring = smem + kHParts * h.bytes();
+  unsigned char* const ring = smem + Tr::kPartsH * h.bytes();
   BCopy<Tr> copy(w, block, p.h.width, ring);
 #pragma unroll 1
   for (int i = 0; i < kStages; ++i) copy.next();
@@ -313,7 +317,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
 #pragma unroll 1
   for (int i = 0; i < num_blocks; ++i) {
     // Compute
-    device::PartSums sums[Tr::kFrags][4];
+    device::SumsBy<TW> sums[Tr::kFrags][4];
 #pragma unroll 1
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       device::wait_for_stage<kStages>(refill);
@@ -362,7 +366,7 @@ void launch_traits(const ExpandParams& p, Stream stream) {
   const int ranks = stage_ranks(p.h.width);
   const int items = p.cols / kCols * ceil_div(p.h.width, ranks);
   l.smem =
-      static_cast<std::size_t>(kHParts * Tr::kTokens * h_pitch(p.h.width)) * 2 +
+      static_cast<std::size_t>(Tr::kPartsH * Tr::kTokens * h_pitch(p.h.width)) * 2 +
       static_cast<std::size_t>(std::min(kStages, items) * kCols * ranks) * sizeof(typename Tr::TW);
   l.stream = stream;
   l.pdl = true;
@@ -380,6 +384,7 @@ void launch_typed(const ExpandParams& p, Stream stream) {
 }  // namespace
 
 void expand_parts(const ExpandParams& p, Stream stream) {
+  if (p.two_parts) return launch_typed<device::TwoParts, __nv_bfloat16>(p, stream);
   device::visit_dtype<FloatDTypes>(p.weights.dtype, "lora_expand", [&](auto w) {
     device::visit_dtype<FloatDTypes>(p.y.dtype, "lora_expand", [&](auto y) {
       launch_typed<typename decltype(w)::type, typename decltype(y)::type>(p, stream);

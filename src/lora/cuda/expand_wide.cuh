@@ -23,7 +23,7 @@ namespace mortar::lora::cuda::wide_expand {
 
 /// 64 ranks from `first` on of kRows rows, 16 bytes at a time; zeros past `rank`. Rows of any
 /// address wait for their loads.
-template <class T, int kRows>
+template <class T, int kRows, int kProducers = 128>
 __device__ __forceinline__ void copy_ranks(const void* const* rows, unsigned char* to, int first,
                                            int rank, bool vector) {
   const int thread = static_cast<int>(threadIdx.x) % kProducers;
@@ -59,7 +59,8 @@ __device__ __forceinline__ void produce_rounded(Shared<Tr>& shared, unsigned cha
   };
 #pragma unroll 1
   for (int step = 0; step < ahead; ++step) copy_b(step, step);
-  SplitRows<Tr::kTokens, kProducers, T> rows(static_cast<int>(threadIdx.x) - Tr::kConsumers, true);
+  SplitRows<Tr::kTokens, Tr::kProducers, T> rows(static_cast<int>(threadIdx.x) - Tr::kConsumers,
+                                                 true);
   device::pdl_wait();
   rows.load(shared.rows, 0, rank);
   device::RingCursor<Tr::kStages> at;
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   }
   if (thread == 0) {
     for (int i = 0; i < Tr::kStages; ++i) {
-      shared.full[i].init(Tr::kFloatH || Tr::kRawH ? 2 * kProducers : kProducers);
+      shared.full[i].init(Tr::kFloatH || Tr::kRawH ? 2 * Tr::kProducers : Tr::kProducers);
       shared.empty[i].init(Tr::kRawH ? Tr::kConsumers : Tr::kConsumers / 32);
     }
   }

@@ -5,10 +5,10 @@
 // y[t, n] (+)= sum_r h[s, t, r] B_{a(t), s}[n, r]        N hidden out, r rank
 // bytes  = 4 M sum_s N_s (y read and written) + 4 sum_a sum_s r N_s (B of adapters in use) + h; h
 //          from L2 for every 128 columns: r M N / 32
-// FLOP   = 12 M N r: six products of parts (src/device/parts.cuh)
-// 8,192 tokens of one adapter, qkv, r64: 201 MB -> 47 us of DRAM, 39 GFLOP -> 60 us
-// limit  : DRAM, and the tensor cores beside it: a tile of 64 tokens and 128 columns takes 32 KB of
-//          DRAM (2,400 clocks at 13.5 bytes each) and 1,540 clocks of tensor cores
+// FLOP   = 6 M N r: three products of parts (src/device/parts.cuh)
+// 8,192 tokens of one adapter, qkv, r64: 201 MB -> 47 us of DRAM, 19 GFLOP -> 30 us
+// limit  : DRAM: a tile of 64 tokens and 128 columns takes 32 KB of it (2,400 clocks at 13.5 bytes
+//          each) and 770 clocks of tensor cores
 // wrong  : adapters of few tokens, whose B is split for each of them; ranks above 64
 //
 // A CTA has one warpgroup and 128 columns, whose B it splits into parts once, for all tiles of an
@@ -160,29 +160,34 @@ struct Walk {
     }
   }
 
-  __device__ __forceinline__ void multiply(int stage, int rank,
-                                           device::WgmmaPartSums<kCols>& sums) const {
+  __device__ __forceinline__ void multiply(int stage, int rank, float (&sum)[kCols / 2]) const {
     const int row = warp * 16 + lane / 4;
     const unsigned char* const h = smem + kH + stage * kHBytes + row * 4 * kRanks;
     const int offset =
         wide_expand::raw_h_offset(row, lane % 4 / 2) - row * 4 * kRanks + lane % 2 * 8;
     const auto b = device::wgmma_descriptor(device::smem_address(smem));
-    device::WgmmaRegisters<kSplitParts> own[2][1];  // one for the products in flight
-    sums.begin();
+    device::WgmmaRegisters<kSplitParts> own[2];  // one for the products in flight
+#pragma unroll
+    for (float& v : sum) v = 0;
 #pragma unroll 1
     for (int i = 0; i * 16 < rank; i += 2) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        wide_expand::load_raw_h(own[j][0], h, offset ^ (i + j) * 64);
-        sums.template add<kSplitParts, kSplitParts>(own[j], b + (i + j) * device::kDescriptorStep,
-                                                    kPlaneBytes / 16);
+        wide_expand::load_raw_h(own[j], h, offset ^ (i + j) * 64);
+        device::wgmma_keep(sum);
+        device::wgmma_fence();
+        wide_expand::multiply_parts<kCols>(sum, own[j], b + (i + j) * device::kDescriptorStep,
+                                           kPlaneBytes / 16);
+        device::wgmma_commit();
+        device::wgmma_wait<1>();
       }
     }
-    sums.end();
+    device::wgmma_wait<0>();
+    device::wgmma_keep(sum);
   }
 
   __device__ __forceinline__ void store(const Found& f, int stage, float scale,
-                                        const device::WgmmaPartSums<kCols>& sums) const {
+                                        const float (&sum)[kCols / 2]) const {
     auto* const y = static_cast<__nv_bfloat16*>(p.y.data);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -194,7 +199,7 @@ struct Walk {
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
           for (int c = 2 * half; c < 2 * half + 2; ++c) {
-            products[i][c] = sums.total(g * 16 + i * 4 + c);
+            products[i][c] = sum[g * 16 + i * 4 + c];
           }
         }
         const uint4 old = *reinterpret_cast<const uint4*>(y_place(stage, half, g));
@@ -256,10 +261,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     if (w.rank > 0) {
       follows ? device::cp_async_wait<3>() : device::cp_async_wait<1>();
       __syncwarp();
-      device::WgmmaPartSums<kCols> sums;
-      walk.multiply(stage, w.rank, sums);
+      float sum[kCols / 2];
+      walk.multiply(stage, w.rank, sum);
       follows ? device::cp_async_wait<2>() : device::cp_async_wait<0>();
-      walk.store(now, stage, w.scale, sums);
+      walk.store(now, stage, w.scale, sum);
     }
     now = next;
     next = later;
@@ -270,7 +275,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 }  // namespace
 
 void expand_wide_kept(const ExpandParams& p, Stream stream) {
-  check(p.vector_y && p.y.dtype == DType::kBFloat16 && p.h.rows_by_16 &&
+  check(p.two_parts && p.vector_y && p.y.dtype == DType::kBFloat16 && p.h.rows_by_16 &&
             p.h.dtype == DType::kFloat32 && p.weights.dtype == DType::kFloat32 &&
             p.h.width <= kRanks && p.cols == kCols,
         "lora_expand: the kernel that keeps B takes aligned rows of h and weights in float32, up "

@@ -25,7 +25,7 @@ __device__ __forceinline__ void produce_parts(Shared<Tr>& shared, unsigned char*
   constexpr int kRows = 64, kParts = Tr::kPlaneBytes / (kRows * device::kSwizzleBytes);
   const int num_steps = ceil_div(rank, kStepRanks);
   const auto rows_of = [&](int part) { return shared.rows + part * kRows; };
-  SplitRows<kRows, kProducers> rows(static_cast<int>(threadIdx.x) - Tr::kConsumers, kVector);
+  SplitRows<kRows, Tr::kProducers> rows(static_cast<int>(threadIdx.x) - Tr::kConsumers, kVector);
   rows.load(rows_of(Tr::kTiles), 0, rank);
   device::RingCursor<Tr::kStages> at;
 #pragma unroll 1
@@ -44,33 +44,56 @@ __device__ __forceinline__ void produce_parts(Shared<Tr>& shared, unsigned char*
   }
 }
 
-/// The same of float32, in the order of expand_parts.cu.
+/// A step of 16 ranks: the products of parts, in the order of expand_parts.cu.
+template <int kCols, class H>
+__device__ __forceinline__ void multiply_parts(float (&sum)[kCols / 2], const H& h, std::uint64_t b,
+                                               std::uint64_t b_plane) {
+#pragma unroll
+  for (int i = 0; i < kSplitParts; ++i) {
+#pragma unroll
+    for (int j = 0; i + j < kSplitParts; ++j)
+      h.template multiply<kCols>(sum, i, b + j * b_plane, 1);
+  }
+}
+
+/// The same of float32.
 template <class Tr>
 __device__ __forceinline__ void consume_parts(Shared<Tr>& shared, std::uint32_t ring, int rank,
                                               float (&acc)[Tr::kCols / 2]) {
   constexpr std::uint64_t kPlane = Tr::kPlaneBytes / 16;
   const int warpgroup = static_cast<int>(threadIdx.x) / 128;
-  device::WgmmaPartSums<Tr::kCols> sums;
-  sums.begin();
+  const int num_steps = ceil_div(rank, kStepRanks);
+  const bool signals = threadIdx.x % 32 == 0;
+#pragma unroll
+  for (float& v : acc) v = 0;
   device::RingCursor<Tr::kStages> at;
+  int last = -1;  // stage of the MMAs in flight
 #pragma unroll 1
-  for (int left = rank; left > 0; left -= kStepRanks, at.next()) {
+  for (int step = 0; step < num_steps; ++step, at.next()) {
     shared.full[at.stage].wait(at.round & 1);
     device::fence_async_proxy();  // parts came through the generic proxy
+    device::wgmma_keep(acc);
+    device::wgmma_fence();
     const std::uint32_t stage = ring + at.stage * Tr::kStageBytes;
     const auto h = device::wgmma_descriptor(stage + warpgroup * 64 * device::kSwizzleBytes);
     const auto b = device::wgmma_descriptor(stage + Tr::kTokenBytes);
-    const int num = min(ceil_div(left, 16), kStepRanks / 16);
-#pragma unroll 1
-    for (int i = 0; i < num; ++i) {
-      const device::WgmmaPlanes own[] = {{h + i * device::kDescriptorStep, kPlane}};
-      sums.template add<kSplitParts, kSplitParts>(own, b + i * device::kDescriptorStep, kPlane);
-    }
-    sums.end();  // with a ring of one stage there is nothing to multiply meanwhile
-    if (threadIdx.x % 32 == 0) shared.empty[at.stage].arrive();
-  }
 #pragma unroll
-  for (int i = 0; i < Tr::kCols / 2; ++i) acc[i] = sums.total(i);
+    for (int i = 0; i < kStepRanks / 16; ++i) {
+      const device::WgmmaPlanes own{h + i * device::kDescriptorStep, kPlane};
+      multiply_parts<Tr::kCols>(acc, own, b + i * device::kDescriptorStep, kPlane);
+    }
+    device::wgmma_commit();
+    if constexpr (Tr::kStages == 1) {
+      device::wgmma_wait<0>();
+      if (signals) shared.empty[at.stage].arrive();
+    } else {
+      device::wgmma_wait<1>();
+      if (last >= 0 && signals) shared.empty[last].arrive();
+      last = at.stage;
+    }
+  }
+  device::wgmma_wait<0>();
+  device::wgmma_keep(acc);
 }
 
 /// Where the 16-byte piece `piece` of 64 ranks of h of a token lies: in rows of 256 bytes, whose
@@ -84,8 +107,8 @@ __device__ __forceinline__ int raw_h_offset(int row, int piece) {
 template <class Tr>
 __device__ __forceinline__ void copy_raw_h(const Shared<Tr>& shared, std::uint32_t to, int first,
                                            int rank) {
-  constexpr int kStep = kProducers / 16, kBatch = 4;  // rows whose pointers are read together
-  const int thread = static_cast<int>(threadIdx.x) % kProducers;
+  constexpr int kStep = Tr::kProducers / 16, kBatch = 4;  // rows whose pointers are read together
+  const int thread = static_cast<int>(threadIdx.x) % Tr::kProducers;
   const int piece = thread % 16, row0 = thread / 16, left = rank - first - piece * 4;
   const int at = left > 0 ? first + piece * 4 : 0, bytes = min(max(left, 0), 4) * 4;
   const std::uint32_t dst = to + raw_h_offset(row0, piece);
@@ -108,33 +131,38 @@ __device__ __forceinline__ void copy_raw_h(const Shared<Tr>& shared, std::uint32
 /// A thread arrives at a stage twice, for either.
 template <class Tr, bool kVector>
 __device__ __forceinline__ void produce_raw_h(Shared<Tr>& shared, unsigned char* ring, int rank) {
-  constexpr int kRows = 64, kParts = Tr::kCols / kRows;
   const int num_steps = ceil_div(rank, kStepRanks);
-  const void* const* const weights = shared.rows + Tr::kTokens;
-  SplitRows<kRows, kProducers> rows(static_cast<int>(threadIdx.x) - Tr::kConsumers, kVector);
-  rows.load(weights, 0, rank);
+  const WaitingRows<Tr::kCols, Tr::kProducers> rows(static_cast<int>(threadIdx.x) - Tr::kConsumers,
+                                                    ring + Tr::kRowRing, shared.rows + Tr::kTokens);
+#pragma unroll 1
+  for (int step = 0; step < Tr::kAhead; ++step) {
+    rows.template copy<kVector>(step, step * kStepRanks, rank);
+    device::cp_async_commit();
+  }
+  device::pdl_wait();
+  const auto copy_h = [&](int stage, int step) {
+    copy_raw_h<Tr>(shared, device::smem_address(ring) + stage * Tr::kStageBytes, step * kStepRanks,
+                   rank);
+    shared.full[stage].arrive_after_copies();
+  };
+#pragma unroll 1
+  for (int step = 0; step < min(num_steps, Tr::kStages); ++step) copy_h(step, step);
   device::RingCursor<Tr::kStages> at;
+  int slot = 0;
 #pragma unroll 1
   for (int step = 0; step < num_steps; ++step, at.next()) {
-    unsigned char* const stage = ring + at.stage * Tr::kStageBytes;
-    const auto copy_h = [&] {
-      copy_raw_h<Tr>(shared, device::smem_address(stage), step * kStepRanks, rank);
-      shared.full[at.stage].arrive_after_copies();
-    };
-    if (step >= Tr::kStages) shared.empty[at.stage].wait((at.round - 1) & 1);
-    if (step > 0) copy_h();
-#pragma unroll 1
-    for (int i = 0; i < kParts; ++i) {
-      const int next = (i + 1) % kParts;
-      rows.store_and_load(stage + Tr::kTokenBytes + i * kRows * device::kSwizzleBytes,
-                          Tr::kPlaneBytes, weights + next * kRows,
-                          (i + 1 == kParts ? step + 1 : step) * kStepRanks, rank);
+    if (step >= Tr::kStages) {
+      shared.empty[at.stage].wait((at.round - 1) & 1);
+      copy_h(at.stage, step);
     }
-    if (step == 0) {
-      device::pdl_wait();
-      copy_h();
-    }
+    device::cp_async_wait<Tr::kAhead - 1>();  // for the rows of B of this step
+    rows.split(slot, ring + at.stage * Tr::kStageBytes + Tr::kTokenBytes, Tr::kPlaneBytes);
     shared.full[at.stage].arrive();
+    if (step + Tr::kAhead < num_steps) {
+      rows.template copy<kVector>(slot, (step + Tr::kAhead) * kStepRanks, rank);
+    }
+    device::cp_async_commit();
+    if (++slot == Tr::kAhead) slot = 0;
   }
 }
 
@@ -146,7 +174,7 @@ __device__ __forceinline__ void load_raw_h(device::WgmmaRegisters<kSplitParts>& 
     const auto v =
         *reinterpret_cast<const float2*>(rows + i % 2 * 8 * 4 * kStepRanks + (offset ^ i / 2 * 32));
     std::uint32_t part[kSplitParts];
-    device::split2(v.x, v.y, part);
+    device::split_in_two(v.x, v.y, part);
 #pragma unroll
     for (int j = 0; j < kSplitParts; ++j) h.part[j][i] = part[j];
   }
@@ -162,9 +190,9 @@ __device__ __forceinline__ void consume_raw_h(Shared<Tr>& shared, const unsigned
   const int row = static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4;
   const int offset = raw_h_offset(row, lane % 4 / 2) - row * 4 * kStepRanks + lane % 2 * 8;
   const int num_steps = ceil_div(rank, kStepRanks);
-  device::WgmmaPartSums<Tr::kCols> sums;
-  sums.begin();
-  device::WgmmaRegisters<kSplitParts> h[2][1];  // one for the products in flight
+#pragma unroll
+  for (float& v : acc) v = 0;
+  device::WgmmaRegisters<kSplitParts> h[2];  // one for the products in flight
   device::RingCursor<Tr::kStages> at;
   int last = -1;  // stage of the MMAs in flight
 #pragma unroll 1
@@ -175,16 +203,18 @@ __device__ __forceinline__ void consume_raw_h(Shared<Tr>& shared, const unsigned
     const auto b = device::wgmma_descriptor(device::smem_address(stage) + Tr::kTokenBytes);
 #pragma unroll
     for (int i = 0; i < kStepRanks / 16; ++i) {
-      load_raw_h(h[i % 2][0], stage + row * 4 * kStepRanks, offset ^ i * 64);
-      sums.template add<kSplitParts, kSplitParts>(h[i % 2], b + i * device::kDescriptorStep,
-                                                  kPlane);
+      load_raw_h(h[i % 2], stage + row * 4 * kStepRanks, offset ^ i * 64);
+      device::wgmma_keep(acc);
+      device::wgmma_fence();
+      multiply_parts<Tr::kCols>(acc, h[i % 2], b + i * device::kDescriptorStep, kPlane);
+      device::wgmma_commit();
+      device::wgmma_wait<1>();
       if (i == 0 && last >= 0) shared.empty[last].arrive();  // every thread: each has read its h
     }
     last = at.stage;
   }
-  sums.end();
-#pragma unroll
-  for (int i = 0; i < Tr::kCols / 2; ++i) acc[i] = sums.total(i);
+  device::wgmma_wait<0>();
+  device::wgmma_keep(acc);
 }
 
 }  // namespace mortar::lora::cuda::wide_expand

@@ -14,7 +14,6 @@
 namespace mortar::lora::cuda::wide_expand {
 
 inline constexpr int kStepRanks = device::kSwizzleBytes / 2;  ///< of a stage
-inline constexpr int kProducers = 128;
 inline constexpr int kGroupCols = 32;  ///< columns that are permuted together
 inline constexpr int kMmaCols = 64;    ///< of one wgmma
 
@@ -26,7 +25,7 @@ struct Traits {
   static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
   static constexpr int kTiles = kOf.tiles, kTokens = 64 * kTiles, kCols = kOf.cols;
   static constexpr int kStages = kOf.stages, kMinCtas = kOf.per_sm;
-  static constexpr int kConsumers = 128 * kTiles, kThreads = kConsumers + kProducers;
+  static constexpr int kConsumers = 128 * kTiles;
   /// B and h are float32, split into planes of parts as they come.
   static constexpr bool kFloatWeights = kOf.float_weights;
   static constexpr bool kFloatH = kFloatH_;
@@ -34,17 +33,22 @@ struct Traits {
   using TH = std::conditional_t<kFloatH, float, TW>;
   /// Consumers split their rows of h, which lie as they came in front of the planes of B.
   static constexpr bool kRawH = kFloatWeights && kTiles > 1;
+  static constexpr int kProducers = kRawH ? 256 : 128;
+  static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes * (kRawH ? 2 : 1);
   static constexpr int kPlaneBytes = kCols * device::kSwizzleBytes + (kRawH ? 0 : kTokenBytes);
   static constexpr int kStageBytes =
       (kFloatWeights ? kSplitParts : 1) * kPlaneBytes + (kRawH ? kTokenBytes : 0);
-  static constexpr int kRing = kStages * kStageBytes;
+  /// Steps whose float32 rows of B wait in shared memory.
+  static constexpr int kAhead = kOf.ahead;
+  static constexpr int kRowRing = kStages * kStageBytes;  ///< where they begin
+  static constexpr int kRing = kRowRing + kAhead * kCols * 2 * device::kSwizzleBytes;
   // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
   static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
   static constexpr int kProducerRegisters = kFloatWeights || kFloatH ? 72 : 40;
   static_assert(!kFloatH || kTiles == 1, "no registers for more rows of h");
   static constexpr int kConsumerRegisters =
-      kRegisters + (kRegisters - kProducerRegisters) / kTiles / 8 * 8;
+      kRegisters + (kRegisters - kProducerRegisters) * kProducers / kConsumers / 8 * 8;
   static_assert(kCols % kMmaCols == 0 && kConsumers >= kCols, "a thread looks up a column");
 };
 

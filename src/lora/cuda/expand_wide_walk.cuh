@@ -13,7 +13,7 @@
 
 namespace mortar::lora::cuda::wide_walk {
 
-using wide_expand::kGroupCols, wide_expand::kProducers, wide_expand::kStepRanks;
+using wide_expand::kGroupCols, wide_expand::kStepRanks;
 
 template <bool kStaged>
 inline constexpr WideShape kShapeOf = kWideShapes[kStaged ? kWideStagedShape : kWideWalkShape];
@@ -21,7 +21,7 @@ inline constexpr WideShape kOf = kShapeOf<false>;
 inline constexpr int kTiles = 2, kTokens = 64 * kTiles, kCols = kOf.cols;
 /// Threads that multiply, that copy, and that describe steps. (With one warpgroup for both of the
 /// latter, a step of rank 128 took 2.4 us whatever y did, a fifth more than its share of DRAM.)
-inline constexpr int kConsumers = 128 * kTiles, kScouts = 128,
+inline constexpr int kConsumers = 128 * kTiles, kProducers = 128, kScouts = 128,
                      kFirstScout = kConsumers + kProducers, kThreads = kFirstScout + kScouts,
                      kWarps = kThreads / 32;
 static_assert(kOf.tiles == kTiles && kShapeOf<true>.tiles == kTiles && kCols == kTokens &&

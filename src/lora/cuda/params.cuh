@@ -45,11 +45,12 @@ struct ShrinkParams {
   WeightsView weights;
   GroupsView groups;
   TileRange tiles;
-  float scale = 1;       ///< of a caller's h
-  bool pad = false;      ///< write zeros from an adapter's rank to h.width
-  bool vector = false;   ///< K, x and A allow 16-byte accesses throughout
-  int rows_per_cta = 0;  ///< rank rows, decode kernel
-  bool early = false;    ///< weights and groups may be read before pdl_wait()
+  float scale = 1;         ///< of a caller's h
+  bool pad = false;        ///< write zeros from an adapter's rank to h.width
+  bool vector = false;     ///< K, x and A allow 16-byte accesses throughout
+  int rows_per_cta = 0;    ///< rank rows, decode kernel
+  bool early = false;      ///< weights and groups may be read before pdl_wait()
+  bool two_parts = false;  ///< float32 weights count as the sum of two parts
   IdsView zero_rows;
 };
 
@@ -72,8 +73,9 @@ struct ExpandParams {
   int round = 0;          ///< CTAs that run at once, where those share the columns: ExpandPlan
   int log_run = 0;        ///< a CTA takes runs of 2^log_run tiles of a block: ExpandPlan
   int block_start[kLoraMaxSlices + 1] = {};  ///< first column block of each slice
-  bool vector_y = false;  ///< every row and block of y is 16-byte aligned and whole
-  bool b_by_8 = false;    ///< rows of B start at multiples of 8 bytes, not of 16
+  bool two_parts = false;  ///< float32 weights and h count as the sum of two parts
+  bool vector_y = false;   ///< every row and block of y is 16-byte aligned and whole
+  bool b_by_8 = false;     ///< rows of B start at multiples of 8 bytes, not of 16
 };
 
 /// Of the one kernel of lora_apply: expand's, whose `cols` are those of a cluster, and x.

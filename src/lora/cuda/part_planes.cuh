@@ -14,7 +14,6 @@
 namespace mortar::lora::cuda {
 
 inline constexpr int kPartsThreads = 128;  ///< of a CTA of both kernels of parts
-inline constexpr int kHParts = device::kParts<float>;
 
 /// Eight neighbouring elements of x, as they came from memory.
 template <class T>
@@ -96,12 +95,17 @@ struct HPlanes {
       const auto round = [](float f) { return device::to_float(device::from_float<TW>(f)); };
       v = make_float4(round(v.x), round(v.y), round(v.z), round(v.w));
     }
-    std::uint32_t lower[kHParts], upper[kHParts];
-    device::split2(v.x, v.y, lower);
-    device::split2(v.z, v.w, upper);
+    std::uint32_t lower[Tr::kPartsH], upper[Tr::kPartsH];
+    if constexpr (Tr::kPartsH == 2) {
+      device::split_in_two(v.x, v.y, lower);
+      device::split_in_two(v.z, v.w, upper);
+    } else {
+      device::split2(v.x, v.y, lower);
+      device::split2(v.z, v.w, upper);
+    }
     std::uint32_t* row = reinterpret_cast<std::uint32_t*>(planes) + place(i) * pitch / 2;
 #pragma unroll
-    for (int part = 0; part < kHParts; ++part, row += bytes() / 4) {
+    for (int part = 0; part < Tr::kPartsH; ++part, row += bytes() / 4) {
       row[device::plane_word(2 * quad(i))] = lower[part];
       row[device::plane_word(2 * quad(i) + 1)] = upper[part];
     }

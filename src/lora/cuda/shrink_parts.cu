@@ -4,7 +4,8 @@
 //
 // h[s, t, r] = sum_k x[t, k] A_{a(t), s}[r, k]     K hidden, R = sum over slices of ranks
 // bytes  = e_x M K + e_A K sum_a R_a + h           e: bytes of an element
-// FLOP   = 2 M K R per product of parts: 3 for 16-bit x and float32 A, 6 for float32 both
+// FLOP   = 2 M K R per product of parts: 3 for 16-bit x and float32 A, 6 for float32 both; 2 in
+//          lora_apply under bfloat16 x and y, where two parts of A count
 // 32 tokens of 32 adapters, qkv, r16, float32 A: 25 MB -> 5.9 us
 // limit  : DRAM (A) in decode; in prefill DRAM (x) beside splitting A and the tensor cores
 //
@@ -16,6 +17,7 @@
 // low ranks; the quarters meet in shared memory and are added in one order. Leaves are added as
 // leaf_size in problem.h says.
 #include <algorithm>
+#include <type_traits>
 
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
       refill = true;
 
       // Compute
-      device::PartSums acc[Tr::kFrags][2];
+      device::SumsBy<typename Tr::TW> acc[Tr::kFrags][2];
       const unsigned char* a = a_lane + stage * kStageRows * Tr::a_pitch(leaf);
       if constexpr (Tr::kKeepX) {
         multiply<Tr>(acc, kept, a, Tr::a_pitch(leaf));
@@ -176,7 +178,11 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
         const float2* q = reinterpret_cast<const float2*>(sums) + m * kThreads + threadIdx.x;
         const float2 q0 = q[0], q1 = q[Tr::kSumPairs], q2 = q[2 * Tr::kSumPairs],
                      q3 = q[3 * Tr::kSumPairs];
-        float2 v = make_float2((q0.x + q1.x) + (q2.x + q3.x), (q0.y + q1.y) + (q2.y + q3.y));
+        const auto leaf_sum = [](float a, float b, float c, float d) {
+          constexpr bool kInOrder = std::is_same_v<typename Tr::TW, device::TwoParts>;
+          return kInOrder ? ((a + b) + c) + d : (a + b) + (c + d);
+        };
+        float2 v = make_float2(leaf_sum(q0.x, q1.x, q2.x, q3.x), leaf_sum(q0.y, q1.y, q2.y, q3.y));
         if (whole) {
           // The same thread reads what it has written.
           float2* total = reinterpret_cast<float2*>(totals) +
@@ -268,6 +274,7 @@ void launch_typed(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
 }  // namespace
 
 void shrink_parts(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
+  if (p.two_parts) return launch_typed<__nv_bfloat16, device::TwoParts>(p, c, stream);
   device::visit_dtype<FloatDTypes>(p.x.dtype, "lora_shrink", [&](auto x) {
     device::visit_dtype<FloatDTypes>(p.weights.dtype, "lora_shrink", [&](auto w) {
       launch_typed<typename decltype(x)::type, typename decltype(w)::type>(p, c, stream);

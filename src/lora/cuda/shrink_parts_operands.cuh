@@ -220,8 +220,9 @@ __device__ __forceinline__ void load_rows(std::uint32_t (&w)[2][Tr::kPartsW][2],
 /// One warp's quarter of a leaf: its tokens by 16 rank rows. a_lane: the lane's first elements of
 /// its first row.
 template <class Tr>
-__device__ __forceinline__ void multiply(device::PartSums (&sums)[1][2], const KeptX<Tr>& kept,
-                                         const unsigned char* a_lane, int a_pitch) {
+__device__ __forceinline__ void multiply(device::SumsBy<typename Tr::TW> (&sums)[1][2],
+                                         const KeptX<Tr>& kept, const unsigned char* a_lane,
+                                         int a_pitch) {
 #pragma unroll
   for (int i = 0; i < KeptX<Tr>::kSteps; ++i) {
     std::uint32_t w[2][Tr::kPartsW][2];
@@ -233,7 +234,7 @@ __device__ __forceinline__ void multiply(device::PartSums (&sums)[1][2], const K
 
 /// The same with x in planes. x_lane: the lane's row of ldmatrix.
 template <class Tr>
-__device__ __forceinline__ void multiply(device::PartSums (&sums)[Tr::kFrags][2],
+__device__ __forceinline__ void multiply(device::SumsBy<typename Tr::TW> (&sums)[Tr::kFrags][2],
                                          std::uint32_t x_lane, const unsigned char* a_lane,
                                          int leaf) {
   const int x_pitch = Tr::x_pitch(leaf), plane_bytes = Tr::kTokens * x_pitch;

@@ -12,9 +12,10 @@
 // rank rows of all its slices taken together. One further warpgroup or two stream K through a ring
 // of cp.async stages in the swizzle that wgmma reads, with the rows' pointers in registers.
 // Float32 A under a bfloat16 x is split into parts on its way to the ring: shrink_wgmma_parts.cuh.
-// Summation: a leaf of K is one chain of MMA steps from zero; the first half of the leaves is added
-// in order, then the second half, then both halves. A cluster of two CTAs takes a half each, a grid
-// a few leaves each, whose sums are slabs, or one CTA both halves: the same bits.
+// Summation: a leaf of K is one chain of MMA steps from zero, with parts a sum of four; the first
+// half of the leaves is added in order, then the second half, then both halves. A cluster of two
+// CTAs takes a half each, a grid a few leaves each, whose sums are slabs, or one CTA both halves:
+// the same bits.
 #include <cstddef>
 #include <iterator>
 #include <type_traits>
@@ -179,7 +180,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   using T = typename Tr::T;
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& shared = *reinterpret_cast<Shared<Tr>*>(smem + Tr::kRing + Tr::kParked);
-  auto* parked = reinterpret_cast<float4*>(smem + Tr::kRing);
+  // Of float32 weights where the ring was: a cluster's CTAs wait until both have multiplied.
+  auto* parked = reinterpret_cast<float4*>(smem + (Tr::kFloatWeights ? 0 : Tr::kRing));
   const std::uint32_t ring = device::smem_address(smem);
 
   // Guard
@@ -204,7 +206,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     shared.octets.begin();
     for (int i = 0; i < Tr::kStages; ++i) {
       shared.full[i].init(Tr::kFloatWeights && Tr::kAhead == 0 ? 2 * Tr::kFillers : Tr::kProducers);
-      shared.empty[i].init(Tr::kReadsTokens ? Tr::kConsumers : Tr::kConsumers / 32);
+      shared.empty[i].init(Tr::kConsumers / 32);
     }
   }
   if constexpr (Tr::kShare == Share::kHalf) device::cluster_arrive();  // meet_cluster() waits
@@ -257,16 +259,14 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     store_sums<float>(p.h, base, shared.rows, shared.octets, 0, total);
   };
   if constexpr (Tr::kFloatWeights) {
-    consume_parts<Tr>(p, shared, ring, parked, total);
+    consume_parts<Tr>(p, shared, ring, total, leave);
   } else {
     consume<Tr>(p, shared, ring, parked, total, leave);
   }
   // Reduce and store: the sum of both halves of K
   const auto row_of = [&](int i) { return rows[i] < 0 ? -1 : rows[i] * p.h.row_stride; };
   const std::int64_t base[2] = {row_of(0), row_of(1)};
-  if constexpr (Tr::kShare == Share::kLeaf) {
-    if constexpr (Tr::kFloatWeights) leave(part);
-  } else if constexpr (Tr::kShare == Share::kAll) {
+  if constexpr (Tr::kShare == Share::kAll) {
     add_sums<Tr::kConsumers>(total, parked);
     store_sums_any(p.h, base, shared.rows, shared.octets, 0, total);
   } else if constexpr (Tr::kShare == Share::kHalf) {
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
       own[i] = part == 0 ? total[i] : total[kHalf + i];
       other[i] = part == 0 ? total[kHalf + i] : total[i];
     }
-    if constexpr (Tr::kFloatWeights) {  // whose last leaf may still be in there
+    if constexpr (Tr::kFloatWeights) {
       device::cluster_arrive();
       device::cluster_wait();
     }
@@ -338,7 +338,8 @@ void shrink_wgmma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   check(p.vector && p.tiles.tile_tokens == 64 && static_cast<std::size_t>(c.shape) < kCount &&
             (kWgmmaShapes[c.shape].share == Share::kLeaf) == c.split() &&
             kWgmmaShapes[c.shape].float_weights == (p.weights.dtype == DType::kFloat32) &&
-            c.leaves >= 1 && (c.leaves == 1 || (c.split() && p.weights.dtype == p.x.dtype)),
+            p.two_parts == (p.weights.dtype == DType::kFloat32) && c.leaves >= 1 &&
+            (c.leaves == 1 || c.split()),
         "lora_shrink: wgmma needs tiles of 64 tokens and rows of whole 16-byte pieces, a shape of "
         "the weights' type, and leaves partials from CTAs of K chunks alone");
   device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {

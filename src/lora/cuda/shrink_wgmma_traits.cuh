@@ -44,8 +44,6 @@ struct Traits {
   /// Float32 rank rows are split into planes of parts as they come.
   static constexpr bool kFloatWeights = kOf.float_weights;
   static constexpr int kPlaneBytes = kRows * device::kSwizzleBytes;
-  /// x of those comes to wgmma in registers, where there are enough of them.
-  static constexpr bool kReadsTokens = kFloatWeights && kRows <= 64;
   /// Stages whose float32 rows wait to be split; x of those lies in a ring of its own.
   static constexpr int kAhead = kOf.ahead;
   static constexpr int kTokenStages = kAhead > 0 ? kAhead + kStages : kStages;
@@ -56,8 +54,7 @@ struct Traits {
   static constexpr int kRowRing = kTokenRing + kTokenStages * kTokenBytes;
   static constexpr int kRing = kAhead > 0 ? kRowRing + (kAhead * kRowBytes) : kTokenRing;
   static constexpr int kSumBytes = kConsumers * kSums * 4;
-  /// Of float32 weights first those of half a leaf, then (kHalf) those of all leaves before it.
-  static constexpr int kParked = kFloatWeights ? (kShare == Share::kHalf ? 2 : 1) * kSumBytes
+  static constexpr int kParked = kFloatWeights            ? 0
                                  : kShare == Share::kAll  ? kSumBytes
                                  : kShare == Share::kHalf ? kSumBytes / 2
                                                           : 0;
@@ -67,14 +64,15 @@ struct Traits {
   static constexpr int kPointerRegisters = round_up(30 + 16 * (kTokens + kRows) / kProducers, 8);
   static constexpr int kProducerRegisters = !kFloatWeights     ? kPointerRegisters
                                             : kProducers > 128 ? (kAhead > 0 ? 48 : 72)
-                                            : kAhead > 0       ? 64
+                                            : kAhead > 0       ? 56
                                                                : 88;
   static constexpr int kConsumerRegisters = std::min(
       240, kRegisters + (kRegisters - kProducerRegisters) * kProducers / kConsumers / 8 * 8);
   static_assert(kRows == 16 || kRows == 32 || kRows % 64 == 0 || kRows % 48 == 0,
                 "there is an MMA of so many columns");
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
-  static_assert(!kFloatWeights || kShare != Share::kAll, "its sums would not fit beside the ring");
+  static_assert(!kFloatWeights || (kShare != Share::kAll && kSumBytes / 2 <= kStages * kStageBytes),
+                "a cluster's sums fit where the ring was");
 };
 
 /// What lies in shared memory behind the ring and the sums, parked or of the cluster's other CTA.
