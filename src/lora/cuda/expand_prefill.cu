@@ -104,12 +104,16 @@ struct Worker {
     copy.block(b_tile(t.b_slot), 0, t.cols);
   }
 
-  /// Asks for y of a step in L2, two lines a row.
+  /// Asks for y of a step in L2, two lines a row. By the warp that has prepared it.
   __device__ __forceinline__ void ask_for_rows(const StepSlot& t) const {
-    static_assert(kCols * 2 == 2 * 128 && kWorkers >= 2 * kTokens);
-    const int row = threadIdx.x % kTokens, line = threadIdx.x / kTokens;
-    if (!t.live || line >= 2 || line * 64 >= t.cols || t.tokens[row] < 0) return;
-    device::prefetch_l2(static_cast<const char*>(p.y.data) + t.y[row] + line * 128);
+    static_assert(kCols * 2 == 2 * 128, "two lines a row");
+    if (!t.live) return;
+#pragma unroll
+    for (int i = 0; i < 2 * kTokens / 32; ++i) {
+      const int row = static_cast<int>(threadIdx.x) % 32 + i / 2 * 32, line = i % 2;
+      if (line * 64 >= t.cols || t.tokens[row] < 0) continue;
+      device::prefetch_l2(static_cast<const char*>(p.y.data) + t.y[row] + line * 128);
+    }
   }
 
   /// y and h of a step.
@@ -252,25 +256,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   device::pdl_begin(p.early);
 
   GroupsView groups = p.groups;
-  int num_tiles = 0;
-  if (Tr::kOwnH || groups.plan != nullptr) {
-    const int4 head = __ldcg(reinterpret_cast<const int4*>(groups.plan));
-    if (is_plan_of(head, p.tiles, p.weights.num_adapters)) {
-      num_tiles = min(head.w - p.tiles.first, p.tiles.num);
-    }
+  const bool planned = Tr::kOwnH || groups.plan != nullptr;
+  int4 head = make_int4(0, 0, 0, 0);
+  int num_tiles = p.tiles.num;  // with a plan as many as there may be, until its head is here
+  if (planned) {
+    head = __ldcg(reinterpret_cast<const int4*>(groups.plan));
   } else {
-    const int n = static_cast<int>(groups.num_segments);
-    if (n <= kSharedSegments) {
-      for (int i = threadIdx.x; i < n; i += kThreads) {
-        segments[i] = groups.ids[i];
-        segments[kSharedSegments + i] = groups.counts[i];
-        segments[2 * kSharedSegments + i] = groups.starts[i];
-      }
-      __syncthreads();
-      groups.ids = segments;
-      groups.counts = segments + kSharedSegments;
-      groups.starts = segments + 2 * kSharedSegments;
-    }
+    if (groups.num_segments <= kSharedSegments) keep_segments(groups, segments);
     num_tiles = min(count_segment_tiles(groups, p.weights.num_adapters), p.tiles.num);
   }
 
@@ -279,12 +271,23 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool is_scout = warp == kWorkers / 32;
   static_assert(Tr::kScout <= kWorkers / 32 && Tr::kAhead < Tr::kScout);
   Scout<Tr> scout(p, groups, slots, max(num_tiles, 0));
+  // With a plan they come in one trip to memory with its head.
   if (warp < Tr::kScout) {
     scout.look_up(warp);
     device::cp_async_commit();
+  }
+  const Worker<Tr> worker(p, smem, p.h.by_position ? first_position(groups, p.tiles) : 0);
+  if (planned) {
+    const bool ours = is_plan_of(head, p.tiles, p.weights.num_adapters);
+    scout.num_tiles = ours ? max(0, min(head.w - p.tiles.first, p.tiles.num)) : 0;
+  }
+  if (warp < Tr::kScout) {
+    scout.confirm(warp);
     device::cp_async_wait<0>();
     __syncwarp();
     if (warp <= Tr::kAhead) scout.prepare(warp);
+    __syncwarp();
+    if (warp == 0 && p.early && p.add_inputs) worker.ask_for_rows(slots[0]);
   }
   const int num_steps = scout.num_steps();
   __syncthreads();
@@ -292,7 +295,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int s = 0; s <= Tr::kAhead; ++s) scout.assign(s);
   }
   __syncthreads();
-  const Worker<Tr> worker(p, smem, p.h.by_position ? first_position(groups, p.tiles) : 0);
   Cursor<Tr> ahead, now;
   if (!is_scout && !p.add_inputs) worker.fill_rows();
   if (!is_scout) {
@@ -300,10 +302,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 1
     for (int s = 0; s < Tr::kAhead; ++s) worker.issue_b(slots[s]);
   }
-  if (p.early) {
-    if (p.add_inputs && !is_scout) worker.ask_for_rows(slots[0]);
-    device::pdl_wait();
-  }
+  if (p.early) device::pdl_wait();
   const bool holds_h = !is_scout && worker.holds_h();
   HeldPieces<typename Tr::Ranks> held = {};
 #pragma unroll 1

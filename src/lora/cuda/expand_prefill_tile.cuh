@@ -48,6 +48,19 @@ __device__ __forceinline__ int y_place(int row, int piece) {
   return row * kCols * 2 + (piece ^ ((row & 1) << 2)) * 16;
 }
 
+/// Copies the table of segments to shared memory, where it is looked through from then on.
+__device__ __forceinline__ void keep_segments(GroupsView& groups, int* to) {
+  for (int i = threadIdx.x; i < groups.num_segments; i += kThreads) {
+    to[i] = groups.ids[i];
+    to[kSharedSegments + i] = groups.counts[i];
+    to[2 * kSharedSegments + i] = groups.starts[i];
+  }
+  __syncthreads();
+  groups.ids = to;
+  groups.counts = to + kSharedSegments;
+  groups.starts = to + 2 * kSharedSegments;
+}
+
 /// A value that is the same in all threads of the warp, such that the compiler knows: wgmma in
 /// branches that might diverge would be issued one by one.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }

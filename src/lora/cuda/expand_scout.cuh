@@ -59,13 +59,25 @@ struct Scout {
     return cta < items ? ((items - 1 - cta) / ctas + 1) << p.log_run : 0;
   }
 
+  /// The run of step s, which is item `item` of all runs' blocks, and its tile.
+  __device__ __forceinline__ int tile_of(int s, unsigned* item, unsigned* run) const {
+    *item = blockIdx.x + static_cast<unsigned>(s >> p.log_run) * gridDim.x;
+    *run = *item / static_cast<unsigned>(num_blocks);
+    return static_cast<int>(*run << p.log_run) + (s & ((1 << p.log_run) - 1));
+  }
+  /// Of a step that was looked up when the tiles were not counted yet. By the same warp.
+  __device__ __forceinline__ void confirm(int s) {
+    unsigned item, run;
+    if (tile_of(s, &item, &run) >= num_tiles && threadIdx.x % 32 == 0) {
+      slots[s % Tr::kSlots].live = false;
+    }
+  }
   /// Tile and tokens of step s. With a plan the copy is in flight on return. Called by a warp.
   __device__ __forceinline__ void look_up(int s) {
     const int lane = threadIdx.x % 32;
     StepSlot& slot = slots[s % Tr::kSlots];
-    const unsigned item = blockIdx.x + static_cast<unsigned>(s >> p.log_run) * gridDim.x;
-    const unsigned run = item / static_cast<unsigned>(num_blocks);
-    const int tile = static_cast<int>(run << p.log_run) + (s & ((1 << p.log_run) - 1));
+    unsigned item, run;
+    const int tile = tile_of(s, &item, &run);
     const int index = p.tiles.first + tile;
     bool live;
     if (Tr::kOwnH || groups.plan != nullptr) {

@@ -17,20 +17,21 @@
 #include "lora/cuda/expand_tile.cuh"
 #include "lora/cuda/expand_wide_parts.cuh"
 #include "lora/cuda/expand_wide_traits.cuh"
+#include "lora/cuda/row_pieces.cuh"
 #include "lora/cuda/split_rows.cuh"
 
 namespace mortar::lora::cuda::wide_expand {
 
 /// 64 ranks from `first` on of kRows rows, 16 bytes at a time; zeros past `rank`. Rows of any
 /// address wait for their loads.
-template <class T, int kRows, int kProducers = 128>
+template <class T, int kRows, int kThreads>
 __device__ __forceinline__ void copy_ranks(const void* const* rows, unsigned char* to, int first,
                                            int rank, bool vector) {
-  const int thread = static_cast<int>(threadIdx.x) % kProducers;
+  const int thread = static_cast<int>(threadIdx.x) % kThreads;
   const int piece = thread % 8, row0 = thread / 8, left = rank - first - piece * 8;
   const int at = left > 0 ? first + piece * 8 : 0;
   unsigned char* dst = to + device::swizzled(row0, piece);
-  constexpr int kStep = kProducers / 8;
+  constexpr int kStep = kThreads / 8;
 #pragma unroll
   for (int i = 0; i < kRows / kStep; ++i) {
     const auto* row = static_cast<const T*>(rows[row0 + i * kStep]);
@@ -53,9 +54,9 @@ __device__ __forceinline__ void produce_rounded(Shared<Tr>& shared, unsigned cha
   using T = typename Tr::T;
   const int num_steps = ceil_div(rank, kStepRanks), ahead = min(num_steps, Tr::kStages);
   const auto copy_b = [&](int stage, int step) {
-    copy_ranks<T, Tr::kCols>(shared.rows + Tr::kTokens,
-                             ring + stage * Tr::kStageBytes + Tr::kTokenBytes, step * kStepRanks,
-                             rank, vector);
+    copy_ranks<T, Tr::kCols, Tr::kProducers>(shared.rows + Tr::kTokens,
+                                         ring + stage * Tr::kStageBytes + Tr::kTokenBytes,
+                                         step * kStepRanks, rank, vector);
   };
 #pragma unroll 1
   for (int step = 0; step < ahead; ++step) copy_b(step, step);
@@ -78,34 +79,44 @@ __device__ __forceinline__ void produce_rounded(Shared<Tr>& shared, unsigned cha
   }
 }
 
-/// Fills the ring: B of the first stages before the predecessor's end is awaited.
+/// Brings rows to their place in each stage of the ring, by half of the producers.
+template <class Tr, int kRows>
+__device__ __forceinline__ void stream(Shared<Tr>& shared, const void* const* rows,
+                                       unsigned char* to, int rank, int thread) {
+  const int piece = thread % 8, row0 = thread / 8, num_steps = ceil_div(rank, kStepRanks);
+  const RowPieces<typename Tr::T, kRows, Tr::kProducers / 2> pieces(rows, row0);
+  const std::uint32_t place = device::smem_address(to) + device::swizzled(row0, piece);
+  int at_rank = piece * 8;
+  device::RingCursor<Tr::kStages> at;
+#pragma unroll 1
+  for (int step = 0; step < num_steps; ++step, at_rank += kStepRanks, at.next()) {
+    if (step >= Tr::kStages) shared.empty[at.stage].wait((at.round - 1) & 1);
+    pieces.copy(place + at.stage * Tr::kStageBytes, at_rank, piece_bytes(rank - at_rank));
+    shared.full[at.stage].arrive_after_copies();
+  }
+}
+
+/// Fills the ring: half of the producers with B, whatever the predecessor does, and half with h
+/// when it has ended.
 template <class Tr>
 __device__ __forceinline__ void produce(Shared<Tr>& shared, unsigned char* ring, int rank,
                                         bool vector) {
   using T = typename Tr::T;
-  const int num_steps = ceil_div(rank, kStepRanks), ahead = min(num_steps, Tr::kStages);
+  constexpr int kHalf = Tr::kProducers / 2;
+  const int thread = static_cast<int>(threadIdx.x) - Tr::kConsumers;
+  const void* const* const rows_of_b = shared.rows + Tr::kTokens;
+  if (thread >= kHalf) {
+    device::pdl_wait();
+    stream<Tr, Tr::kTokens>(shared, shared.rows, ring, rank, thread - kHalf);
+  } else if (vector) {
+    stream<Tr, Tr::kCols>(shared, rows_of_b, ring + Tr::kTokenBytes, rank, thread);
+  } else {
+    device::RingCursor<Tr::kStages> at;
 #pragma unroll 1
-  for (int step = 0; step < ahead; ++step) {
-    copy_ranks<T, Tr::kCols>(shared.rows + Tr::kTokens,
-                             ring + step * Tr::kStageBytes + Tr::kTokenBytes, step * kStepRanks,
-                             rank, vector);
-  }
-  device::pdl_wait();
-  device::RingCursor<Tr::kStages> at;
-#pragma unroll 1
-  for (int step = 0; step < num_steps; ++step, at.next()) {
-    unsigned char* stage = ring + at.stage * Tr::kStageBytes;
-    if (step >= ahead) {
-      shared.empty[at.stage].wait((at.round - 1) & 1);
-      copy_ranks<T, Tr::kCols>(shared.rows + Tr::kTokens, stage + Tr::kTokenBytes,
-                               step * kStepRanks, rank, vector);
-    }
-    copy_ranks<T, Tr::kTokens>(shared.rows, stage, step * kStepRanks, rank, true);
-    if (vector) {
-      shared.full[at.stage].arrive_after_copies();
-    } else {
-      device::cp_async_commit();
-      device::cp_async_wait<0>();
+    for (int first = 0, step = 0; first < rank; first += kStepRanks, ++step, at.next()) {
+      if (step >= Tr::kStages) shared.empty[at.stage].wait((at.round - 1) & 1);
+      unsigned char* to = ring + at.stage * Tr::kStageBytes + Tr::kTokenBytes;
+      copy_ranks<T, Tr::kCols, kHalf>(rows_of_b, to, first, rank, false);
       shared.full[at.stage].arrive();
     }
   }
@@ -163,11 +174,15 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   // Guard
   device::pdl_begin(p.early);
   int token = -1;
-  if (!shared.run.find(p.groups, p.tiles, p.weights.num_adapters, &token)) {
+  Block block;
+  const auto meanwhile = [&] {
+    if (thread == Tr::kThreads - 1) shared.begin();
+    block = find_block(p, static_cast<int>(blockIdx.x));
+  };
+  if (!shared.run.find(p.groups, p.tiles, p.weights.num_adapters, &token, meanwhile)) {
     return device::pdl_leave();
   }
   const Tile tile = shared.run.tile;
-  const Block block = find_block(p, static_cast<int>(blockIdx.x));
   const SliceWeights w = weights_of(p, tile, block, true);
   if (w.rank == 0) return device::pdl_leave();
 
@@ -184,12 +199,6 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   if (thread < Tr::kCols) {
     const auto* b = static_cast<const TW*>(w.b) + (block.first + thread) * w.b_row_stride;
     shared.rows[Tr::kTokens + permuted(thread)] = thread < block.cols ? b : nullptr;
-  }
-  if (thread == 0) {
-    for (int i = 0; i < Tr::kStages; ++i) {
-      shared.full[i].init(Tr::kFloatH || Tr::kRawH ? 2 * Tr::kProducers : Tr::kProducers);
-      shared.empty[i].init(Tr::kRawH ? Tr::kConsumers : Tr::kConsumers / 32);
-    }
   }
   __syncthreads();
 
@@ -219,7 +228,27 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     const int col = thread % 2 * 64;
     if (row >= 0 && col < block.cols) device::prefetch_l2(y + row + col);
   }
+  const int row0 = thread / 32 * 16 + thread % 32 / 4, col0 = thread % 4 * 8;
+  constexpr int kGroups = Tr::kCols / kGroupCols;
+  const auto load_y = [&](int half, uint4(&to)[kGroups]) {
+    const std::int64_t at = shared.y[row0 + 8 * half];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int left = at < 0 || !p.add_inputs ? 0 : block.cols - g * kGroupCols - col0;
+      const T* from = y + at + g * kGroupCols + col0;
+      if constexpr (Tr::kVectorY) {
+        device::load_if(left > 0, to[g], from);
+      } else {
+        to[g] = device::load_some<T, 8>(from, left).piece(0);
+      }
+    }
+  };
   device::pdl_wait();
+  uint4 early[2][kGroups] = {};
+  if constexpr (Tr::kEarlyY) {
+    load_y(0, early[0]);
+    load_y(1, early[1]);
+  }
   float acc[Tr::kCols / 2];
   if constexpr (Tr::kRawH) {
     consume_raw_h<Tr>(shared, smem, w.rank, acc);
@@ -230,23 +259,13 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   }
 
   // Store
-  const int row0 = thread / 32 * 16 + thread % 32 / 4, col0 = thread % 4 * 8;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const std::int64_t at = shared.y[row0 + 8 * half];
     if (at < 0) continue;
-    constexpr int kGroups = Tr::kCols / kGroupCols;
-    uint4 old[kGroups] = {};
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int left = block.cols - g * kGroupCols - col0;
-      const T* from = y + at + g * kGroupCols + col0;
-      if constexpr (Tr::kVectorY) {
-        device::load_if(p.add_inputs && left > 0, old[g], from);
-      } else {
-        old[g] = device::load_some<T, 8>(from, p.add_inputs ? left : 0).piece(0);
-      }
-    }
+    uint4 late[kGroups] = {};
+    if constexpr (!Tr::kEarlyY) load_y(half, late);
+    uint4(&old)[kGroups] = Tr::kEarlyY ? early[half] : late;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const int left = block.cols - g * kGroupCols - col0;

@@ -45,10 +45,12 @@ struct Traits {
   static constexpr int kRing = kRowRing + kAhead * kCols * 2 * device::kSwizzleBytes;
   // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
   static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
-  static constexpr int kProducerRegisters = kFloatWeights || kFloatH ? 72 : 40;
+  static constexpr int kProducerRegisters = kFloatWeights || kFloatH ? 72 : 48;
   static_assert(!kFloatH || kTiles == 1, "no registers for more rows of h");
   static constexpr int kConsumerRegisters =
       kRegisters + (kRegisters - kProducerRegisters) * kProducers / kConsumers / 8 * 8;
+  /// y is on its way while h and B are multiplied: where a thread has registers for it.
+  static constexpr bool kEarlyY = kTiles == 1 && kVectorY && !kFloatWeights;
   static_assert(kCols % kMmaCols == 0 && kConsumers >= kCols, "a thread looks up a column");
 };
 
@@ -60,6 +62,14 @@ struct Shared {
   std::int64_t y[Tr::kTokens];  ///< element of y of the block's first column; negative: no token
   device::Mbarrier full[Tr::kStages], empty[Tr::kStages];
   TileRun<Tr::kTiles, Tr::kThreads> run;
+
+  /// By one thread, before the barrier that all meet at.
+  __device__ __forceinline__ void begin() {
+    for (int i = 0; i < Tr::kStages; ++i) {
+      full[i].init(Tr::kFloatH || Tr::kRawH ? 2 * Tr::kProducers : Tr::kProducers);
+      empty[i].init(Tr::kRawH ? Tr::kConsumers : Tr::kConsumers / 32);
+    }
+  }
 };
 template <class Tr>
 constexpr int kSmem = Tr::kRing + int{sizeof(Shared<Tr>)};

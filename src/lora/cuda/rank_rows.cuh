@@ -11,6 +11,13 @@
 
 namespace mortar::lora::cuda {
 
+/// A thread's rank row, where all adapters have the same ranks, as long as its adapter is unknown.
+struct RowAhead {
+  bool known = false;
+  const char* row = nullptr;  ///< of adapter 0; null: none, or a padding row
+  std::int64_t step = 0;      ///< bytes from an adapter's to the next one's
+};
+
 /// Rows [first, first + kRows) of the list, in shared memory.
 template <int kRows>
 struct RankRows {
@@ -18,6 +25,45 @@ struct RankRows {
   std::int64_t place[kRows];   ///< element offset of the row's column in h
   float scale[kRows];
   int count;
+
+  /// The part of fill() that needs no adapter, of a row a thread: its instructions run while the
+  /// CTA's tile is looked up. Where ranks differ by adapter there is none.
+  __device__ __forceinline__ RowAhead fill_ahead(const ShrinkParams& p, int first) {
+    const WeightsView& w = p.weights;
+    RowAhead ahead;
+    ahead.known = w.table == nullptr && w.ranks == nullptr;
+    if (!ahead.known) return ahead;
+    const int size = w.dtype == DType::kFloat32 ? 4 : 2, i = static_cast<int>(threadIdx.x);
+    int before = 0, slice = -1, r = 0;
+    for (int s = 0; s < w.num_slices; ++s) {
+      const int listed = p.pad ? p.h.width : min(w.slices[s].rank, p.h.width);
+      if (first + i >= before && first + i < before + listed) {
+        slice = s;
+        r = first + i - before;
+      }
+      before += listed;
+    }
+    if (i < kRows) {
+      const StackedSlice& own = w.slices[max(slice, 0)];
+      if (slice >= 0 && r < min(own.rank, p.h.width)) {
+        ahead.row = static_cast<const char*>(own.a) + r * own.a_row_stride * size;
+      }
+      ahead.step = own.a_adapter_stride * size;
+      place[i] = slice * p.h.slice_stride + r;
+      scale[i] = p.h.own ? 1.0f : p.scale;
+    }
+    if (i == 0) count = max(0, min(before - first, kRows));
+    return ahead;
+  }
+  /// The rest of it, or all.
+  __device__ __forceinline__ void fill(const ShrinkParams& p, int adapter, int first,
+                                       const RowAhead& ahead) {
+    if (!ahead.known) return fill(p, adapter, first);
+    const int i = static_cast<int>(threadIdx.x);
+    if (i >= kRows) return;
+    weights[i] = ahead.row == nullptr ? nullptr : ahead.row + adapter * ahead.step;
+    if (!p.h.own && p.weights.scales != nullptr) scale[i] = p.scale * p.weights.scales[adapter];
+  }
 
   /// At most `most` rows. Called by the whole CTA; a barrier must follow before use.
   __device__ __forceinline__ void fill(const ShrinkParams& p, int adapter, int first,

@@ -32,6 +32,7 @@
 #include "device/wgmma.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/multiply_stage.cuh"
+#include "lora/cuda/row_pieces.cuh"
 #include "lora/cuda/shrink_wgmma_parts.cuh"
 #include "lora/cuda/shrink_wgmma_traits.cuh"
 #include "lora/cuda/store_sums.cuh"
@@ -40,36 +41,6 @@ namespace mortar::lora::cuda {
 namespace {
 
 using namespace wgmma_shrink;
-
-/// A thread's pieces of rows that stream through the ring, shared out as copy_swizzled() does. The
-/// pointers stay in registers, as producer warps are few and every instruction delays a copy. One
-/// that is null is no row: its place in a stage stays as it is.
-template <class T, int kRows, int kThreads>
-struct RowPieces {
-  static constexpr int kStep = kThreads / 8, kCopies = ceil_div(kRows, kStep);
-  const T* row[kCopies];
-  unsigned there = 0;  ///< a bit for each row that is one
-
-  __device__ __forceinline__ RowPieces(const void* const* rows, int first) {
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int at = first + i * kStep;
-      row[i] = at < kRows ? static_cast<const T*>(rows[at]) : nullptr;
-      there |= (row[i] != nullptr ? 1u : 0u) << i;
-    }
-    asm("" : "+r"(there));  // or the compiler would compare the pointers again in every step
-  }
-  /// 64 elements from k on; what lies past k_end becomes zeros.
-  __device__ __forceinline__ void copy(std::uint32_t to, int k, int k_end) const {
-    const int bytes = k < k_end ? 16 : 0;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      if ((there >> i & 1) != 0) {
-        device::cp_async_16(to + i * kStep * device::kSwizzleBytes, row[i] + k, bytes);
-      }
-    }
-  }
-};
 
 /// Asks for x of the first stages in L2, whether it is complete yet or not: of a leaf that is half
 /// of it or all, and consumers have nothing else to do until the predecessor ends. (us, with and
@@ -100,10 +71,12 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
   const std::uint32_t to = ring + device::swizzled(row0, piece);
   const RowPieces<T, Tr::kRows, Tr::kProducers> weights(shared.rows.weights, row0);
   const RowPieces<T, Tr::kTokens, Tr::kProducers> tokens(shared.tokens, row0);
+  const auto bytes = [&](int at) { return at < r.k_end ? 16 : 0; };
   const int ahead = min(r.num_steps, Tr::kStages);
   int k = r.k_begin + piece * 8;
   for (int step = 0; step < ahead; ++step) {
-    weights.copy(to + step * Tr::kStageBytes + Tr::kTokenBytes, k + step * kTileK, r.k_end);
+    weights.copy(to + step * Tr::kStageBytes + Tr::kTokenBytes, k + step * kTileK,
+                 bytes(k + step * kTileK));
   }
   meet_cluster<Tr>();
   device::pdl_wait();
@@ -112,9 +85,9 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
     const std::uint32_t stage = to + at.stage * Tr::kStageBytes;
     if (step >= ahead) {
       shared.empty[at.stage].wait((at.round - 1) & 1);
-      weights.copy(stage + Tr::kTokenBytes, k, r.k_end);
+      weights.copy(stage + Tr::kTokenBytes, k, bytes(k));
     }
-    tokens.copy(stage, k, r.k_end);
+    tokens.copy(stage, k, bytes(k));
     shared.full[at.stage].arrive_after_copies();
   }
 }
@@ -188,8 +161,14 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   device::pdl_begin(p.early);
   ask_for_ranks(p.weights);
   int own_token = -1;
+  RowAhead row;
+  const int first_row = static_cast<int>(blockIdx.x) * Tr::kRows;
+  const auto meanwhile = [&] {
+    if (threadIdx.x == Tr::kThreads - 1) shared.begin();
+    row = shared.rows.fill_ahead(p, first_row);
+  };
   if (static_cast<int>(blockIdx.z) >= p.tiles.num ||
-      !shared.run.find(p.groups, p.tiles, p.weights.num_adapters, &own_token)) {
+      !shared.run.find(p.groups, p.tiles, p.weights.num_adapters, &own_token, meanwhile)) {
     zero_base_rows(p);
     return;
   }
@@ -201,15 +180,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     const auto* x = static_cast<const T*>(p.x.data);
     shared.tokens[place] = token < 0 ? nullptr : x + token * p.x.row_stride;
   }
-  shared.rows.fill(p, shared.run.tile.adapter, blockIdx.x * Tr::kRows);
-  if (threadIdx.x == 0) {
-    shared.octets.begin();
-    for (int i = 0; i < Tr::kStages; ++i) {
-      shared.full[i].init(Tr::kFloatWeights && Tr::kAhead == 0 ? 2 * Tr::kFillers : Tr::kProducers);
-      shared.empty[i].init(Tr::kConsumers / 32);
-    }
-  }
-  if constexpr (Tr::kShare == Share::kHalf) device::cluster_arrive();  // meet_cluster() waits
+  shared.rows.fill(p, shared.run.tile.adapter, first_row, row);
+  // Nothing has to be seen at this barrier, whose other half is meet_cluster().
+  if constexpr (Tr::kShare == Share::kHalf) device::cluster_arrive_relaxed();
   __syncthreads();
   if (shared.rows.count == 0) {
     meet_cluster<Tr>();
@@ -282,9 +255,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
       device::cluster_arrive();
       device::cluster_wait();
     }
-    put_sums<Tr::kConsumers>(device::in_cluster(parked, 1 - part), other);
-    device::cluster_arrive();
-    device::cluster_wait();
+    send_sums<Tr::kConsumers>(parked, other, &shared.exchanged, 1 - part);
+    shared.exchanged.wait(0);
     add_sums<Tr::kConsumers>(own, parked);
     store_sums_any(p.h, base, shared.rows, shared.octets, part * Tr::kRows / 2, own);
   }

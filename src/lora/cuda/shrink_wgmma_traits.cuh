@@ -70,6 +70,7 @@ struct Traits {
       240, kRegisters + (kRegisters - kProducerRegisters) * kProducers / kConsumers / 8 * 8);
   static_assert(kRows == 16 || kRows == 32 || kRows % 64 == 0 || kRows % 48 == 0,
                 "there is an MMA of so many columns");
+  static_assert(kRows <= kThreads, "a thread looks up a row");
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
   static_assert(!kFloatWeights || (kShare != Share::kAll && kSumBytes / 2 <= kStages * kStageBytes),
                 "a cluster's sums fit where the ring was");
@@ -82,7 +83,22 @@ struct Shared {
   Octets<Tr::kRows> octets;
   const void* tokens[Tr::kTokens];  ///< row of x; null: no token
   device::Mbarrier full[Tr::kStages], empty[Tr::kStages];
+  device::Mbarrier exchanged;  ///< the sums of the cluster's other CTA are here
   TileRun<Tr::kTiles, Tr::kThreads> run;
+
+  /// By one thread, before the barrier that all meet at.
+  __device__ __forceinline__ void begin() {
+    octets.begin();
+    for (int i = 0; i < Tr::kStages; ++i) {
+      full[i].init(Tr::kFloatWeights && Tr::kAhead == 0 ? 2 * Tr::kFillers : Tr::kProducers);
+      empty[i].init(Tr::kConsumers / 32);
+    }
+    if constexpr (Tr::kShare == Share::kHalf) {
+      exchanged.init(1);
+      device::Mbarrier::fence_init();
+      exchanged.arrive_and_expect(Tr::kSumBytes / 2);
+    }
+  }
 };
 template <class Tr>
 constexpr int kSmem = Tr::kRing + Tr::kParked + int{sizeof(Shared<Tr>)};
@@ -102,9 +118,10 @@ struct Range {
 template <class Tr>
 __device__ __forceinline__ Range range_of(const ShrinkParams& p) {
   const int hidden = static_cast<int>(p.weights.hidden), part = static_cast<int>(blockIdx.y);
-  const int num = static_cast<int>(num_leaves(hidden));
-  Range r{
-      static_cast<int>(leaf_size(hidden)), 0, num, static_cast<int>(first_leaves(num)), 0, 0, 0};
+  // A leaf is a power of two: no division, for which the first copies would wait.
+  const int leaf = static_cast<int>(leaf_size(hidden));
+  const int num = max(1, (hidden + leaf - 1) >> (__ffs(leaf) - 1));
+  Range r{leaf, 0, num, static_cast<int>(first_leaves(num)), 0, 0, 0};
   if (Tr::kShare == Share::kLeaf) {
     const int own = ceil_div(num, static_cast<int>(gridDim.y));
     r.first = part * own;

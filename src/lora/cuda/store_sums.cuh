@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/quad_transpose.cuh"
 #include "lora/cuda/params.cuh"
@@ -19,6 +20,17 @@ __device__ __forceinline__ void put_sums(float4* to, const float (&sum)[kCount])
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
     to[i / 4 * kThreads + threadIdx.x] = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+  }
+}
+/// send_sums() stores them where CTA `rank` of the cluster has `to`, and counts their bytes at its
+/// barrier.
+template <int kThreads, int kCount>
+__device__ __forceinline__ void send_sums(float4* to, const float (&sum)[kCount],
+                                          device::Mbarrier* barrier, int rank) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    device::send_to_cluster(reinterpret_cast<float*>(to + i / 4 * kThreads + threadIdx.x),
+                            make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]), barrier, rank);
   }
 }
 template <int kThreads, int kCount>

@@ -19,19 +19,23 @@ struct TileRun {
   int warp_leaders[kThreads / 32];
 
   /// Finds the run of this CTA, blockIdx.z, and of its tokens that in place threadIdx.x, as
-  /// token() does. Called by the whole CTA; false past the last run.
+  /// token() does. Called by the whole CTA; false past the last run. What it needs of the plan is
+  /// on its way while a CTA does what it can `meanwhile`: a barrier follows that.
+  template <class Meanwhile>
   __device__ __forceinline__ bool find(const GroupsView& g, const TileRange& range,
-                                       std::int64_t num_adapters, int* own_token) {
+                                       std::int64_t num_adapters, int* own_token,
+                                       Meanwhile&& meanwhile) {
     const int place = static_cast<int>(threadIdx.x);
     bool found;
     if (g.plan != nullptr && kTiles == 1) {
-      found = find_tile_in_plan(g, range, num_adapters, own_token);
+      found = find_tile_in_plan(g, range, num_adapters, own_token, meanwhile);
       __syncthreads();
       return found;
     }
     if (g.plan != nullptr) {
-      found = find_in_plan(g, range, num_adapters);
+      found = find_in_plan(g, range, num_adapters, meanwhile);
     } else {
+      meanwhile();
       Tile own;
       found = find_segment_tile<kTiles>(g, num_adapters, 64, blockIdx.z, &own);
       if (threadIdx.x == 0) tile = own;
@@ -43,12 +47,15 @@ struct TileRun {
 
   /// A run of one tile is in its place of the list: it, its tokens and the plan's head come in one
   /// trip to memory.
+  template <class Meanwhile>
   __device__ __forceinline__ bool find_tile_in_plan(const GroupsView& g, const TileRange& range,
-                                                    std::int64_t num_adapters, int* own_token) {
+                                                    std::int64_t num_adapters, int* own_token,
+                                                    Meanwhile&& meanwhile) {
     const std::int64_t own = range.first + static_cast<std::int64_t>(blockIdx.z);
     const int4 head = __ldcg(reinterpret_cast<const int4*>(g.plan));
     const int4 entry = __ldcg(reinterpret_cast<const int4*>(g.plan + range.list) + own);
     if (threadIdx.x < 64) *own_token = __ldcg(g.plan + range.tokens + own * 64 + threadIdx.x);
+    meanwhile();
     if (threadIdx.x == 0) {
       index = static_cast<int>(own);
       tile = {entry.x, entry.y, entry.z};
@@ -59,8 +66,9 @@ struct TileRun {
   /// With a plan a run's first tile is the first of the launch or one whose ordinal is a multiple
   /// of kTiles. Every CTA counts such leaders before its own, so that live CTAs are neighbours in
   /// the grid and spread evenly over the SMs.
+  template <class Meanwhile>
   __device__ __forceinline__ bool find_in_plan(const GroupsView& g, const TileRange& range,
-                                               std::int64_t num_adapters) {
+                                               std::int64_t num_adapters, Meanwhile&& meanwhile) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int wanted = static_cast<int>(blockIdx.z);
     const int4 head = __ldcg(reinterpret_cast<const int4*>(g.plan));
@@ -78,6 +86,7 @@ struct TileRun {
       for (int j = 0; j < kTiles; ++j) {
         entry[j] = i + j < range.num ? __ldcg(list + i + j) : make_int4(0, 0, 0, 0);
       }
+      if (base == 0) meanwhile();
       const int part = entry[0].w % kTiles;
       const bool leads = entry[0].z > 0 && (part == 0 || i == 0);  // a count of 0 is no tile
       const unsigned leaders = __ballot_sync(0xffffffffu, leads);
