@@ -17,23 +17,30 @@ namespace mortar::device {
 
 inline constexpr int kBoxColumns = 64;  ///< 16-bit elements of a swizzled row
 
-/// Sets `map` to a matrix of `lines` rows of `dense` 16-bit elements, `stride` elements apart, that
-/// is copied in boxes of 64 elements by `box_lines` rows, each a block in the 128-byte swizzle.
-/// What lies past the matrix arrives as zeros. Address and stride are multiples of 16 bytes.
+/// Sets `map` to an array of 16-bit elements of kDims dimensions, neighbours of the first side by
+/// side, of the others `strides` elements apart, that is copied in boxes whose rows are in the
+/// 128-byte swizzle. What lies past the array arrives as zeros. Address and strides are multiples
+/// of 16 bytes.
 ///
 /// The map is written where it stays: the driver wants it aligned to 64 bytes, and GCC 12 aligns a
 /// returned value less before it is copied to its place.
-inline void set_tensor_map(CUtensorMap& map, DType dtype, const void* data, std::int64_t dense,
-                           std::int64_t lines, std::int64_t stride, int box_lines) {
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(dense), static_cast<cuuint64_t>(lines)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(2 * stride)};
-  const cuuint32_t box[] = {kBoxColumns, static_cast<cuuint32_t>(box_lines)};
-  const cuuint32_t steps[] = {1, 1};
+template <int kDims>
+void set_tensor_map(CUtensorMap& map, DType dtype, const void* data,
+                    const std::int64_t (&sizes)[kDims], const std::int64_t (&strides)[kDims - 1],
+                    const int (&box)[kDims]) {
+  cuuint64_t all[kDims], apart[kDims - 1];
+  cuuint32_t boxes[kDims], steps[kDims];
+  for (int i = 0; i < kDims; ++i) {
+    all[i] = static_cast<cuuint64_t>(sizes[i]);
+    if (i > 0) apart[i - 1] = static_cast<cuuint64_t>(2 * strides[i - 1]);
+    boxes[i] = static_cast<cuuint32_t>(box[i]);
+    steps[i] = 1;
+  }
   const auto type =
       dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto encode = [&] {
     return Driver::get().encode_tensor_map(
-        &map, type, 2, const_cast<void*>(data), sizes, strides, box, steps,
+        &map, type, kDims, const_cast<void*>(data), all, apart, boxes, steps,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
@@ -47,6 +54,13 @@ inline void set_tensor_map(CUtensorMap& map, DType dtype, const void* data, std:
     result = encode();
   }
   cuda_check(result, "tensor map");
+}
+
+/// The same of a matrix of `lines` rows of `dense` elements, `stride` elements apart, in boxes of
+/// 64 elements by `box_lines` rows.
+inline void set_tensor_map(CUtensorMap& map, DType dtype, const void* data, std::int64_t dense,
+                           std::int64_t lines, std::int64_t stride, int box_lines) {
+  set_tensor_map<2>(map, dtype, data, {dense, lines}, {stride}, {kBoxColumns, box_lines});
 }
 
 /// Whether set_tensor_map() takes a matrix.
@@ -73,6 +87,29 @@ __device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap& ma
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(&map), "r"(column), "r"(line), "r"(smem_address(&barrier->word))
+      : "memory");
+#endif
+}
+/// copy_box() and copy_box_to() of an array of five dimensions, from the elements `column` of the
+/// first and `line` of the last one on.
+__device__ __forceinline__ void copy_box5(std::uint32_t to, const CUtensorMap& map, int column,
+                                          int line, Mbarrier* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %5, %5, %5, %3}], [%4];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(line), "r"(smem_address(&barrier->word)), "r"(0)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_box5_to(std::uint16_t ctas, std::uint32_t to,
+                                             const CUtensorMap& map, int column, int line,
+                                             Mbarrier* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %6, %6, %6, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(line), "r"(smem_address(&barrier->word)), "h"(ctas), "r"(0)
       : "memory");
 #endif
 }

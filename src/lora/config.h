@@ -115,16 +115,16 @@ inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2},
                                             {2, 128, 3, 2},
                                             {1, 128, 2, 2, true},
                                             {2, 128, 2, 1, true, false, 2},
-                                            {2, 128, 5, 1, false, true},
+                                            {2, 128, 6, 1, false, true},
                                             {1, 128, 2, 2, true, true},
-                                            {2, 128, 4, 1, false, true}};
+                                            {2, 128, 5, 1, false, true}};
 /// Those of float32 weights: of one tile and of two.
 inline constexpr int kWidePartsShape = 2, kWidePairPartsShape = 3;
 static_assert(kWideShapes[kWidePartsShape].float_weights &&
               kWideShapes[kWidePartsShape].tiles == 1);
 static_assert(kWideShapes[kWidePairPartsShape].float_weights);
 inline constexpr int kWideRoundedShape = 0;  ///< the one that rounds the caller's h of float32
-inline constexpr int kWideWalkShape = 4;
+inline constexpr int kWideWalkShape = 4, kWalkCols = 128;  ///< columns of its steps
 static_assert(kWideShapes[kWideWalkShape].walks);
 inline constexpr int kWideKeptShape = 5, kWideKeptMaxRank = 64;
 static_assert(kWideShapes[kWideKeptShape].walks && kWideShapes[kWideKeptShape].float_weights);
@@ -147,7 +147,7 @@ struct ExpandPlan {
   int stages = kDecodeExpandStages;  ///< of that ring
   int per_sm = 0;   ///< CTAs per SM; decode kernel: 0, as many as fit, or kDenseExpandPerSm
   int groups = 1;   ///< groups of columns that share an MMA step, direct kernel
-  int cluster = 1;  ///< CTAs that make h together from split-K partials, decode kernel
+  int cluster = 1;  ///< CTAs that make h from partials, decode kernel, or share B, persistent wide
   int log_run = 0;  ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel and the
                     ///< one that keeps B
   /// CTAs that run at once, decode kernel, where the device cuts columns so that those of the tiles

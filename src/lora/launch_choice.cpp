@@ -368,7 +368,7 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
   if (!s.one_type) return choose_parts_expand(s, m);
   const bool direct = suits_direct(s);
-  if (suits_wide_walk(s, m)) return wide_expand(wide_walk_shape(s));
+  if (suits_wide_walk(s, m)) return wide_walk(s);
   if (ExpandPlan round; suits_round(s, m, round)) return round;
   if (!direct && suits_prefill(s, m)) return prefill_expand(s, m);
   if (suits_wide(s, m)) {

@@ -60,8 +60,8 @@ bool runs_wide(const LoraShape& s, const Machine& m);
 bool runs_wide_walk(const LoraShape& s, const Machine& m);
 /// Whether it has room for y of steps ahead.
 bool has_room_for_y(const LoraShape& s);
-/// Its shape.
-int wide_walk_shape(const LoraShape& s);
+/// Its plan.
+ExpandPlan wide_walk(const LoraShape& s);
 /// Whether expand rounds an h of float32 as it reads it.
 bool rounds_h(const LoraShape& s);
 /// Rank rows that a CTA of the decode shrink may take: a ring of 128 rows, which leaves of 512

@@ -91,6 +91,10 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
       continue;
     }
     if (!rounds_h(s) || i == kWideRoundedShape) plans.push_back(wide_expand(i));
+    if (kWideShapes[i].walks && s.b_boxes) {
+      plans.push_back(plans.back());
+      plans.back().cluster = 2;
+    }
   }
   if (!s.one_type) {
     plans.push_back(parts_expand(s, m));
@@ -294,6 +298,7 @@ void add_expand(Line& line, const ExpandPlan& c) {
              : kWideShapes[c.shape].float_weights ? ", B kept"
              : c.shape == kWideStagedShape        ? ", persistent CTAs, y ahead"
                                                   : ", persistent CTAs");
+    if (c.cluster > 1) line.add(", B shared by %d", c.cluster);
   }
   if (c.groups > 1) line.add(", %d groups of them a step", c.groups);
   const bool kept = c.kernel == ExpandKernel::kWide && c.shape == kWideKeptShape;

@@ -42,6 +42,7 @@ struct LoraShape {
   bool segments = false;  ///< groups are no plan
   bool ragged = false;    ///< adapters of stacked weights have ranks of their own
   bool boxes = false;     ///< the tensor copy engine takes A: stacked, all ranks whole boxes
+  bool b_boxes = false;   ///< it takes B: so are blocks of columns, and all slices have one rank
   /// Of lora_expand: h is float32; and it is that or of y's type, in rows that start at multiples
   /// of 16 bytes and have whole pieces.
   bool float_h = false, aligned_h = false;

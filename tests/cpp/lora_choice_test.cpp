@@ -314,6 +314,21 @@ TEST(LoraChoice, WideExpandWalksOverManySteps) {
   EXPECT_EQ(expand(shape(7200, 1, 512, 3584, {18944})), wide_expand(kWideWalkShape));
 }
 
+/// CTAs of the persistent expand share B, where the copy engine takes it, if many of its bytes are
+/// read again.
+TEST(LoraChoice, WideExpandSharesManyBytesOfB) {
+  const auto cluster = [](LoraShape s) {
+    s.b_boxes = true;
+    return choose(s, {}).expand.cluster;
+  };
+  EXPECT_EQ(cluster(shape(3104, 1, 512, 8192, {28672, 28672})), 2);
+  EXPECT_EQ(cluster(shape(9641, 15, 256, 1024, {3072, 3072})), 2);
+  EXPECT_EQ(cluster(shape(10954, 105, 512, 1024, {4096})), 2);
+  EXPECT_EQ(cluster(shape(1412, 8, 256, 4096, {4096})), 1);
+  EXPECT_EQ(cluster(shape(283, 8, 256, 2048, {8192})), 1);
+  EXPECT_EQ(choose(shape(3104, 1, 512, 8192, {28672, 28672}), {}).expand.cluster, 1);
+}
+
 /// Ranks 33 to 128 whose CTAs all run at once take a step each, or a tile or two on wgmma.
 TEST(LoraChoice, FewStepsOfHighRanksAreOneRound) {
   const auto expand = [](const LoraShape& s) { return choose(s, {}).expand; };

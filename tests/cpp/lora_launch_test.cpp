@@ -325,7 +325,11 @@ TEST_P(LoraLaunch, PersistentCtasTakeSeveralSteps) {
       if (i == lora::kWideStagedShape && op.max_rank() > lora::kWideStagedMaxRank) continue;
       plan.expand = {lora::ExpandKernel::kWide, i, 64, shape.cols};
       plan.workspace_bytes = lora::workspace_of(plan);
-      expect_plan_gives(want, plan, op, original);
+      for (const int cluster : {1, 2}) {
+        plan.expand.cluster = cluster;
+        if (cluster > 1 && !(shape.walks && plan.shape.b_boxes)) continue;
+        expect_plan_gives(want, plan, op, original);
+      }
     }
   };
   expect(case_of(77, 40, {264, 40}, {72, 0, 136, 8}), 3);
@@ -338,6 +342,22 @@ TEST_P(LoraLaunch, PersistentCtasTakeSeveralSteps) {
   LoraCase alone = case_of(60, 40, {648}, {512});
   alone.map = Map::kOneAdapter;
   expect(alone, 2);
+  // Boxes, whose pairs of CTAs take one run of tokens or two, and an odd number of blocks of
+  // columns; at last of more of B than stays in L2.
+  LoraCase boxes = case_of(10, 40, {384, 256}, {128});
+  boxes.one_rank = true;
+  for (const int adapters : {2, 5}) {
+    boxes.adapters = adapters;
+    expect(boxes, 3);
+  }
+  boxes.ranks = {512};
+  boxes.map = Map::kOneAdapter;
+  expect(boxes, 2);
+  boxes.tokens = 420;
+  boxes.widths = {97 * 128};
+  boxes.map = Map::kRandom;
+  boxes.adapters = 2;
+  expect(boxes, 1);
 }
 
 /// The decode expand cuts columns by the tiles that there are: into more blocks than the plan's,

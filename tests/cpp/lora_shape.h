@@ -25,6 +25,9 @@ inline lora::LoraShape shape_of(const LoraOperands& op) {
   s.segments = op.c.segments;
   s.ragged = !op.c.table && !op.c.one_rank;
   s.boxes = op.c.one_rank && op.max_rank() % lora::kWalkBoxRows == 0 && s.one_type && !op.c.strided;
+  s.b_boxes =
+      s.boxes && std::all_of(op.c.widths.begin(), op.c.widths.end(),
+                             [](std::int64_t width) { return width % lora::kWalkCols == 0; });
   return s;
 }
 

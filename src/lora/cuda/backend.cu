@@ -69,6 +69,18 @@ bool takes_boxes(const WeightsView& w) {
   return ok;
 }
 
+/// Whether it takes B, where it takes A.
+bool takes_boxes_of_b(const WeightsView& w) {
+  bool ok = true;
+  for (int i = 0; i < w.num_slices && ok; ++i) {
+    const StackedSlice& s = w.slices[i];
+    ok = s.rank == w.max_rank && w.widths[i] % kWalkCols == 0 && s.b_row_stride > 0 &&
+         s.b_adapter_stride >= 0 && s.b_adapter_stride % (kWalkCols * s.b_row_stride) == 0 &&
+         device::takes_tensor_map(s.b, s.rank, lines_of_b(w, i), s.b_row_stride);
+  }
+  return ok;
+}
+
 LoraShape shape_of(Op op, std::int64_t num_tokens, const WeightsView& w, const GroupsView& groups) {
   LoraShape s;
   s.op = op;
@@ -82,6 +94,7 @@ LoraShape shape_of(Op op, std::int64_t num_tokens, const WeightsView& w, const G
   s.segments = groups.ids != nullptr;
   s.ragged = w.table == nullptr && w.ranks != nullptr;
   s.boxes = op == Op::kApply && takes_boxes(w);
+  s.b_boxes = s.boxes && takes_boxes_of_b(w);
   return s;
 }
 LoraShape shape_of(const ShrinkProblem& p) {
@@ -190,6 +203,7 @@ void set_plan(ExpandParams& p, const LaunchPlan& plan, int cols) {
   p.tiles = tiles_of(plan.shape, c.tile_tokens);
   p.vector_y = plan.shape.aligned_y;
   p.b_by_8 = plan.shape.b_by_8;
+  p.b_boxes = plan.shape.b_boxes;
   p.cols = cols;
   p.block_cols = c.block_cols;
   p.stages = c.stages;
@@ -199,9 +213,10 @@ void set_plan(ExpandParams& p, const LaunchPlan& plan, int cols) {
   p.cluster = c.cluster;
   p.round = c.round;
   for (int i = 0; i < plan.shape.num_slices; ++i) {
-    // A cluster has blocks of one slice, and some without columns.
+    // A cluster of the decode kernel has blocks of one slice, and some without columns.
     const auto blocks = static_cast<int>(ceil_div<std::int64_t>(plan.shape.widths[i], cols));
-    p.block_start[i + 1] = p.block_start[i] + round_up(blocks, c.cluster);
+    const int together = c.kernel == ExpandKernel::kDecode ? c.cluster : 1;
+    p.block_start[i + 1] = p.block_start[i] + round_up(blocks, together);
   }
 }
 

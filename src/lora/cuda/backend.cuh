@@ -41,6 +41,11 @@ inline std::int64_t lines_of_a(const WeightsView& w, int slice) {
   const StackedSlice& s = w.slices[slice];
   return (w.num_adapters - 1) * (s.a_adapter_stride / s.a_row_stride) + s.rank;
 }
+/// The same of stacked B, up to the last adapter's last column.
+inline std::int64_t lines_of_b(const WeightsView& w, int slice) {
+  const StackedSlice& s = w.slices[slice];
+  return (w.num_adapters - 1) * (s.b_adapter_stride / s.b_row_stride) + w.widths[slice];
+}
 /// h, whole or in slabs, on the tensor cores of any architecture: all that the other two leave.
 void shrink_mma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
 /// The same for every pair of dtypes, on tensor cores that multiply parts of values.

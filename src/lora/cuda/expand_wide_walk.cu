@@ -4,7 +4,7 @@
 //
 // y[t, n] (+)= sum_r h[s, t, r] B_{a(t), s}[n, r]        N hidden out, r rank
 // bytes  = 4 M sum_s N_s (y read and written) + 2 sum_a sum_s r N_s (B of adapters in use) + h; of
-//          B from L2, for tiles of 128 tokens: 2 r M N / 128
+//          B from L2, for tiles of 128 tokens: 2 r M N / 128, by pairs of CTAs half of it
 // FLOP   = 2 M N r
 // 7,200 tokens of one adapter, 2 x 18,944 columns, r256: 1.1 GB -> 360 us, 140 GFLOP -> 180 us
 // limit  : DRAM; above rank 256 L2 and the tensor cores beside it
@@ -12,7 +12,9 @@
 //
 // The grid is as large as fits at once. A CTA walks over steps of up to 128 tokens of one adapter
 // and 128 columns. Warps of their own describe steps, others copy: h of the tokens stays in shared
-// memory for as long as they and the slice do, while B comes through a ring of 64 ranks a stage. y
+// memory for as long as they and the slice do, while B comes through a ring of 64 ranks a stage.
+// Where the tensor copy engine takes h and B, one thread asks for them, and two CTAs may be a
+// cluster, which take neighbouring runs of tokens and the same columns: B comes to both at once. y
 // of a step comes to L2 during the step before, and to the registers of the two warpgroups that
 // multiply while they do; or (kStaged), for ranks up to 256 and many tokens, to shared memory two
 // steps ahead. The sum is one chain over ranks from zero, as in the other kernels; the permutation
@@ -21,6 +23,7 @@
 #include <cstdint>
 
 #include "device/async_copy.cuh"
+#include "device/cluster.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "device/ring.cuh"
@@ -30,6 +33,7 @@
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_tile.cuh"
 #include "lora/cuda/expand_wide_walk.cuh"
+#include "lora/cuda/expand_wide_walk_boxes.cuh"
 #include "lora/cuda/expand_wide_walk_copies.cuh"
 
 namespace mortar::lora::cuda {
@@ -43,10 +47,12 @@ struct YPart {
   uint4 v[2][kGroups];
 
   template <class T>
-  __device__ __forceinline__ void load(const T* y, const Step& t, int row0, int col0, bool wanted) {
+  __device__ __forceinline__ void load(const ExpandParams& p, const T* y, const Step& t, int row0,
+                                       int col0) {
+    const bool wanted = p.add_inputs;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const std::int64_t at = t.y[row0 + 8 * half];
+      const std::int64_t at = t.y(p, row0 + 8 * half);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         const bool there = wanted && at >= 0 && t.cols > g * kGroupCols + col0;
@@ -71,7 +77,7 @@ struct YPart {
 template <class T, bool kStaged>
 struct Consumer {
   static constexpr int kHBlocks = Room<kStaged>::kHBlocks, kStages = Room<kStaged>::kStages;
-  const ExpandParams& p;
+  const WalkParams& p;
   Shared& shared;
   std::uint32_t ring;
   const unsigned char* y_rows;
@@ -82,12 +88,22 @@ struct Consumer {
   device::RingCursor<kHBlocks> h_first;
   device::RingCursor<kYStages> y_at;
 
+  /// Lets a stage of B be filled again, in both CTAs if either copies to both.
+  __device__ __forceinline__ void leave(int stage) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (p.cluster > 1) {
+      if (lane < kPair) shared.empty[stage].arrive_in_cluster(lane);
+    } else if (lane == 0) {
+      shared.empty[stage].arrive();
+    }
+  }
+
   /// acc = h B^T of a warpgroup's 64 tokens and all columns.
   __device__ __forceinline__ void multiply(const Step& t, float (&acc)[kCols / 2]) {
     const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
     const int rank = __shfl_sync(0xffffffffu, t.rank, 0);
     const bool live = __shfl_sync(0xffffffffu, t.count, 0) > warpgroup * 64;
-    const bool signals = threadIdx.x % 32 == 0, fresh = t.fresh, leaves = t.last && signals;
+    const bool fresh = t.fresh, leaves = t.last && threadIdx.x % 32 == 0;
 #pragma unroll
     for (float& v : acc) v = 0;
     device::RingCursor<kHBlocks> h_at = h_first;
@@ -97,7 +113,7 @@ struct Consumer {
       if (fresh) shared.h_full[h_at.stage].wait(h_at.round & 1);
       shared.full[at.stage].wait(at.round & 1);
       if (live) {
-        device::fence_async_proxy();  // cp.async wrote through the generic proxy
+        if (!p.b_boxes) device::fence_async_proxy();  // cp.async is of the generic proxy
         device::wgmma_keep(acc);
         device::wgmma_fence();
         const auto h = device::wgmma_descriptor(ring + h_at.stage * kBlockBytes +
@@ -110,15 +126,17 @@ struct Consumer {
         }
         device::wgmma_commit();
         device::wgmma_wait<1>();
+      } else {
+        __syncwarp();  // all lanes have seen the stage before it is filled again
       }
-      if (last >= 0 && signals) shared.empty[last].arrive();
+      if (last >= 0) leave(last);
       if (last >= 0 && leaves) shared.h_empty[last_h].arrive();
       last = at.stage;
       last_h = h_at.stage;
     }
     device::wgmma_wait<0>();
     device::wgmma_keep(acc);
-    if (signals) shared.empty[last].arrive();
+    leave(last);
     if (leaves) shared.h_empty[last_h].arrive();
     if (t.last) h_first = h_at;
   }
@@ -127,7 +145,7 @@ struct Consumer {
   /// threads.
   __device__ __forceinline__ void ask_for(const Step& t) const {
     if (t.rank == 0 || !p.add_inputs) return;
-    const std::int64_t row = t.y[threadIdx.x / 2];
+    const std::int64_t row = t.y(p, static_cast<int>(threadIdx.x) / 2);
     const int col = static_cast<int>(threadIdx.x) % 2 * 64;
     if (row >= 0 && col < t.cols) device::prefetch_l2(y + row + col);
   }
@@ -155,7 +173,7 @@ struct Consumer {
     // Store
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const std::int64_t row = t.y[row0 + 8 * half];
+      const std::int64_t row = t.y(p, row0 + 8 * half);
 #pragma unroll
       for (int g = 0; g < YPart::kGroups; ++g) {
         if (row < 0 || t.cols <= g * kGroupCols + col0) continue;
@@ -167,7 +185,7 @@ struct Consumer {
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.used[slot].arrive();
     if constexpr (!kStaged) {
-      if (more) own.load(y, coming, row0, col0, p.add_inputs);
+      if (more) own.load(p, y, coming, row0, col0);
     }
     return more;
   }
@@ -175,7 +193,7 @@ struct Consumer {
 
 template <class T, bool kStaged>
 __global__ void __launch_bounds__(kThreads, 1)
-    expand_wide_walk_kernel(const __grid_constant__ ExpandParams p) {
+    expand_wide_walk_kernel(const __grid_constant__ WalkParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char smem[];
   using Own = Room<kStaged>;
@@ -186,45 +204,31 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // The CTA's steps, and the tile of the first one
   const int4 head = __ldcg(reinterpret_cast<const int4*>(p.groups.plan));
-  const auto* list = reinterpret_cast<const int4*>(p.groups.plan + p.tiles.list);
   const bool of_batch = is_plan_of(head, p.tiles, p.weights.num_adapters);
-  const int num_tiles = of_batch ? min(head.w, p.tiles.num) : 0;
+  const TileList tiles{p.groups, p.tiles, of_batch ? min(head.w, p.tiles.num) : 0};
   int runs = 0;
-  for (int base = 0; base < num_tiles; base += kThreads) {
-    const int i = base + thread;
-    runs += __syncthreads_count(i < num_tiles && leads(__ldcg(list + i)));
+  for (int base = 0; base < tiles.num; base += kThreads) {
+    runs += __syncthreads_count(tiles.leads(base + thread));
   }
-  const int blocks = p.block_start[p.weights.num_slices];
-  const Range range(runs, blocks);
-  if (range.begin >= range.end) return device::pdl_leave();
-  const std::int64_t run = range.begin / blocks;
-  for (int base = 0, before = 0; before <= run; base += kThreads) {
-    const int i = base + thread;
-    const bool is_leader = i < num_tiles && leads(__ldcg(list + i));
-    const unsigned leaders = __ballot_sync(0xffffffffu, is_leader);
-    if (lane == 0) shared.warp_leaders[warp] = __popc(leaders);
-    __syncthreads();
-    int place = before + __popc(leaders & ((1u << lane) - 1));
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      if (w < warp) place += shared.warp_leaders[w];
-      before += shared.warp_leaders[w];
-    }
-    if (is_leader && place == run) shared.first = i;
-    __syncthreads();
+  const Share share(p, runs);
+  if (share.left == 0) return device::pdl_leave();
+  if (warp == 0) {
+    const int first = tiles.leader<8>(0, share.run);
+    if (lane == 0) shared.first = first;
   }
   if (thread == 0) {
+    const int copiers = p.b_boxes ? 1 : kProducers;
     for (int i = 0; i < kSteps; ++i) {
       shared.told[i].init(kScouts);
-      shared.used[i].init(kConsumers / 32 + kProducers);
+      shared.used[i].init(kConsumers / 32 + copiers);
     }
     for (int i = 0; i < Own::kHBlocks; ++i) {
-      shared.h_full[i].init(kProducers);
+      shared.h_full[i].init(copiers);
       shared.h_empty[i].init(kConsumers / 32);
     }
     for (int i = 0; i < Own::kStages; ++i) {
-      shared.full[i].init(kProducers);
-      shared.empty[i].init(kConsumers / 32);
+      shared.full[i].init(copiers);
+      shared.empty[i].init(p.cluster * kConsumers / 32);
     }
     for (int i = 0; i < kYStages; ++i) {
       shared.y_full[i].init(kScouts);
@@ -233,19 +237,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     device::Mbarrier::fence_init();
   }
   __syncthreads();
+  if (p.cluster > 1) device::cluster_arrive();
+  const auto wait_for_other = [&] {  // until its barriers are there
+    if (p.cluster > 1) device::cluster_wait();
+  };
 
   // Look up
   if (thread >= kFirstScout) {
     device::fewer_registers<kScoutRegisters>();
-    Scout scout{p,
-                shared,
-                num_tiles,
-                shared.first,
-                static_cast<int>(range.begin - run * blocks),
-                range.stride,
-                range.begin,
-                range.end};
-    scout.find_run();
+    Scout scout(p, shared, share, tiles);
+    wait_for_other();
     if (kStaged && p.add_inputs) {
       tell_and_copy<T>(p, shared, scout, ring + Own::kY);
       return;
@@ -259,12 +260,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Load
   if (thread >= kConsumers) {
     device::fewer_registers<kProducerRegisters>();
-    produce<T, kStaged>(p, shared, ring);
+    wait_for_other();
+    if (p.b_boxes) {
+      if (thread == kConsumers) produce_boxes<kStaged>(p, shared, ring);
+    } else {
+      produce<T, kStaged>(p, shared, ring);
+    }
     return;
   }
 
   // Compute
   device::more_registers<kConsumerRegisters>();
+  wait_for_other();
   T* const y = static_cast<T*>(p.y.data);
   Consumer<T, kStaged> consumer{
       p, shared, ring, smem + Own::kY, y, thread / 32 * 16 + thread % 32 / 4, thread % 4 * 8};
@@ -272,13 +279,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Step& first = shared.steps[0];
   consumer.ask_for(first);
   device::pdl_wait();
-  if (first.rank == 0) return;
-  YPart own;
-  if (!kStaged || !p.add_inputs) {
-    own.load(y, first, consumer.row0, consumer.col0, p.add_inputs);
-  }
+  if (first.rank > 0) {
+    YPart own;
+    if (!kStaged || !p.add_inputs) {
+      own.load(p, y, first, consumer.row0, consumer.col0);
+    }
 #pragma unroll 1
-  while (consumer.step(own)) {
+    while (consumer.step(own)) {
+    }
+  }
+  if (p.cluster > 1) {  // the other CTA still arrives here, until its products have ended
+    device::cluster_arrive_relaxed();
+    device::cluster_wait();
   }
 #endif
 }
@@ -286,16 +298,19 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class T, bool kStaged>
 void launch_kernel(const ExpandParams& p, Stream stream) {
   static_assert(kSmem<kStaged> + 1024 <= 228 * 1024, "a CTA fits an SM");
+  WalkParams walk{p, {}, {}, {}};
+  if (p.b_boxes) set_maps(walk);
   const std::int64_t steps = max_tiles(p.tiles.num_tokens, p.weights.num_adapters, kTokens) *
                              p.block_start[p.weights.num_slices];
+  const std::int64_t ctas = std::min<std::int64_t>(steps, device::current_device().num_sms);
   device::Launch l;
-  l.grid =
-      dim3(static_cast<unsigned>(std::min<std::int64_t>(steps, device::current_device().num_sms)));
+  l.grid = dim3(static_cast<unsigned>(round_up<std::int64_t>(ctas, p.cluster)));
+  l.cluster_x = static_cast<unsigned>(p.cluster);
   l.threads = kThreads;
   l.smem = kSmem<kStaged>;
   l.stream = stream;
   l.pdl = true;
-  device::launch<expand_wide_walk_kernel<T, kStaged>>("lora_expand", l, p);
+  device::launch<expand_wide_walk_kernel<T, kStaged>>("lora_expand", l, walk);
 }
 
 }  // namespace
@@ -305,7 +320,7 @@ void launch_kernel(const ExpandParams& p, Stream stream) {
 void expand_wide_walk(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
   check(
       p.groups.plan != nullptr && p.h.by_position && p.h.vector && p.vector_y &&
-          p.tiles.first == 0 && p.cols == kCols &&
+          p.tiles.first == 0 && p.cols == kCols && (p.cluster == 1 || p.b_boxes) &&
           (c.shape == kWideWalkShape || p.h.width <= kWideStagedMaxRank),
       "lora_apply: the persistent wide kernel needs a plan, its own h, aligned y, and room for it");
   device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {

@@ -2,6 +2,8 @@
 // The steps of expand_wide_walk.cu: what a CTA takes, one after the other, and how it learns of it.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
 
 #include "device/barrier.cuh"
@@ -10,6 +12,8 @@
 #include "lora/config.h"
 #include "lora/cuda/expand_tile.cuh"
 #include "lora/cuda/expand_wide_traits.cuh"
+#include "lora/cuda/expand_wide_walk_share.cuh"
+#include "lora/cuda/tile_pairs.cuh"
 
 namespace mortar::lora::cuda::wide_walk {
 
@@ -18,14 +22,13 @@ using wide_expand::kGroupCols, wide_expand::kStepRanks;
 template <bool kStaged>
 inline constexpr WideShape kShapeOf = kWideShapes[kStaged ? kWideStagedShape : kWideWalkShape];
 inline constexpr WideShape kOf = kShapeOf<false>;
-inline constexpr int kTiles = 2, kTokens = 64 * kTiles, kCols = kOf.cols;
+inline constexpr int kTiles = kRunTiles, kTokens = 64 * kTiles, kCols = kOf.cols;
 /// Threads that multiply, that copy, and that describe steps. (With one warpgroup for both of the
 /// latter, a step of rank 128 took 2.4 us whatever y did, a fifth more than its share of DRAM.)
 inline constexpr int kConsumers = 128 * kTiles, kProducers = 128, kScouts = 128,
-                     kFirstScout = kConsumers + kProducers, kThreads = kFirstScout + kScouts,
-                     kWarps = kThreads / 32;
-static_assert(kOf.tiles == kTiles && kShapeOf<true>.tiles == kTiles && kCols == kTokens &&
-                  kTokens == kScouts,
+                     kFirstScout = kConsumers + kProducers, kThreads = kFirstScout + kScouts;
+static_assert(kOf.tiles == kTiles && kShapeOf<true>.tiles == kTiles && kCols == kWalkCols &&
+                  kCols == kTokens && kTokens == kScouts,
               "one size of blocks of h and B, a token a scout");
 inline constexpr int kBlockBytes = kTokens * device::kSwizzleBytes;  ///< 64 ranks of h, or of B
 /// Where ranks leave room for it (kStaged), y of two steps lies in shared memory, in rows of which
@@ -39,9 +42,9 @@ struct Room {
   static constexpr int kRing = kY + (kStaged ? kYStages * kTokens * kYPitch : 0);
 };
 inline constexpr int kMostHBlocks = kLoraMaxRank / kStepRanks, kMostStages = kOf.stages;
-inline constexpr int kSteps = 6;  ///< that are described ahead, with the one that is computed
-inline constexpr int kRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 72,
-                     kScoutRegisters = 72;
+inline constexpr int kSteps = 4;  ///< that are described ahead, with the one that is computed
+inline constexpr int kRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 64,
+                     kScoutRegisters = 80;
 inline constexpr int kConsumerRegisters =
     kRegisters + (2 * kRegisters - kProducerRegisters - kScoutRegisters) / kTiles / 8 * 8;
 
@@ -57,7 +60,17 @@ struct Step {
   const void* b;  ///< the first column's row
   const void* h;  ///< the first token's row
   std::int64_t b_stride;
-  std::int64_t y[kTokens];  ///< element of y of the first column; negative: no token
+  // Of boxes: both CTAs of a cluster take these columns; groups of columns of B before them, rows
+  // of h.
+  bool both;
+  int slice, b_group, h_line;
+  std::int64_t y_col;  ///< of the first column
+  int token[kTokens];  ///< negative: none
+
+  /// Element of y of a token's first column; negative: there is none.
+  __device__ __forceinline__ std::int64_t y(const ExpandParams& p, int row) const {
+    return token[row] < 0 ? -1 : token[row] * p.y.row_stride + y_col;
+  }
 };
 
 struct Shared {
@@ -66,103 +79,135 @@ struct Shared {
   device::Mbarrier h_full[kMostHBlocks], h_empty[kMostHBlocks], full[kMostStages],
       empty[kMostStages];
   device::Mbarrier y_full[kYStages], y_empty[kYStages];
-  int warp_leaders[kWarps];
-  int first;  ///< tile of the first step
+  int first;  ///< tile of the first run
 };
 template <bool kStaged>
 inline constexpr int kSmem = Room<kStaged>::kRing + int{sizeof(Shared)};
 
-/// A CTA's steps. Of all steps, run of tokens by run and within it block of columns by block, every
-/// group of neighbouring CTAs has a range, whose steps its members take in turn.
-struct Range {
-  int stride;  ///< CTAs of a group
-  std::int64_t begin = 0, end = 0;
-
-  __device__ __forceinline__ Range(std::int64_t runs, int blocks) {
-    constexpr int kFew = 4;  // their columns of a row are 1 KB
-    const int ctas = static_cast<int>(gridDim.x);
-    // Whole rows of y are open at a time where they are long. (us on an H100, groups of all CTAs
-    // and of four: 296 blocks 271 and 298, 80 blocks 413 and 439; but 40 blocks, groups of 33, 137
-    // and 119.)
-    stride = 5 * blocks >= 3 * ctas ? ctas : kFew;
-    while (stride > 1 && (ctas % stride != 0 || blocks < stride)) stride /= 2;
-    const std::int64_t all = runs * blocks;
-    const std::int64_t most = ceil_div<std::int64_t>(all, ctas / stride);
-    const int group = static_cast<int>(blockIdx.x) / stride;
-    begin = group * most + static_cast<int>(blockIdx.x) % stride;
-    end = min((group + 1) * most, all);
-  }
+struct WalkParams : ExpandParams {
+  CUtensorMap h_map, b_map[kLoraMaxSlices];  ///< of boxes
+  int adapter_groups[kLoraMaxSlices];  ///< groups of columns of B from an adapter's to the next
 };
-
-/// Whether a run of tokens begins with the tile of this entry of the plan.
-__device__ __forceinline__ bool leads(const int4& entry) { return entry.w % kTiles == 0; }
 
 /// Describes the steps of a CTA, one after the other. By all scouts, who agree.
 struct Scout {
-  const ExpandParams& p;
+  const WalkParams& p;
   Shared& shared;
-  int num_tiles, index, block, stride;
-  std::int64_t step, end;
-  int tiles = 0, token = -1;
+  Share share;
+  TileList tiles;
+  int index;     ///< the run's first tile
+  int next = 0;  ///< that of the run behind it
+  PairRun run;
+  int token = -1;
   Tile tile;
   SliceWeights weights;
   int slice = -1;  ///< whose weights these are; negative: of other tokens
   device::RingCursor<kSteps> at;
 
-  __device__ __forceinline__ void find_run() {
-    const int thread = static_cast<int>(threadIdx.x) - kFirstScout;
-    const auto* list = reinterpret_cast<const int4*>(p.groups.plan + p.tiles.list);
-    const int4 first = __ldcg(list + index);
-    const bool more = index + 1 < num_tiles;
-    const int4 second = more ? __ldcg(list + index + 1) : make_int4(-1, 0, 0, 0);
-    token = -1;
-    if (more || thread < 64) {
-      token = __ldcg(p.groups.plan + p.tiles.tokens + std::int64_t{index} * 64 + thread);
+  __device__ __forceinline__ Scout(const WalkParams& params, Shared& s, const Share& own,
+                                   const TileList& list)
+      : p(params), shared(s), share(own), tiles(list), index(s.first) {
+    look();
+  }
+
+  /// Which of its cluster this CTA is.
+  __device__ __forceinline__ int cta() const {
+    return static_cast<int>(blockIdx.x) % kPair & (p.cluster - 1);
+  }
+  /// Finds out about the run; in one trip to memory, so of both runs that may be this CTA's.
+  __device__ __forceinline__ void look() {
+    const int other = index + (cta() == 0 ? -kRunTiles : kRunTiles);
+    const int4 first = tiles.entry(index), first_next = tiles.entry(index + 1),
+               later = tiles.entry(index + kRunTiles), far = tiles.entry(other),
+               far_next = tiles.entry(other + 1);
+    const int near_token = token_of(index), far_token = token_of(other);
+    const bool same_tokens = stays();
+    if (p.cluster > 1) run = PairRun(first.w, later.w);
+    next = index + (first_next.w % kRunTiles == 0 ? 1 : kRunTiles);
+    if (same_tokens) return;
+    if (run.of_other(cta())) {
+      take(far, far_next, far_token);
+    } else {
+      take(first, first_next, near_token);
     }
-    const bool both = second.x == first.x && !leads(second);
-    tiles = both ? 2 : 1;
-    tile = {first.x, first.y, first.z + (both ? second.z : 0)};
-    if (thread >= tile.count) token = -1;
+  }
+  /// The token of this thread in the run that begins with a tile.
+  __device__ __forceinline__ int token_of(int first) const {
+    const int thread = static_cast<int>(threadIdx.x) - kFirstScout;
+    const bool there = first >= 0 && first + thread / 64 < tiles.num;
+    if (!there) return -1;
+    return __ldcg(p.groups.plan + p.tiles.tokens + std::int64_t{first} * 64 + thread);
+  }
+  __device__ __forceinline__ void take(const int4& first, const int4& second, int own_token) {
+    const bool two = second.x == first.x && second.w % kRunTiles != 0;
+    tile = {first.x, first.y, first.z + (two ? second.z : 0)};
+    token = static_cast<int>(threadIdx.x) - kFirstScout < tile.count ? own_token : -1;
     slice = -1;
   }
-  __device__ __forceinline__ void advance() {
-    const int blocks = p.block_start[p.weights.num_slices];
-    step += stride;
-    for (block += stride; block >= blocks && step < end; block -= blocks) {
-      index += tiles;
-      find_run();
-    }
+  /// Whether after a run comes the second one of two, with the same tokens.
+  __device__ __forceinline__ bool stays() const {
+    return run.both && !run.second && !share.in_turns;
   }
+  __device__ __forceinline__ void advance() {
+    share.block += share.stride;
+    if (--share.left <= 0 || share.block < share.blocks) return;
+    share.block = share.in_turns ? share.block % share.stride : share.block - share.blocks;
+    index = share.in_turns && share.groups > 1 ? tiles.leader<2>(next, share.groups - 1) : next;
+    if (index < tiles.num) look();
+  }
+  __device__ __forceinline__ bool more() const { return share.left > 0 && index < tiles.num; }
+  /// The block of columns of the step that comes `ahead` later in this run. There may be none: then
+  /// CTAs that fill their rings together take what their neighbour takes, and leave y alone.
+  __device__ __forceinline__ int column_block(int ahead) const {
+    const int block = share.block + ahead;
+    if (!run.both) return p.cluster * block + cta();
+    return run.second ? share.blocks + block : block;
+  }
+  /// Whether the CTAs take as many steps as each other, of unlike columns.
+  __device__ __forceinline__ bool in_step() const { return p.cluster > 1 && !run.both; }
   /// The next step that has weights; false: there is none.
   __device__ __forceinline__ bool tell() {
     const int thread = static_cast<int>(threadIdx.x) - kFirstScout;
     if (at.round > 0) shared.used[at.stage].wait((at.round - 1) & 1);
     Step& to = shared.steps[at.stage];
     bool fresh = false;
-    Block own;
-    for (; step < end; advance()) {
-      own = find_block(p, block);
-      if (own.slice != slice) {
-        weights = weights_of(p, tile, own, true);
-        slice = own.slice;
+    int place = 0;
+    Block columns;
+    const int blocks = all_blocks(p);
+    for (; more(); advance()) {
+      place = column_block(0);
+      if (place >= blocks && !in_step()) continue;
+      columns = find_block(p, min(place, blocks - 1));
+      if (columns.slice != slice) {
+        weights = weights_of(p, tile, columns, true);
+        slice = columns.slice;
         fresh = true;
       }
       if (weights.rank > 0) break;
     }
-    const bool more = step < end;
-    if (more) {
+    const bool there = more();
+    if (there) {
       using Half = std::uint16_t;
       const auto* b = static_cast<const Half*>(weights.b);
-      to.y[thread] = token < 0 ? -1 : token * p.y.row_stride + own.y_col;
+      to.token[thread] = token;
       if (thread == 0) {
         to.rank = weights.rank;
+        to.y_col = columns.y_col;
         to.count = tile.count;
-        to.cols = own.cols;
+        to.cols = place < blocks ? columns.cols : 0;
         to.scale = weights.scale;
         to.fresh = fresh;
-        to.last = step + stride >= end || block + stride >= p.block_start[slice + 1];
+        const int next = column_block(share.stride);
+        const bool goes_on = share.block + share.stride < share.blocks || stays();
+        to.last = share.left <= 1 || !goes_on ||
+                  (in_step() ? min(next, blocks - 1) : next) >= p.block_start[slice + 1];
+        to.both = run.both;
+        to.slice = slice;
+        to.b_group =
+            tile.adapter * p.adapter_groups[slice] + static_cast<int>(columns.first) / kGroupCols;
+        to.h_line = tile.start;
         to.vector = reinterpret_cast<std::uintptr_t>(b) % 16 == 0 && weights.b_row_stride % 8 == 0;
-        to.b = b + own.first * weights.b_row_stride;
+        to.b = b + columns.first * weights.b_row_stride;
         to.b_stride = weights.b_row_stride;
         to.h = static_cast<const Half*>(p.h.data) + slice * p.h.slice_stride +
                tile.start * p.h.row_stride;
@@ -173,7 +218,7 @@ struct Scout {
     }
     shared.told[at.stage].arrive();
     at.next();
-    return more;
+    return there;
   }
 };
 

@@ -162,10 +162,10 @@ __device__ __forceinline__ void tell_and_copy(const ExpandParams& p, Shared& sha
     if (first) device::pdl_wait();
     shared.told[now.stage].wait(now.round & 1);
     const Step& t = shared.steps[now.stage];
-    const std::int64_t row = t.y[thread];
+    const std::int64_t row = t.y(p, thread);
     const int bytes = 2 * t.cols;
     if (at.round > 0) shared.y_empty[at.stage].wait((at.round - 1) & 1);
-    if (row < 0) {
+    if (row < 0 || bytes == 0) {
       shared.y_full[at.stage].arrive();
       continue;
     }

@@ -68,7 +68,7 @@ struct ExpandParams {
   int block_cols = 0;     ///< columns of B per stage of the ring, decode kernel
   int stages = 0;         ///< blocks of B in the ring, decode kernel
   int per_sm = 0;         ///< CTAs that share an SM's memory; 0: as many as fit; decode kernel
-  int cluster = 1;        ///< CTAs that make h together from split-K partials, decode kernel
+  int cluster = 1;        ///< CTAs that make h of partials, decode kernel, or share B, wide one
   int groups_a_step = 1;  ///< groups of columns that share an MMA step, direct kernel
   int round = 0;          ///< CTAs that run at once, where those share the columns: ExpandPlan
   int log_run = 0;        ///< a CTA takes runs of 2^log_run tiles of a block: ExpandPlan
@@ -76,6 +76,7 @@ struct ExpandParams {
   bool two_parts = false;  ///< float32 weights and h count as the sum of two parts
   bool vector_y = false;   ///< every row and block of y is 16-byte aligned and whole
   bool b_by_8 = false;     ///< rows of B start at multiples of 8 bytes, not of 16
+  bool b_boxes = false;   ///< the tensor copy engine takes B
 };
 
 /// Of the one kernel of lora_apply: expand's, whose `cols` are those of a cluster, and x.

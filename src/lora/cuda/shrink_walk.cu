@@ -160,6 +160,8 @@ struct Consumer {
           multiply_stage<T, Tr::kRows>(sum, x, a, last >= 0);
           device::wgmma_commit();
           device::wgmma_wait<1>();
+        } else {
+          __syncwarp();  // all lanes have seen the stage before it is filled again
         }
         if (last >= 0 && signals) shared.empty[last].arrive();
         last = at.stage;

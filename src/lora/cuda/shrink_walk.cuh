@@ -12,11 +12,13 @@
 #include "device/swizzle.cuh"
 #include "lora/config.h"
 #include "lora/cuda/params.cuh"
+#include "lora/cuda/tile_pairs.cuh"
 
 namespace mortar::lora::cuda::walk_units {
 
 inline constexpr int kTileK = device::kSwizzleBytes / 2;  ///< elements of a stage
 inline constexpr int kTokens = kWalkTokens, kTiles = kTokens / 64;
+static_assert(kTiles == kRunTiles);
 /// Threads that multiply, that copy x, and of the warps of which one looks up units and one asks
 /// for A.
 inline constexpr int kConsumers = 128 * kTiles, kProducers = 128, kHelpers = 128,
@@ -77,40 +79,20 @@ template <class Tr>
 struct Scheduler {
   const Params& p;
   Shared<Tr>& shared;
-  int lane, num_tiles, group, index = 0;
+  TileList tiles;
+  int lane, group, index;
   device::RingCursor<kUnits> at;
 
   __device__ __forceinline__ Scheduler(const Params& params, Shared<Tr>& s)
-      : p(params), shared(s), lane(static_cast<int>(threadIdx.x) % 32) {
+      : p(params),
+        shared(s),
+        tiles{params.groups, params.tiles, params.tiles.num},
+        lane(static_cast<int>(threadIdx.x) % 32) {
     const int4 head = __ldcg(reinterpret_cast<const int4*>(p.groups.plan));
-    num_tiles = p.tiles.num;
     group = static_cast<int>(blockIdx.x) % p.ctas_a_run;
-    index = leader(0, static_cast<int>(blockIdx.x) / p.ctas_a_run);
-    num_tiles = is_plan_of(head, p.tiles, p.weights.num_adapters) ? min(head.w, num_tiles) : 0;
-  }
-  /// Place in the list of the first tile of a run: of that `ahead` runs past the first one from
-  /// `from` on. At least num_tiles: there is none.
-  __device__ __forceinline__ int leader(int from, int ahead) const {
-    constexpr int kLoads = 4;
-    const auto* list = reinterpret_cast<const int4*>(p.groups.plan + p.tiles.list);
-    for (int base = from; base < num_tiles; base += 32 * kLoads) {
-      int ordinal[kLoads];
-#pragma unroll
-      for (int j = 0; j < kLoads; ++j) {
-        const int i = base + 32 * j + lane;
-        ordinal[j] = i < num_tiles ? __ldcg(&list[i].w) : 1;
-      }
-#pragma unroll
-      for (int j = 0; j < kLoads; ++j) {
-        const bool leads = ordinal[j] % kTiles == 0;
-        const unsigned leaders = __ballot_sync(0xffffffffu, leads);
-        const int before = __popc(leaders & ((1u << lane) - 1));
-        const unsigned hit = __ballot_sync(0xffffffffu, leads && before == ahead);
-        if (hit != 0) return base + 32 * j + __ffs(hit) - 1;
-        ahead -= __popc(leaders);
-      }
-    }
-    return num_tiles;
+    index = tiles.leader<4>(0, static_cast<int>(blockIdx.x) / p.ctas_a_run);
+    const bool of_batch = is_plan_of(head, p.tiles, p.weights.num_adapters);
+    tiles.num = of_batch ? min(head.w, tiles.num) : 0;
   }
   __device__ __forceinline__ void advance() {
     const int ctas = static_cast<int>(gridDim.x);
@@ -120,19 +102,18 @@ struct Scheduler {
       group -= p.ctas_a_run;
       ++runs;
     }
-    if (runs > 0) index = leader(index + 1, runs - 1);
+    if (runs > 0) index = tiles.leader<4>(index + 1, runs - 1);
   }
   /// The next unit; false: there is none.
   __device__ __forceinline__ bool tell() {
     if (at.round > 0) shared.used[at.stage].wait((at.round - 1) & 1);
     Unit<Tr>& to = shared.units[at.stage];
-    const bool more = index < num_tiles;
+    const bool more = index < tiles.num;
     if (more) {
-      const auto* list = reinterpret_cast<const int4*>(p.groups.plan + p.tiles.list);
       const auto* tokens = p.groups.plan + p.tiles.tokens + std::int64_t{index} * 64;
-      const bool next = index + 1 < num_tiles;
-      const int4 first = __ldcg(list + index);
-      const int4 second = next ? __ldcg(list + index + 1) : make_int4(-1, 0, 0, 0);
+      const bool next = index + 1 < tiles.num;
+      const int4 first = __ldcg(tiles.at(index));
+      const int4 second = next ? __ldcg(tiles.at(index + 1)) : make_int4(-1, 0, 0, 0);
       int token[kTokens / 32];
 #pragma unroll
       for (int j = 0; j < kTokens / 32; ++j) {
