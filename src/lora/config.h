@@ -11,7 +11,14 @@
 
 namespace mortar::lora {
 
-enum class ShrinkKernel { kDecode, kWgmma, kMma, kParts, kWalk };
+enum class ShrinkKernel {
+  kDecode,
+  kWgmma,
+  kMma,
+  kParts,
+  kWalk,
+  kStream,  ///< tiles of few tokens by persistent warps
+};
 enum class ExpandKernel {
   kDecode,
   kDirect,  ///< B straight into the fragments of the MMA
@@ -200,6 +207,25 @@ inline std::int64_t decode_cluster_smem(std::int64_t hidden, int rows) {
   const std::int64_t sums = turns * (kDecodeK / leaf_size(hidden)) * 16 * rows * 4;
   const std::int64_t ring = std::min(decode_ring_rows(hidden), turns > 1 ? 4 * rows : rows);
   return (16 * turns + ring) * (kDecodeK + 8) * 2 + sums;
+}
+
+/// shrink_stream.cu: rank rows and tokens of a piece of work, threads of a CTA, of which an SM has
+/// one, and tiles that it can list, at most.
+inline constexpr int kStreamRows = 16, kStreamTokens = 8;
+inline constexpr int kStreamThreads = 512, kStreamTiles = 1024;
+/// Shared memory of a warp of it with so many rank rows of all slices, bytes.
+inline int stream_warp_smem(int rank_rows) {
+  return (std::min(rank_rows, kStreamRows) + kStreamTokens) * (kDecodeK + 8) * 2;
+}
+/// Shared memory of the list of tiles, and the warps that fit a CTA beside it such that a CTA of
+/// expand still finds room on the SM: it has its B on the way then when shrink ends. (us, six warps
+/// and nine: 114 tokens of 50 adapters, ranks up to 64, 8,192 to 8,192, 19.0 and 22.2; 334 of 251,
+/// rank 32, 3,584 to 4,096, 24.2 and 27.6; but 267 of 330, rank 8, three slices, 35.9 and 33.0.)
+inline int stream_list_smem(int tiles) { return 16 * tiles; }
+inline int stream_warps(int rank_rows, int tiles, int max_smem) {
+  constexpr int kExpand = 56 << 10, kStatic = 1024;
+  return std::min(kStreamThreads / 32, (max_smem - kExpand - kStatic - stream_list_smem(tiles)) /
+                                           stream_warp_smem(rank_rows));
 }
 
 /// The one kernel of lora_apply: CTAs of a cluster, its largest rank, and columns of a CTA.

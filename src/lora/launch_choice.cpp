@@ -237,6 +237,7 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
     c.partials = Partials::kNone;
   } else {
     c.rows = shared_rows(s, m, ceil_div<std::int64_t>(s.hidden, kDecodeK));
+    if (suits_stream(s, m, c)) return stream_shrink(s, c.partials);
     c.stages = decode_ring_stages(s, m, c.rows);
   }
   return c;

@@ -140,6 +140,12 @@ ExpandPlan one_expand(int cols);
 /// Whether it is faster than two, and then how.
 bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c);
 
+/// Whether persistent warps of shrink can: of aligned x and A, and a plan of not too many tiles.
+bool runs_stream(const LoraShape& s, const Machine& m);
+ShrinkPlan stream_shrink(const LoraShape& s, Partials partials);
+/// Whether they are faster than the CTAs of the decode shrink `c`.
+bool suits_stream(const LoraShape& s, const Machine& m, const ShrinkPlan& c);
+
 /// Of any.
 ShrinkPlan choose_shrink(const LoraShape& s, const Machine& m);
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m);

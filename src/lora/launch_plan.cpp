@@ -67,6 +67,7 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
       if (last < rows) break;
     }
   }
+  if (runs_stream(s, m)) plans.push_back(stream_shrink(s, Partials::kFinish));
   for (int i = 0; i < static_cast<int>(std::size(kMmaShapes)); ++i) {
     const MmaShape& shape = kMmaShapes[i];
     if (shape.smem() + kMmaStaticSmem > m.max_smem || (shape.tokens() == 16 && !few)) continue;
@@ -257,7 +258,7 @@ void add_per_sm(Line& line, int per_sm) {
 }
 
 void add_shrink(Line& line, const ShrinkPlan& c, std::int64_t hidden) {
-  constexpr const char* kNames[] = {"decode", "wgmma", "mma", "split-bf16", "wgmma"};
+  constexpr const char* kNames[] = {"decode", "wgmma", "mma", "split-bf16", "wgmma", "decode"};
   constexpr const char* kShares[] = {"all of K a CTA", "half of K a CTA", "a K chunk a CTA"};
   constexpr const char* kPartials[] = {"", ", a kernel adds the split-K partials",
                                        ", expand adds the split-K partials"};
@@ -272,6 +273,7 @@ void add_shrink(Line& line, const ShrinkPlan& c, std::int64_t hidden) {
   if (c.kernel == ShrinkKernel::kWalk) {
     line.add(", 2 tiles, %d stages, persistent CTAs", kWalkShapes[c.shape].stages);
   }
+  if (c.kernel == ShrinkKernel::kStream) line.add(", persistent warps");
   if (c.kernel == ShrinkKernel::kDecode && !c.split()) {
     line.add(", clusters of %d CTAs hold all of K", decode_cluster(hidden));
   }

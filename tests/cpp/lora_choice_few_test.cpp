@@ -134,6 +134,22 @@ TEST(LoraChoice, ManyAdaptersLeaveTheCutOfColumnsToTheDevice) {
   EXPECT_EQ(round(s), 0);
 }
 
+/// Persistent warps of shrink take tiles that may be and are not, of few tokens each.
+TEST(LoraChoice, ManyTilesOfShrinkHavePersistentWarps) {
+  const auto streams = [](const LoraShape& s, const Machine& m = {}) {
+    return choose(s, m).shrink.kernel == ShrinkKernel::kStream;
+  };
+  LoraShape s = shape(296, 434, 64, 5120, {1280, 1280, 1280});
+  s.ragged = true;
+  EXPECT_TRUE(streams(s));
+  EXPECT_FALSE(streams(s, kMachines[1]));
+  EXPECT_TRUE(streams(shape(557, 374, 8, 14336, {4096})));
+  EXPECT_FALSE(streams(shape(8, 8, 16, 4096, {4096, 1024, 1024})));
+  EXPECT_FALSE(streams(shape(1024, 64, 32, 14336, {4096})));
+  s.segments = true;
+  EXPECT_FALSE(streams(s));
+}
+
 /// CTAs of expand run in fewer registers where that lets all of them start beside those of shrink.
 TEST(LoraChoice, ShortCtasOfExpandFindRoomBesideShrink) {
   const auto dense = [](const LoraShape& s) {

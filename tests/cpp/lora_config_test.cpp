@@ -166,6 +166,10 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
       EXPECT_NE(shrink.kernel, ShrinkKernel::kWalk);
       EXPECT_NE(expand.kernel, ExpandKernel::kWide);
     }
+    if (s.op != Op::kExpand && shrink.kernel == ShrinkKernel::kStream) {
+      EXPECT_TRUE(runs_stream(s, kMachines[i % 4]));
+      EXPECT_TRUE(shrink.split());
+    }
     if (plan.one_kernel()) {
       EXPECT_TRUE(runs_one(s, kMachines[i % 4], expand.cols));
       EXPECT_EQ(plan.workspace_bytes, 0);

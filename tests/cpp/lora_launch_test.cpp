@@ -360,6 +360,29 @@ TEST_P(LoraLaunch, PersistentCtasTakeSeveralSteps) {
   expect(boxes, 1);
 }
 
+/// Persistent warps of shrink take several pieces of work each: of adapters of other ranks in each
+/// slice, without weights, and with more tokens than a piece has; short and long K chunks.
+TEST_P(LoraLaunch, PersistentWarpsTakeSeveralPieces) {
+  const auto expect = [&](LoraCase c, int adapters) {
+    c.adapters = adapters;
+    LoraOperands op(c, device_);
+    const GuardedTensor original = op.y;
+    expect_apply_matches(op);
+    const std::vector<std::uint8_t> want = bytes_of(op.y);
+    int stream = 0;
+    for (const LaunchPlan& plan : lora::candidates(shape_of(op), this_machine())) {
+      if (plan.shrink.kernel != lora::ShrinkKernel::kStream || stream > 0) continue;
+      expect_plan_gives(want, plan, op, original);
+      ++stream;
+    }
+    EXPECT_EQ(stream > 0, this_machine().arch >= 90);
+  };
+  expect(case_of(300, 2056, {40, 24}, {64, 8, 24}), 60);
+  LoraCase table = case_of(260, 4616, {40, 24, 8}, {16, 0, 40}, DType::kFloat16);
+  table.table = true;
+  expect(table, 30);
+}
+
 /// The decode expand cuts columns by the tiles that there are: into more blocks than the plan's,
 /// fewer, and as many; of several slices; where an adapter has all tokens, and where many have.
 TEST_P(LoraLaunch, ColumnsAreCutByTheTilesThatThereAre) {

@@ -194,6 +194,8 @@ void run_shrink(ShrinkParams p, const LaunchPlan& plan, Stream stream, void* par
       return shrink_parts(p, c, stream);
     case ShrinkKernel::kWalk:
       return shrink_walk(p, c, parked, stream);
+    case ShrinkKernel::kStream:
+      return shrink_stream(p, stream);
   }
 }
 
