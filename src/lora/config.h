@@ -103,7 +103,9 @@ struct ShrinkPlan {
   int per_sm = 0;              ///< CTAs per SM, decode kernel; 0: as many as fit; or in fewer
                                ///< registers, kDenseShrinkPerSm
   int stages = kDecodeStages;  ///< of its ring of rank rows: that, or kFewDecodeStages
-  int leaves = 1;              ///< whose partials a CTA makes, kernels of parts and of wgmma
+  int leaves = 1;              ///< K chunks whose partials a CTA makes, kernels of parts, of wgmma,
+                               ///< and the decode kernel
+  int x_tokens = 16;           ///< of the decode kernel, whose x it holds at a time: 16 or 8
 
   bool split() const { return partials != Partials::kNone; }
   friend bool operator==(const ShrinkPlan&, const ShrinkPlan&) = default;
@@ -124,7 +126,7 @@ inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2},
                                             {2, 128, 2, 1, true, false, 2},
                                             {2, 128, 6, 1, false, true},
                                             {1, 128, 2, 2, true, true},
-                                            {2, 128, 5, 1, false, true}};
+                                            {2, 128, 4, 1, false, true}};
 /// Those of float32 weights: of one tile and of two.
 inline constexpr int kWidePartsShape = 2, kWidePairPartsShape = 3;
 static_assert(kWideShapes[kWidePartsShape].float_weights &&
@@ -176,7 +178,7 @@ inline constexpr int kExpandPrefillMaxRank = 128;
 inline constexpr int kPartsMaxRows = 128, kPartsMaxTotals = 48;
 inline constexpr int kDecodeK = 512;            ///< elements of K of a CTA of the decode shrink
 inline constexpr int kDecodeMaxRows = 256;      ///< its rank rows
-inline constexpr int kDecodeStaticSmem = 6144;  ///< its static shared memory, bytes, at most
+inline constexpr int kDecodeStaticSmem = 1024;  ///< its static shared memory, bytes, at most
 inline constexpr int kPrefillCols = 128;        ///< columns of a step of the prefill expand
 
 /// CTAs of a cluster of the decode shrink that holds all of K, each kDecodeK elements of it at a
@@ -195,10 +197,17 @@ MORTAR_HOST_DEVICE inline int decode_turns(std::int64_t hidden, int ctas) {
 inline int decode_ring_rows(std::int64_t hidden, int stages = kDecodeStages) {
   return stages * (leaf_size(hidden) == kDecodeK ? 32 : 16);
 }
-/// Dynamic shared memory of a CTA with so many rank rows that leaves partials, bytes: x and the
-/// ring. Fewer rows than the ring holds take no more than they need.
-inline int decode_smem(std::int64_t hidden, int rows, int stages) {
-  return (16 + std::min(decode_ring_rows(hidden, stages), round_up(rows, 8))) * (kDecodeK + 8) * 2;
+/// Bytes of shared memory for what is known of so many rank rows: address, place and scale.
+MORTAR_HOST_DEVICE constexpr int decode_list_bytes(int rows) { return 20 * round_up(rows, 8); }
+/// Dynamic shared memory of a CTA with so many rank rows that leaves partials of so many times
+/// kDecodeK elements of K, bytes: x of so many tokens, and the ring. Fewer rows than the ring holds
+/// take no more than they need.
+inline int decode_smem(std::int64_t hidden, int rows, int stages, int turns = 1,
+                       int x_tokens = 16) {
+  const int ring = rows * turns <= decode_ring_rows(hidden, 1)
+                       ? rows * turns
+                       : std::min(decode_ring_rows(hidden, stages), round_up(rows, 8));
+  return (x_tokens * turns + ring) * (kDecodeK + 8) * 2 + decode_list_bytes(rows);
 }
 /// Dynamic shared memory of a CTA with so many rank rows of such a cluster, bytes: x, the ring, and
 /// all leaves of its tokens.
@@ -206,7 +215,7 @@ inline std::int64_t decode_cluster_smem(std::int64_t hidden, int rows) {
   const std::int64_t turns = decode_turns(hidden, decode_cluster(hidden));
   const std::int64_t sums = turns * (kDecodeK / leaf_size(hidden)) * 16 * rows * 4;
   const std::int64_t ring = std::min(decode_ring_rows(hidden), turns > 1 ? 4 * rows : rows);
-  return (16 * turns + ring) * (kDecodeK + 8) * 2 + sums;
+  return (16 * turns + ring) * (kDecodeK + 8) * 2 + sums + decode_list_bytes(rows);
 }
 
 /// shrink_stream.cu: rank rows and tokens of a piece of work, threads of a CTA, of which an SM has
@@ -230,8 +239,8 @@ inline int stream_warps(int rank_rows, int tiles, int max_smem) {
 
 /// The one kernel of lora_apply: CTAs of a cluster, its largest rank, and columns of a CTA.
 inline constexpr int kOneCluster = 8, kOneMaxRank = 64, kOneMaxCols = 512;
-/// CTAs of it that an SM has registers for.
-inline constexpr int kOnePerSm = 3;
+/// CTAs of it that an SM has registers for, and their static shared memory, bytes, at most.
+inline constexpr int kOnePerSm = 3, kOneStaticSmem = 6144;
 /// Turns that the CTAs of its clusters take at K.
 MORTAR_HOST_DEVICE constexpr int one_turns(std::int64_t hidden) {
   return static_cast<int>(ceil_div<std::int64_t>(hidden, kOneCluster * kDecodeK));

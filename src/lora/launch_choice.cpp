@@ -194,7 +194,7 @@ std::int64_t decode_per_sm(const LoraShape& s, const Machine& m, int rows, int s
 /// and 7.1, 167 of 10 6.9 and 5.4.)
 int decode_ring_stages(const LoraShape& s, const Machine& m, int rows) {
   constexpr int kManyRows = 64;
-  const std::int64_t ctas = decode_shrink_ctas(s, rows);
+  const std::int64_t ctas = decode_shrink_ctas(s, rows, 1);
   const std::int64_t most = decode_per_sm(s, m, rows, kDecodeStages);
   const std::int64_t fewer = decode_per_sm(s, m, rows, kFewDecodeStages);
   const bool small = s.num_tokens <= kSmallTileTokens;
@@ -224,6 +224,7 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
   if (const int rows = room_rows(s, m, expand); rows > 0) {
     c.kernel = ShrinkKernel::kDecode;
     c.rows = rows;
+    take_chunks(s, m, expand, c);
     return c;
   }
   if (suits_leaves(s, m)) return leaf_shrink(s, m, c.partials);
@@ -239,6 +240,7 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
     c.rows = shared_rows(s, m, ceil_div<std::int64_t>(s.hidden, kDecodeK));
     if (suits_stream(s, m, c)) return stream_shrink(s, c.partials);
     c.stages = decode_ring_stages(s, m, c.rows);
+    take_chunks(s, m, expand, c);
   }
   return c;
 }

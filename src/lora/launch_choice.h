@@ -154,8 +154,15 @@ bool shares_h(const LoraShape& s, const Machine& m, const ShrinkPlan& shrink,
               const ExpandPlan& expand);
 /// CTAs of such a cluster, where clusters are faster; otherwise 1.
 int h_cluster(const LoraShape& s, const Machine& m, const ExpandPlan& c);
-/// CTAs of the decode shrink that leaves partials, with so many rank rows each.
-std::int64_t decode_shrink_ctas(const LoraShape& s, int rows);
+/// CTAs of the decode shrink that leaves partials, with so many rank rows and K chunks each.
+std::int64_t decode_shrink_ctas(const LoraShape& s, int rows, int chunks);
+/// Whether all of them find an SM of their own beside expand's.
+bool shrink_fits(const LoraShape& s, const Machine& m, int rows, int chunks, const ExpandPlan& c);
+/// Whether the chip has registers for all CTAs of both kernels, where shrink takes long K chunks.
+bool both_fit(const LoraShape& s, const Machine& m, int rows, int chunks, const ExpandPlan& c);
+/// Whether an SM has room for a CTA of so many K chunks, and how many of low ranks are to take.
+bool takes_chunks(const LoraShape& s, const Machine& m, int chunks);
+void take_chunks(const LoraShape& s, const Machine& m, const ExpandPlan& expand, ShrinkPlan& c);
 /// Who adds the partials of tiles of 16 tokens.
 Partials tile_partials(const LoraShape& s, const Machine& m, const ExpandPlan& expand);
 /// The fewest rank rows of a CTA of the decode shrink with which its CTAs find an SM each beside

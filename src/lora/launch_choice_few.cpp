@@ -47,13 +47,20 @@ bool alone(const LoraShape& s, const Machine& m, std::int64_t shrink_ctas, const
   return 2 * ctas <= m.sms && ctas + shrink_ctas / kShrinkPerSm <= m.sms;
 }
 
-/// Whether all CTAs of the decode shrink, of so many rows, find an SM of their own beside expand's.
-bool shrink_fits(const LoraShape& s, const Machine& m, int rows, const ExpandPlan& c) {
-  const std::int64_t shrinks = decode_shrink_ctas(s, rows), expands = expand_ctas(s, c);
+}  // namespace
+
+bool shrink_fits(const LoraShape& s, const Machine& m, int rows, int chunks, const ExpandPlan& c) {
+  const std::int64_t shrinks = decode_shrink_ctas(s, rows, chunks), expands = expand_ctas(s, c);
   return shrinks + (alone(s, m, shrinks, c) ? expands : ceil_div(expands, kExpandPerSm)) <= m.sms;
 }
 
-}  // namespace
+bool both_fit(const LoraShape& s, const Machine& m, int rows, int chunks, const ExpandPlan& c) {
+  constexpr int kShrink = 64, kExpand = 152, kDenseExpand = 128, kSm = 512;  // registers
+  const bool dense = c.kernel == ExpandKernel::kDirect || c.per_sm == kDenseExpandPerSm;
+  return decode_shrink_ctas(s, rows, chunks) * kShrink +
+             expand_ctas(s, c) * (dense ? kDenseExpand : kExpand) <=
+         std::int64_t{kSm} * m.sms;
+}
 
 std::int64_t likely_tile(const LoraShape& s) {
   return std::min<std::int64_t>(16, tokens_per_adapter(s));
@@ -112,9 +119,9 @@ void fit_many(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   c.per_sm = kDenseExpandPerSm;
 }
 
-std::int64_t decode_shrink_ctas(const LoraShape& s, int rows) {
-  return max_tiles(s.num_tokens, s.num_adapters, 16) * ceil_div<std::int64_t>(s.hidden, kDecodeK) *
-         ceil_div(s.rank_rows(), rows);
+std::int64_t decode_shrink_ctas(const LoraShape& s, int rows, int chunks) {
+  return max_tiles(s.num_tokens, s.num_adapters, 16) *
+         ceil_div<std::int64_t>(s.hidden, kDecodeK * chunks) * ceil_div(s.rank_rows(), rows);
 }
 
 bool shares_h(const LoraShape& s, const Machine& m, const ShrinkPlan& shrink,
@@ -173,7 +180,7 @@ Partials tile_partials(const LoraShape& s, const Machine& m, const ExpandPlan& e
 int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand) {
   if (s.op != Op::kApply || tokens_per_adapter(s) <= 16 || !decodes(expand)) return 0;
   for (int rows = 16; rows <= kRowsAtOnce; rows += 16) {
-    if (shrink_fits(s, m, rows, expand)) return rows;
+    if (shrink_fits(s, m, rows, 1, expand)) return rows;
     if (rows >= s.rank_rows()) break;
   }
   return 0;
@@ -273,8 +280,8 @@ Footprint footprint(const LoraShape& s, const ShrinkPlan& c) {
   return {few       ? 64
           : at_once ? 96
                     : 112,
-          decode_smem(s.hidden, std::min(c.rows, s.rank_rows()), c.stages) + kDecodeStaticSmem +
-              kSystemSmem};
+          decode_smem(s.hidden, std::min(c.rows, s.rank_rows()), c.stages, c.leaves, c.x_tokens) +
+              kDecodeStaticSmem + kSystemSmem};
 }
 Footprint footprint(const LoraShape& s, const ExpandPlan& c) {
   const std::int64_t pitch = h_width(s) <= 16   ? 16
@@ -319,7 +326,8 @@ bool suits_dense_expand(const LoraShape& s, const Machine& m, const ShrinkPlan& 
   ExpandPlan dense = expand;
   dense.per_sm = kDenseExpandPerSm;
   dense.stages = decode_stages(s, dense, m);
-  const std::int64_t ctas = expand_ctas(s, expand), shrinks = decode_shrink_ctas(s, shrink.rows);
+  const std::int64_t ctas = expand_ctas(s, expand),
+                     shrinks = decode_shrink_ctas(s, shrink.rows, shrink.leaves);
   const Footprint other = footprint(s, shrink);
   // A few that start late cost less than the fewer registers do.
   return 3 * ctas > 4 * room_beside(m, shrinks, other, footprint(s, expand)) &&
@@ -348,7 +356,7 @@ bool suits_dense_shrink(const LoraShape& s, const Machine& m, const ShrinkPlan& 
   constexpr int kShrink = 112, kExpand = 152, kDenseExpand = 128;
   constexpr double kAll = 1.03;
   if (shrink.rows > kOneStage || leaf_size(s.hidden) == kDecodeK) return false;
-  const std::int64_t shrinks = decode_shrink_ctas(s, shrink.rows);
+  const std::int64_t shrinks = decode_shrink_ctas(s, shrink.rows, shrink.leaves);
   const bool dense = expand.kernel == ExpandKernel::kDirect || expand.per_sm == kDenseExpandPerSm;
   const std::int64_t registers =
       shrinks * kShrink + expand_ctas(s, expand) * (dense ? kDenseExpand : kExpand);
@@ -367,7 +375,7 @@ bool suits_dense_shrink(const LoraShape& s, const Machine& m, const ShrinkPlan& 
 void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand) {
   if (!s.one_type || !shrink.split() || !decodes(expand)) return;
   if (shrink.partials == Partials::kExpand &&
-      alone(s, m, decode_shrink_ctas(s, shrink.rows), expand)) {
+      alone(s, m, decode_shrink_ctas(s, shrink.rows, shrink.leaves), expand)) {
     expand.per_sm = 1;
   }
   if (shrink.kernel != ShrinkKernel::kDecode) return;
@@ -375,7 +383,7 @@ void give_room(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandP
     expand.per_sm = kDenseExpandPerSm;
     expand.stages = decode_stages(s, expand, m);
   }
-  if (shrink_fits(s, m, shrink.rows, expand)) {
+  if (shrink_fits(s, m, shrink.rows, shrink.leaves, expand)) {
     shrink.per_sm = 1;
   } else if (suits_dense_shrink(s, m, shrink, expand)) {
     shrink.per_sm = kDenseShrinkPerSm;

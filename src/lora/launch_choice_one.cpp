@@ -10,7 +10,7 @@ namespace {
 
 /// Shared memory of a CTA with so many columns, static and dynamic.
 std::int64_t one_cta_smem(const LoraShape& s, int cols) {
-  return one_smem(s.hidden, cols, one_ranks(s.max_rank)) + kDecodeStaticSmem;
+  return one_smem(s.hidden, cols, one_ranks(s.max_rank)) + kOneStaticSmem;
 }
 
 }  // namespace

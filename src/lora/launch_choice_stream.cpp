@@ -39,7 +39,7 @@ bool suits_stream(const LoraShape& s, const Machine& m, const ShrinkPlan& c) {
   constexpr std::int64_t kFewTokens = 8, kPerSm = 4, kRounds = 3, kShortRounds = 4;
   const std::int64_t rounds = leaf_size(s.hidden) == kDecodeK ? kRounds : kShortRounds;
   return runs_stream(s, m) && tokens_per_adapter(s) <= kFewTokens &&
-         decode_shrink_ctas(s, c.rows) > rounds * kPerSm * m.sms;
+         decode_shrink_ctas(s, c.rows, 1) > rounds * kPerSm * m.sms;
 }
 
 }  // namespace mortar::lora

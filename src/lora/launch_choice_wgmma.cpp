@@ -154,16 +154,16 @@ double even_runs(const LoraShape& s, int tiles) {
 /// runs as can be, those of even shares, and the last run of each adapter half full. Three tiles of
 /// one are seldom all there, and of ragged ranks narrow CTAs cost more than their clocks, of high
 /// ones less. (us on an H100, 64 rows and 96: 1,454 tokens of 80 adapters, ranks up to 64, 26.2 and
-/// 23.9.) Chunks of two tiles and 64 rows cost more than their clocks, too: of 39 to 56 random
-/// problems on an H200 what is chosen takes 1.022 times as long as the best shape up to rank 64, and
-/// 1.028 to 1.045 times above rank 128, without that 1.033 to 1.040, and 1.033 to 1.058 times. (us
-/// on an H100, with and without: 404 tokens of two adapters, rank 64, 13,824 to 5,120, 13.0 and
-/// 15.2; 433 of one, 14,336 to 4,096, 14.3 and 14.9.) Of 417 random problems on an H100 what this chose of the shapes without 64 rows
-/// took 1.020 times as long as the best shape, by the first and the last alone 1.025 times. (us,
-/// this and those: 501 tokens of 4 adapters, rank 128, 16,384 to 4,096 + 2 x 256, 46 and 69; 1,912
-/// of 13, 18,944 to 3,584, 87 and 126; but 2,089 of 5, rank 64, 8,192 to 2,048 + 2 x 256, 40 and
-/// 34.) Of ragged ranks the widest CTAs are mostly empty. (us, 192 rows and 96: 12,612 tokens of 27
-/// adapters, ranks up to 64, qkv, 122 and 105.)
+/// 23.9.) Chunks of two tiles and 64 rows cost more, too. (us on an H100, other shapes and those:
+/// 404 tokens of two adapters, rank 64, 13,824 to 5,120, 12.4 and 15.0; 87 of two, rank 256, 4,096
+/// to 2 x 3,584, 11.5 and 12.9; 512 of 8, rank 128, gate_up, 52.3 and 57.1; but 1,024 of one, rank
+/// 32, gate_up, 54.2 and 51.5. Of 18 random problems 0.941 times as long, 3 slower by over 2 %.) Of
+/// 417 random problems on an H100 what this chose of the shapes without 64 rows took 1.020 times as
+/// long as the best shape, by the first and the last alone 1.025 times. (us, this and those: 501
+/// tokens of 4 adapters, rank 128, 16,384 to 4,096 + 2 x 256, 46 and 69; 1,912 of 13, 18,944 to
+/// 3,584, 87 and 126; but 2,089 of 5, rank 64, 8,192 to 2,048 + 2 x 256, 40 and 34.) Of ragged
+/// ranks the widest CTAs are mostly empty. (us, 192 rows and 96: 12,612 tokens of 27 adapters,
+/// ranks up to 64, qkv, 122 and 105.)
 double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, const Choice& c) {
   const WgmmaShape& shape = c.shape;
   constexpr double kFew = 0.3, kEven = 0.5, kThree = 1.12, kPair = 1.1, kWidest = 1.06;
@@ -181,8 +181,7 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, co
   const bool half = shape.rows == 64 && shape.share == Share::kHalf;
   const bool pair = shape.rows == 64 && shape.tiles == 2 && shape.share == Share::kLeaf;
   const bool widest = shape.rows == 192 && s.ragged;
-  return clocks *
-         (shape.tiles == 3 ? kThree : pair ? kPair : half ? narrow : widest ? kWidest : 1);
+  return clocks * (shape.tiles == 3 ? kThree : pair ? kPair : half ? narrow : widest ? kWidest : 1);
 }
 
 /// Whether fewer stages hold all of a CTA's steps but one, let more CTAs share an SM, and those of

@@ -56,10 +56,9 @@ ExpandPlan wide_expand(int shape) {
   return c;
 }
 
-/// In clusters where that saves 6 us of L2, as they start some 3 us later. (us on an H200, pairs
-/// and not: 3,104 tokens of one adapter, rank 512, gate_up, 497 and 638; 1,777 of 3, 162 and 202;
-/// 9,641 of 15, rank 256, 1,024 to 2 x 3,072, 138 MB, 134 and 149; but 1,412 of 8, rank 256, 4,096
-/// to 4,096, 17 MB, 33.1 and 29.7.)
+/// In clusters where that saves 6 us of L2, as they start some 3 us later. (us on an H200, clusters
+/// and single CTAs: 1,777 tokens of 3 adapters, rank 512, 3,584 to 2 x 18,944, 233 MB, 167 and 181;
+/// but 1,412 of 8, rank 256, 4,096 to 4,096, 17 MB, 33.1 and 29.7; 283 of 8, none, 22.0 and 20.0.)
 ExpandPlan wide_walk(const LoraShape& s) {
   constexpr double kLeast = 30e6;
   ExpandPlan c = wide_expand(wide_walk_shape(s));
@@ -90,18 +89,18 @@ bool suits_wide(const LoraShape& s, const Machine& m) {
 
 /// Of few tiles and columns: a step a CTA of the prefill kernel, whose CTAs have an SM each, or a
 /// tile a CTA of the wide kernel, two an SM, or two where they are mostly full; of up to 256 tokens
-/// and rank 64 not where a tile is half empty. (us, these and what
-/// is chosen otherwise, rank 128: 126 tokens of one adapter, 14,336 to 4,096, 8.6 and 10.9; a tile,
-/// 200 of one, qkv, 13.1 and 13.8, 300, 4,096 to 4,096, 9.6 and 10.6; two, 800, 16.2 and 17.3; but
-/// 514 of one, 1,024 to 2,048 + 2 x 1,024, 12.1 and 11.6; half full, 514 of 4, rank 96, qkv, 21.1
-/// and 18.7. Of few tokens, a step, 55 of two, 4,096 to 4,096, 6.4 and 7.3; a tile, 63 of two,
-/// 8,192 to 8,192, 8.4 and 10.0; but 111 of two, 2,048 to 512 + 2 x 128, 12 CTAs, 8.7 and 7.4.
-/// Rank 64, a step, 455 of 3, 3,072 to 1,024, 7.7 and 8.3; a tile, 538 of one, 3,584 to 3,584, 9.6
-/// and 10.3; 191 of one, 3,584 to 3,584 + 2 x 512, 8.1 and 9.4; but half full, a step, 219 of 5,
-/// 512 to 2,048, 5.7 and 5.2; a tile, 236 of 3, 3,584 to 3,584, 7.8 and 7.6; two, 93 of one, 3,584
-/// to 2 x 18,944, 13.5 and 11.7. Of more tokens, a tile, on an H100: 322 of 6, ranks up to 64, 2,048
-/// to 2,048 + 2 x 512, 8.0 and 8.7; 476 of 5, 10.4 and 11.0; 896 of 18, rank 128, 2,048 to 1,024,
-/// 12.0 and 13.0; of 8 random problems 0.950 times as long, none slower.)
+/// and rank 64 not where a tile is half empty. (us, these and what is chosen otherwise, rank 128:
+/// 126 tokens of one adapter, 14,336 to 4,096, 8.6 and 10.9; a tile, 200 of one, qkv, 13.1 and
+/// 13.8, 300, 4,096 to 4,096, 9.6 and 10.6; two, 800, 16.2 and 17.3; but 514 of one, 1,024 to 2,048
+/// + 2 x 1,024, 12.1 and 11.6; half full, 514 of 4, rank 96, qkv, 21.1 and 18.7. Of few tokens, a
+/// step, 55 of two, 4,096 to 4,096, 6.4 and 7.3; a tile, 63 of two, 8,192 to 8,192, 8.4 and 10.0;
+/// but 111 of two, 2,048 to 512 + 2 x 128, 12 CTAs, 8.7 and 7.4. Rank 64, a step, 455 of 3, 3,072
+/// to 1,024, 7.7 and 8.3; a tile, 538 of one, 3,584 to 3,584, 9.6 and 10.3; 191 of one, 3,584 to
+/// 3,584 + 2 x 512, 8.1 and 9.4; but half full, a step, 219 of 5, 512 to 2,048, 5.7 and 5.2; a
+/// tile, 236 of 3, 3,584 to 3,584, 7.8 and 7.6; two, 93 of one, 3,584 to 2 x 18,944, 13.5 and 11.7.
+/// Of more tokens, a tile, on an H100: 322 of 6, ranks up to 64, 2,048 to 2,048 + 2 x 512, 8.0 and
+/// 8.7; 476 of 5, 10.4 and 11.0; 896 of 18, rank 128, 2,048 to 1,024, 12.0 and 13.0; of 15
+/// random problems 0.962 times as long, one slower by over 2 %.)
 bool suits_round(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   constexpr int kLeastRank = 33, kLowRank = 64;
   constexpr std::int64_t kLeastTokens = 24;  // of an adapter

@@ -66,6 +66,15 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
       }
       if (last < rows) break;
     }
+    for (int chunks = 1; takes_chunks(s, m, chunks); chunks *= 2) {
+      const int stage_rows = decode_ring_rows(s.hidden, 1) / chunks;
+      for (const int tokens : {8, 16}) {
+        if (chunks == 1 && tokens == 16) continue;
+        plans.push_back({ShrinkKernel::kDecode, 0, 16, stage_rows, Partials::kFinish, 0});
+        plans.back().leaves = chunks;
+        plans.back().x_tokens = tokens;
+      }
+    }
   }
   if (runs_stream(s, m)) plans.push_back(stream_shrink(s, Partials::kFinish));
   for (int i = 0; i < static_cast<int>(std::size(kMmaShapes)); ++i) {
@@ -281,6 +290,7 @@ void add_shrink(Line& line, const ShrinkPlan& c, std::int64_t hidden) {
     line.add(", %d stages", c.stages);
   }
   if (c.leaves > 1) line.add(", %d K chunks a CTA", c.leaves);
+  if (c.x_tokens < 16) line.add(", x of %d tokens at a time", c.x_tokens);
   add_per_sm(line, c.per_sm);
   line.add("%s", kPartials[static_cast<int>(c.partials)]);
 }

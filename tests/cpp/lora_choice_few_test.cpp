@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lora/launch_choice.h"
@@ -71,6 +72,26 @@ TEST(LoraChoice, StagesOfTheDecodeShrinkFollowItsCtas) {
   EXPECT_EQ(stages(shape(256, 64, 16, 14336, {4096})), kDecodeStages);
   const std::string text = describe(choose(shape(256, 64, 16, 4096, {4096, 1024, 1024}), {}));
   EXPECT_NE(text.find("48 rank rows, 2 stages"), std::string::npos) << text;
+}
+
+/// Its CTAs take several K chunks of low ranks where those of both kernels would be too many, and x
+/// of half a tile at a time where there are rounds of them.
+TEST(LoraChoice, LowRanksShareCtasOfTheDecodeShrink) {
+  const auto plan = [](const LoraShape& s) { return choose(s, {}).shrink; };
+  const auto taken = [&](const LoraShape& s) {
+    return std::pair(plan(s).leaves, plan(s).x_tokens);
+  };
+  EXPECT_EQ(taken(shape(22, 251, 4, 8192, {8192, 1024, 1024})), std::pair(2, 16));
+  EXPECT_EQ(taken(shape(67, 358, 4, 8192, {2048})), std::pair(4, 8));
+  EXPECT_EQ(taken(shape(10, 109, 4, 16384, {16384})), std::pair(1, 16));
+  EXPECT_EQ(taken(shape(53, 485, 4, 53248, {16384})), std::pair(2, 8));
+  EXPECT_EQ(taken(shape(36, 1, 16, 18944, {3584})), std::pair(2, 16));
+  EXPECT_EQ(taken(shape(1, 1, 4, 53248, {16384})), std::pair(4, 16));
+  EXPECT_EQ(plan(shape(1, 1, 4, 53248, {16384})).rows, 4);
+  EXPECT_EQ(taken(shape(32, 1, 16, 14336, {4096})), std::pair(1, 16));
+  EXPECT_EQ(taken(shape(33, 9, 4, 28672, {8192})), std::pair(1, 16));
+  EXPECT_EQ(taken(shape(22, 251, 64, 8192, {8192})), std::pair(1, 16));
+  EXPECT_EQ(taken(shape(40, 40, 4, 4096, {4096})), std::pair(1, 16));
 }
 
 /// It runs in fewer registers where its CTAs and expand's would not find room for all of them.

@@ -103,6 +103,7 @@ class LaunchTest : public ::testing::Test {
     ran_.insert({static_cast<int>(plan.shrink.kernel), plan.shrink.shape});
     stages_ran_.insert(plan.shrink.stages);
     dense_shrink_ran_ |= plan.shrink.per_sm == lora::kDenseShrinkPerSm;
+    if (plan.shrink.kernel == lora::ShrinkKernel::kDecode) chunks_ran_.insert(plan.shrink.leaves);
     if (plan.expand.kernel == lora::ExpandKernel::kWide) wide_ran_.insert(plan.expand.shape);
     if (plan.expand.kernel == lora::ExpandKernel::kDirect) groups_ran_.insert(plan.expand.groups);
     if (plan.expand.per_sm == lora::kDenseExpandPerSm) dense_ran_.insert(plan.expand.stages);
@@ -204,6 +205,7 @@ class LaunchTest : public ::testing::Test {
   std::set<int> stages_ran_;           ///< of the ring of rank rows
   std::set<int> groups_ran_;           ///< of columns that share an MMA step of the direct expand
   bool dense_shrink_ran_ = false;      ///< the decode shrink in fewer registers
+  std::set<int> chunks_ran_;           ///< K chunks of its CTAs
   std::set<int> dense_ran_;            ///< of that of B, where four CTAs of expand share an SM
   std::set<std::pair<int, int>> ran_;  ///< kernels of shrink and rows of their tables
 };

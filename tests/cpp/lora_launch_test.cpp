@@ -20,8 +20,8 @@
 namespace mortar::testing {
 namespace {
 
-/// Few and many tokens of an adapter, short and long K chunks, an odd number of them, edges of
-/// tiles, columns and ranks.
+/// Few and many tokens of an adapter, short and long K chunks, an odd number of them, more than are
+/// added at once, edges of tiles, columns and ranks.
 std::vector<LoraCase> every_plan_cases() {
   std::vector<LoraCase> cases = {
       case_of(7, 1040, {96, 40}, {16, 8, 24}),
@@ -31,6 +31,7 @@ std::vector<LoraCase> every_plan_cases() {
       case_of(333, 1288, {264, 72, 64}, {48, 64, 3}),
       case_of(200, 1032, {264, 128}, {128, 100, 64}),
       case_of(90, 1032, {264}, {4, 12, 2}),
+      case_of(25, 34824, {264}, {4, 16, 12}),
       case_of(130, 520, {264, 40}, {200, 129, 40}),
       case_of(130, 520, {264, 40}, {201, 129, 40}, DType::kFloat16),
       case_of(150, 264, {520, 40}, {4, 2, 3}),
@@ -74,6 +75,7 @@ TEST_P(LoraLaunch, EveryShapeIsAmongThesePlans) {
   expect_all_shapes_ran(false);
   EXPECT_TRUE(stages_ran_.contains(lora::kFewDecodeStages));
   EXPECT_TRUE(dense_shrink_ran_);
+  EXPECT_EQ(chunks_ran_, (std::set{1, 2, 4}));
   EXPECT_EQ(dense_ran_, (std::set{lora::kDenseExpandStages, lora::kDecodeExpandStages}));
   if (this_machine().arch != 90) return;
   EXPECT_EQ(groups_ran_, (std::set{1, lora::kDirectGroups}));
@@ -157,34 +159,6 @@ TEST_P(LoraLaunch, OneKernelGivesTheBitsOfTwo) {
   EXPECT_TRUE(one_ran_.empty());
 }
 
-/// Clusters of two, four and eight CTAs, some without a K chunk of their own, and such that take
-/// turns; tokens without an adapter; more rank rows than a CTA takes; both forms of groups.
-/// CTAs of shrink that walk over units: one K chunk and many, an odd number of them, half-full and
-/// single tiles, rank rows that leave the last unit some boxes or none.
-TEST_P(LoraLaunch, PersistentShrinkGivesTheSameBits) {
-  if (this_machine().arch != 90) return;
-  const auto expect = [&](LoraCase c, Map map) {
-    c.one_rank = true;
-    c.map = map;
-    LoraOperands op(c, device_);
-    const GuardedTensor original = op.y;
-    expect_apply_matches(op);
-    const std::vector<std::uint8_t> want = bytes_of(op.y);
-    int walk = 0;
-    for (const LaunchPlan& plan : plans_to_run(op)) {
-      if (plan.shrink.kernel != lora::ShrinkKernel::kWalk) continue;
-      expect_plan_gives(want, plan, op, original);
-      ++walk;
-    }
-    EXPECT_GE(walk, 2);
-  };
-  expect(case_of(1, 8, {8}, {128}), Map::kOneAdapter);
-  expect(case_of(129, 200, {40}, {192}, DType::kFloat16), Map::kOneAdapter);
-  expect(case_of(300, 520, {40, 24, 8}, {128}), Map::kRandom);
-  expect(case_of(140, 1288, {40, 24}, {128}), Map::kRandom);
-  expect(case_of(70, 4616, {40}, {448}), Map::kOneAdapter);
-}
-
 TEST_P(LoraLaunch, EveryPlanOfShrinkGivesTheSameBits) {
   int in_clusters = 0;
   for (const bool segments : {false, true}) {
@@ -240,11 +214,11 @@ TEST_P(LoraLaunch, EveryPlanOfFloatWeightsKeepsInf) {
   LoraCase c = case_of(200, 264, {264, 40}, {1});
   c.w = DType::kFloat32;
   c.map = Map::kOneAdapter;
-  constexpr float kInf = std::numeric_limits<float>::infinity();
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
   LoraOperands op(c, device_);
-  op.x.set(3 * op.x.host().strides[0] + 17, -kInf);
+  op.x.set(3 * op.x.host().strides[0] + 17, -kInfinity);
   op.x.upload();
-  op.set_b(0, c.adapters - 1, 5, 0, kInf);
+  op.set_b(0, c.adapters - 1, 5, 0, kInfinity);
   const GuardedTensor original = op.y;
   const LoraWeights host = op.host_weights();
   const auto h = lora::reference_shrink(op.x.host(), host, op.map, c.scale);
@@ -301,86 +275,6 @@ TEST_P(LoraLaunch, EveryPlanOfExpandGivesTheSameBits) {
       std::begin(lora::kWideShapes), std::end(lora::kWideShapes),
       [](const lora::WideShape& shape) { return !shape.walks && !shape.float_weights; });
   EXPECT_EQ(wide_ran_.size(), has_wide ? static_cast<std::size_t>(own) : 0u);
-}
-
-/// Of the persistent wide expand, whose steps are several to a CTA: full and short runs of one tile
-/// and of two, adapters without weights, ranks of a part of a block and of several, other ranks in
-/// each slice, rows of B of any address, y overwritten. Without wgmma only the chosen plan runs.
-TEST_P(LoraLaunch, PersistentCtasTakeSeveralSteps) {
-  const bool has_wide = this_machine().arch == 90;
-  const auto expect = [&](LoraCase c, int least_steps) {
-    const std::int64_t blocks =
-        ceil_div<std::int64_t>(c.widths[0], 128) +
-        (c.widths.size() > 1 ? ceil_div<std::int64_t>(c.widths[1], 128) : 0);
-    c.tokens += 128 * ceil_div<std::int64_t>(least_steps * this_machine().sms, blocks);
-    LoraOperands op(c, device_);
-    const GuardedTensor original = op.y;
-    expect_apply_matches(op);
-    const std::vector<std::uint8_t> want = bytes_of(op.y);
-    LaunchPlan plan = lora::choose(shape_of(op), this_machine());
-    if (plan.shrink.split()) plan.shrink.partials = lora::Partials::kFinish;
-    for (int i = 0; i < static_cast<int>(std::size(lora::kWideShapes)); ++i) {
-      const lora::WideShape& shape = lora::kWideShapes[i];
-      if (!has_wide || shape.float_weights) continue;
-      if (i == lora::kWideStagedShape && op.max_rank() > lora::kWideStagedMaxRank) continue;
-      plan.expand = {lora::ExpandKernel::kWide, i, 64, shape.cols};
-      plan.workspace_bytes = lora::workspace_of(plan);
-      for (const int cluster : {1, 2}) {
-        plan.expand.cluster = cluster;
-        if (cluster > 1 && !(shape.walks && plan.shape.b_boxes)) continue;
-        expect_plan_gives(want, plan, op, original);
-      }
-    }
-  };
-  expect(case_of(77, 40, {264, 40}, {72, 0, 136, 8}), 3);
-  LoraCase half = case_of(200, 40, {520}, {130, 65, 64}, DType::kFloat16);
-  half.add = false;
-  expect(half, 2);
-  LoraCase table = case_of(1, 40, {136, 264}, {16, 0, 200});
-  table.table = true;
-  expect(table, 2);
-  LoraCase alone = case_of(60, 40, {648}, {512});
-  alone.map = Map::kOneAdapter;
-  expect(alone, 2);
-  // Boxes, whose pairs of CTAs take one run of tokens or two, and an odd number of blocks of
-  // columns; at last of more of B than stays in L2.
-  LoraCase boxes = case_of(10, 40, {384, 256}, {128});
-  boxes.one_rank = true;
-  for (const int adapters : {2, 5}) {
-    boxes.adapters = adapters;
-    expect(boxes, 3);
-  }
-  boxes.ranks = {512};
-  boxes.map = Map::kOneAdapter;
-  expect(boxes, 2);
-  boxes.tokens = 420;
-  boxes.widths = {97 * 128};
-  boxes.map = Map::kRandom;
-  boxes.adapters = 2;
-  expect(boxes, 1);
-}
-
-/// Persistent warps of shrink take several pieces of work each: of adapters of other ranks in each
-/// slice, without weights, and with more tokens than a piece has; short and long K chunks.
-TEST_P(LoraLaunch, PersistentWarpsTakeSeveralPieces) {
-  const auto expect = [&](LoraCase c, int adapters) {
-    c.adapters = adapters;
-    LoraOperands op(c, device_);
-    const GuardedTensor original = op.y;
-    expect_apply_matches(op);
-    const std::vector<std::uint8_t> want = bytes_of(op.y);
-    int stream = 0;
-    for (const LaunchPlan& plan : lora::candidates(shape_of(op), this_machine())) {
-      if (plan.shrink.kernel != lora::ShrinkKernel::kStream || stream > 0) continue;
-      expect_plan_gives(want, plan, op, original);
-      ++stream;
-    }
-    EXPECT_EQ(stream > 0, this_machine().arch >= 90);
-  };
-  expect(case_of(300, 2056, {40, 24}, {64, 8, 24}), 60);
-  LoraCase table = case_of(260, 4616, {40, 24, 8}, {16, 0, 40}, DType::kFloat16);
-  table.table = true;
-  expect(table, 30);
 }
 
 /// The decode expand cuts columns by the tiles that there are: into more blocks than the plan's,

@@ -30,9 +30,8 @@ Machine machine() {
 bool allows_vectors(const RowsView& x, const WeightsView& w) {
   bool ok = w.hidden % 8 == 0 && is_aligned(x.data) && x.row_stride % 8 == 0;
   for (int i = 0; i < w.num_slices && w.table == nullptr; ++i) {
-    const StackedSlice& slice = w.slices[i];
-    ok =
-        ok && is_aligned(slice.a) && slice.a_row_stride % 8 == 0 && slice.a_adapter_stride % 8 == 0;
+    const StackedSlice& a = w.slices[i];
+    ok = ok && is_aligned(a.a) && a.a_row_stride % 8 == 0 && a.a_adapter_stride % 8 == 0;
   }
   return ok;
 }

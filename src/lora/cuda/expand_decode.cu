@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
     y_at[half] = static_cast<T*>(p.y.data) + t * p.y.row_stride + block.y_col + lane_col;
   }
   __syncthreads();
-  HSum<T, Ranks, kThreads, Tr::kShared> sum(p, tile, tokens, block.slice, w);
+  HSum<T, Ranks, kThreads, Tr::kShared> sum(p, tile, tokens, block.slice, w, h_tile);
   const std::uint32_t h_at = a_fragment_row<Ranks>(h_tile, 0);
   const std::uint32_t b_at = b_fragment_row<Ranks>(ring, warp * 32);
   const int num_steps = ceil_div(w.rank, 16);

@@ -258,7 +258,7 @@ __device__ __forceinline__ void take_tile(const ExpandParams& p, const CtaWork& 
     at.y[half] = static_cast<T*>(p.y.data) + t * p.y.row_stride + block.y_col + warp_col + S::col();
   }
   __syncthreads();
-  HSum<T, Ranks, kThreads> sum(p, tile, tokens, block.slice, w);
+  HSum<T, Ranks, kThreads> sum(p, tile, tokens, block.slice, w, h_tile);
   // Asks for B and y of a round of runs, those from `run` on, in L2: what registers hold of them in
   // flight is too little for memory. A line is 64 elements.
   const auto ask = [&](int run) {

@@ -55,8 +55,8 @@ __device__ __forceinline__ void produce_rounded(Shared<Tr>& shared, unsigned cha
   const int num_steps = ceil_div(rank, kStepRanks), ahead = min(num_steps, Tr::kStages);
   const auto copy_b = [&](int stage, int step) {
     copy_ranks<T, Tr::kCols, Tr::kProducers>(shared.rows + Tr::kTokens,
-                                         ring + stage * Tr::kStageBytes + Tr::kTokenBytes,
-                                         step * kStepRanks, rank, vector);
+                                             ring + stage * Tr::kStageBytes + Tr::kTokenBytes,
+                                             step * kStepRanks, rank, vector);
   };
 #pragma unroll 1
   for (int step = 0; step < ahead; ++step) copy_b(step, step);

@@ -78,12 +78,12 @@ template <class T, bool kStaged>
 struct Consumer {
   static constexpr int kHBlocks = Room<kStaged>::kHBlocks, kStages = Room<kStaged>::kStages;
   const WalkParams& p;
-  Shared& shared;
+  Shared<kStaged>& shared;
   std::uint32_t ring;
   const unsigned char* y_rows;
   T* y;
   int row0, col0;
-  device::RingCursor<kSteps> now;
+  device::RingCursor<Room<kStaged>::kSteps> now;
   device::RingCursor<kStages> at;
   device::RingCursor<kHBlocks> h_first;
   device::RingCursor<kYStages> y_at;
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char smem[];
   using Own = Room<kStaged>;
-  auto& shared = *reinterpret_cast<Shared*>(smem + Own::kRing);
+  auto& shared = *reinterpret_cast<Shared<kStaged>*>(smem + Own::kRing);
   const std::uint32_t ring = device::smem_address(smem);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   device::pdl_begin(p.early);
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (thread == 0) {
     const int copiers = p.b_boxes ? 1 : kProducers;
-    for (int i = 0; i < kSteps; ++i) {
+    for (int i = 0; i < Own::kSteps; ++i) {
       shared.told[i].init(kScouts);
       shared.used[i].init(kConsumers / 32 + copiers);
     }
@@ -245,11 +245,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Look up
   if (thread >= kFirstScout) {
     device::fewer_registers<kScoutRegisters>();
-    Scout scout(p, shared, share, tiles);
+    Scout<kStaged> scout(p, shared, share, tiles);
     wait_for_other();
-    if (kStaged && p.add_inputs) {
-      tell_and_copy<T>(p, shared, scout, ring + Own::kY);
-      return;
+    if constexpr (kStaged) {
+      if (p.add_inputs) {
+        tell_and_copy<T>(p, shared, scout, ring + Own::kY);
+        return;
+      }
     }
 #pragma unroll 1
     while (scout.tell()) {

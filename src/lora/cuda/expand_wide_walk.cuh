@@ -38,11 +38,13 @@ template <bool kStaged>
 struct Room {
   static constexpr int kHBlocks = (kStaged ? kWideStagedMaxRank : kLoraMaxRank) / kStepRanks;
   static constexpr int kStages = kShapeOf<kStaged>.stages;  ///< of B
+  /// That are described ahead, with the one that is computed: y is copied once that is done for the
+  /// second step after its own.
+  static constexpr int kSteps = kStaged ? 6 : 4;
   static constexpr int kY = (kHBlocks + kStages) * kBlockBytes;
   static constexpr int kRing = kY + (kStaged ? kYStages * kTokens * kYPitch : 0);
 };
 inline constexpr int kMostHBlocks = kLoraMaxRank / kStepRanks, kMostStages = kOf.stages;
-inline constexpr int kSteps = 4;  ///< that are described ahead, with the one that is computed
 inline constexpr int kRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 64,
                      kScoutRegisters = 80;
 inline constexpr int kConsumerRegisters =
@@ -73,16 +75,17 @@ struct Step {
   }
 };
 
+template <bool kStaged>
 struct Shared {
-  Step steps[kSteps];
-  device::Mbarrier told[kSteps], used[kSteps];
+  Step steps[Room<kStaged>::kSteps];
+  device::Mbarrier told[Room<kStaged>::kSteps], used[Room<kStaged>::kSteps];
   device::Mbarrier h_full[kMostHBlocks], h_empty[kMostHBlocks], full[kMostStages],
       empty[kMostStages];
   device::Mbarrier y_full[kYStages], y_empty[kYStages];
   int first;  ///< tile of the first run
 };
 template <bool kStaged>
-inline constexpr int kSmem = Room<kStaged>::kRing + int{sizeof(Shared)};
+inline constexpr int kSmem = Room<kStaged>::kRing + int{sizeof(Shared<kStaged>)};
 
 struct WalkParams : ExpandParams {
   CUtensorMap h_map, b_map[kLoraMaxSlices];  ///< of boxes
@@ -90,9 +93,10 @@ struct WalkParams : ExpandParams {
 };
 
 /// Describes the steps of a CTA, one after the other. By all scouts, who agree.
+template <bool kStaged>
 struct Scout {
   const WalkParams& p;
-  Shared& shared;
+  Shared<kStaged>& shared;
   Share share;
   TileList tiles;
   int index;     ///< the run's first tile
@@ -102,9 +106,9 @@ struct Scout {
   Tile tile;
   SliceWeights weights;
   int slice = -1;  ///< whose weights these are; negative: of other tokens
-  device::RingCursor<kSteps> at;
+  device::RingCursor<Room<kStaged>::kSteps> at;
 
-  __device__ __forceinline__ Scout(const WalkParams& params, Shared& s, const Share& own,
+  __device__ __forceinline__ Scout(const WalkParams& params, Shared<kStaged>& s, const Share& own,
                                    const TileList& list)
       : p(params), shared(s), share(own), tiles(list), index(s.first) {
     look();

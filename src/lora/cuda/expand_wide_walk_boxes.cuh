@@ -18,7 +18,7 @@ inline constexpr int kHalfGroups = kCols / kPair / kGroupCols, kHalfBytes = kBlo
 /// 64 ranks of B for a step. Columns that both CTAs of a cluster take come to both, half of them
 /// asked for by each, once both have used up what lay there.
 template <bool kStaged>
-__device__ __forceinline__ void ask_for_columns(const WalkParams& p, Shared& shared,
+__device__ __forceinline__ void ask_for_columns(const WalkParams& p, Shared<kStaged>& shared,
                                                 std::uint32_t ring, const Step& t, int stage,
                                                 int rank) {
   const int cta = static_cast<int>(blockIdx.x) % kPair;
@@ -40,10 +40,10 @@ __device__ __forceinline__ void ask_for_columns(const WalkParams& p, Shared& sha
 
 /// Asks for h and B of all steps; by one thread.
 template <bool kStaged>
-__device__ __forceinline__ void produce_boxes(const WalkParams& p, Shared& shared,
+__device__ __forceinline__ void produce_boxes(const WalkParams& p, Shared<kStaged>& shared,
                                               std::uint32_t ring) {
   constexpr int kHBlocks = Room<kStaged>::kHBlocks, kStages = Room<kStaged>::kStages;
-  device::RingCursor<kSteps> now;
+  device::RingCursor<Room<kStaged>::kSteps> now;
   device::RingCursor<kStages> at;
   device::RingCursor<kHBlocks> h_at;
   shared.told[0].wait(0);

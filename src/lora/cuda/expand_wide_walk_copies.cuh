@@ -98,10 +98,11 @@ struct Columns {
 };
 
 template <class T, bool kStaged>
-__device__ __forceinline__ void produce(const ExpandParams& p, Shared& shared, std::uint32_t ring) {
+__device__ __forceinline__ void produce(const ExpandParams& p, Shared<kStaged>& shared,
+                                        std::uint32_t ring) {
   constexpr int kHBlocks = Room<kStaged>::kHBlocks, kStages = Room<kStaged>::kStages;
   const Copier<T> copy(ring);
-  device::RingCursor<kSteps> now;
+  device::RingCursor<Room<kStaged>::kSteps> now;
   device::RingCursor<kStages> at;
   device::RingCursor<kHBlocks> h_at;
   shared.told[0].wait(0);
@@ -149,12 +150,12 @@ __device__ __forceinline__ void produce(const ExpandParams& p, Shared& shared, s
 /// Tells all steps, and copies y of each to shared memory once that of two steps before is used. A
 /// row by each scout.
 template <class T>
-__device__ __forceinline__ void tell_and_copy(const ExpandParams& p, Shared& shared, Scout& scout,
-                                              std::uint32_t y_rows) {
+__device__ __forceinline__ void tell_and_copy(const ExpandParams& p, Shared<true>& shared,
+                                              Scout<true>& scout, std::uint32_t y_rows) {
   const int thread = static_cast<int>(threadIdx.x) - kFirstScout;
   const T* const y = static_cast<const T*>(p.y.data);
   bool live = scout.tell(), next = live && scout.tell(), third = false;
-  device::RingCursor<kSteps> now;
+  device::RingCursor<Room<true>::kSteps> now;
   device::RingCursor<kYStages> at;
 #pragma unroll 1
   for (bool first = true; live; first = false, live = next, next = third, now.next(), at.next()) {

@@ -76,7 +76,7 @@ struct ExpandParams {
   bool two_parts = false;  ///< float32 weights and h count as the sum of two parts
   bool vector_y = false;   ///< every row and block of y is 16-byte aligned and whole
   bool b_by_8 = false;     ///< rows of B start at multiples of 8 bytes, not of 16
-  bool b_boxes = false;   ///< the tensor copy engine takes B
+  bool b_boxes = false;    ///< the tensor copy engine takes B
 };
 
 /// Of the one kernel of lora_apply: expand's, whose `cols` are those of a cluster, and x.

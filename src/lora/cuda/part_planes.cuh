@@ -68,8 +68,6 @@ __device__ __forceinline__ float4 load_h(const HView& h, std::int64_t at, int le
   return make_float4(v[0], v[1], v[2], v[3]);
 }
 
-__device__ __forceinline__ int ceil_log2(int n) { return 32 - __clz(n - 1); }
-
 /// Planes of parts of h in shared memory, made of quads: four neighbouring ranks of a token.
 template <class Tr>
 struct HPlanes {
@@ -84,7 +82,7 @@ struct HPlanes {
         pitch(h_pitch(width)),
         rank(own_rank),
         quads(ceil_div(own_rank, 16) * 4),
-        log_quads(ceil_log2(quads)) {}
+        log_quads(device::ceil_log2(quads)) {}
   __device__ __forceinline__ int bytes() const { return Tr::kTokens * pitch * 2; }
   __device__ __forceinline__ int place(int i) const { return i >> log_quads; }
   __device__ __forceinline__ int quad(int i) const { return i & ((1 << log_quads) - 1); }
@@ -135,7 +133,7 @@ struct HSum {
   const HView& h;
   const Tile& tile;
   const int* tokens;
-  int first_row, slice;
+  int first_row, slice, middle;
   device::SplitKSum<2> partials;
 
   __device__ __forceinline__ HSum(const HPlanes<Tr>& planes, const HView& from, const Tile& t,
@@ -146,6 +144,7 @@ struct HSum {
         tokens(own_tokens),
         first_row(first),
         slice(own_slice),
+        middle(static_cast<int>(first_leaves(from.num_slabs))),
         partials(from.slab_stride) {}
   /// Finds the partials of quad i.
   __device__ __forceinline__ void seek(int i) {
@@ -156,7 +155,7 @@ struct HSum {
     if (row < 0) return;
     partials.seek(
         static_cast<const float*>(h.data) + slice * h.slice_stride + row * h.row_stride + r,
-        h.num_slabs, static_cast<int>(first_leaves(h.num_slabs)));
+        h.num_slabs, middle);
   }
   /// After seek() of the thread's first quad and partials.load(). Called by whole warps.
   __device__ __forceinline__ void make() {
@@ -167,7 +166,7 @@ struct HSum {
         seek(i);
         partials.load();
       }
-      const float4 v = partials.sum();
+      const float4 v = partials.sum(middle);
       const int r = to.quad(i) * 4, left = to.rank - r;
       if (threadIdx.x % 2 != 0 || to.place(i) >= tile.count || to.quad(i) >= to.quads) continue;
       // What lies past the rank was never written.

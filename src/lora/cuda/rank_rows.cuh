@@ -18,11 +18,55 @@ struct RowAhead {
   std::int64_t step = 0;      ///< bytes from an adapter's to the next one's
 };
 
+/// What is known of neighbouring rows of the list, in shared memory.
+struct RankRowList {
+  const void** weights;  ///< row of A; null: a padding row, whose h is zero
+  std::int64_t* place;   ///< element offset of the row's column in h
+  float* scale;
+  int* count;
+
+  /// At most `most` rows from `first` on. Called by the whole CTA; a barrier must follow before
+  /// use.
+  __device__ __forceinline__ void fill(const ShrinkParams& p, int adapter, int first, int most) {
+    // Warps past the last row would only delay the others.
+    if (static_cast<int>(threadIdx.x & ~31u) >= most) return;
+    // Each lane looks up one slice, so that the loads of all slices are one trip.
+    const int size = p.weights.dtype == DType::kFloat32 ? 4 : 2;
+    const int own_slice = min(static_cast<int>(threadIdx.x % 32), p.weights.num_slices - 1);
+    const SliceWeights own = p.weights.get(adapter, own_slice);
+    const int own_rank = min(own.rank, p.h.width);
+    for (int base = 0; base < most; base += blockDim.x) {
+      const int i = base + static_cast<int>(threadIdx.x);
+      int before = 0, slice = -1, r = 0;
+      for (int s = 0; s < p.weights.num_slices; ++s) {
+        const int listed = p.pad ? p.h.width : __shfl_sync(0xffffffffu, own_rank, s);
+        if (first + i >= before && first + i < before + listed) {
+          slice = s;
+          r = first + i - before;
+        }
+        before += listed;
+      }
+      const int from = max(slice, 0);
+      const int rank = __shfl_sync(0xffffffffu, own_rank, from);
+      const auto a = reinterpret_cast<const char*>(
+          __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(own.a), from));
+      const auto stride = __shfl_sync(0xffffffffu, static_cast<long long>(own.a_row_stride), from);
+      const float own_scale = __shfl_sync(0xffffffffu, own.scale, from);
+      if (i < most) {
+        weights[i] = slice >= 0 && r < rank ? a + r * stride * size : nullptr;
+        place[i] = slice * p.h.slice_stride + r;
+        scale[i] = p.h.own ? 1.0f : p.scale * own_scale;
+      }
+      if (i == 0) *count = max(0, min(before - first, most));
+    }
+  }
+};
+
 /// Rows [first, first + kRows) of the list, in shared memory.
 template <int kRows>
 struct RankRows {
-  const void* weights[kRows];  ///< row of A; null: a padding row, whose h is zero
-  std::int64_t place[kRows];   ///< element offset of the row's column in h
+  const void* weights[kRows];
+  std::int64_t place[kRows];
   float scale[kRows];
   int count;
 
@@ -65,38 +109,9 @@ struct RankRows {
     if (!p.h.own && p.weights.scales != nullptr) scale[i] = p.scale * p.weights.scales[adapter];
   }
 
-  /// At most `most` rows. Called by the whole CTA; a barrier must follow before use.
   __device__ __forceinline__ void fill(const ShrinkParams& p, int adapter, int first,
                                        int most = kRows) {
-    // Each lane looks up one slice, so that the loads of all slices are one trip.
-    const int size = p.weights.dtype == DType::kFloat32 ? 4 : 2;
-    const int own_slice = min(static_cast<int>(threadIdx.x % 32), p.weights.num_slices - 1);
-    const SliceWeights own = p.weights.get(adapter, own_slice);
-    const int own_rank = min(own.rank, p.h.width);
-    for (int base = 0; base < most; base += blockDim.x) {
-      const int i = base + static_cast<int>(threadIdx.x);
-      int before = 0, slice = -1, r = 0;
-      for (int s = 0; s < p.weights.num_slices; ++s) {
-        const int listed = p.pad ? p.h.width : __shfl_sync(0xffffffffu, own_rank, s);
-        if (first + i >= before && first + i < before + listed) {
-          slice = s;
-          r = first + i - before;
-        }
-        before += listed;
-      }
-      const int from = max(slice, 0);
-      const int rank = __shfl_sync(0xffffffffu, own_rank, from);
-      const auto a = reinterpret_cast<const char*>(
-          __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(own.a), from));
-      const auto stride = __shfl_sync(0xffffffffu, static_cast<long long>(own.a_row_stride), from);
-      const float own_scale = __shfl_sync(0xffffffffu, own.scale, from);
-      if (i < most) {
-        weights[i] = slice >= 0 && r < rank ? a + r * stride * size : nullptr;
-        place[i] = slice * p.h.slice_stride + r;
-        scale[i] = p.h.own ? 1.0f : p.scale * own_scale;
-      }
-      if (i == 0) count = max(0, min(before - first, most));
-    }
+    RankRowList{weights, place, scale, &count}.fill(p, adapter, first, most);
   }
 };
 

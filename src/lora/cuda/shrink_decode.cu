@@ -14,13 +14,16 @@
 // waits in shared memory (and in MMA fragments) while rank rows stream past it through a ring of
 // cp.async stages that is filled before the predecessor has ended. A warp owns one leaf and 8 rank
 // rows of a stage: no sum crosses warps, and a leaf is one MMA chain as in the other kernels. Of 33
-// to 64 rows, which are in shared memory at once, it has the chains of all stages side by side.
+// to 64 rows, which are in shared memory at once, it has the chains of all stages side by side. Of
+// up to 16 or 8 rows and long leaves a CTA may take two leaves or four, side by side in a stage,
+// and x of 8 tokens at a time: then an SM has more of A on its way.
 //
 // Whole: the CTAs of a cluster take turns at all of K, 512 elements each. They send the sums of
 // their leaves to the CTA of the cluster that looks after the token, through distributed shared
 // memory, and that CTA adds them as leaf_size in problem.h says: the bits of slabs and of the
 // kernel that adds them, in one launch. (A second one takes 2.4 us of the host's time.)
 #include <algorithm>
+#include <bit>
 #include <type_traits>
 
 #include "device/cluster.cuh"
@@ -31,47 +34,24 @@
 #include "device/ring.cuh"
 #include "lora/cuda/backend.cuh"
 #include "lora/cuda/rank_rows.cuh"
+#include "lora/cuda/shrink_decode_traits.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
 
-constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kTokens = 16;      ///< of a tile
-constexpr int kK = kDecodeK;     ///< elements of K per CTA
-constexpr int kPitch = kK + 8;   ///< elements; 1040 B rows make ldmatrix free of bank conflicts
-constexpr int kPieces = kK / 8;  ///< 16-byte pieces of a row
-constexpr int kRowStep = kThreads / kPieces;
-
-template <class T_, bool kWhole_, int kLeaves_, int kStages_ = kDecodeStages, int kAtOnce_ = 1,
-          bool kDense_ = false>
-struct Traits {
-  using T = T_;
-  static constexpr bool kWhole = kWhole_;                  ///< h, not slabs
-  static constexpr int kLeaves = kLeaves_;                 ///< leaves per CTA
-  static constexpr int kStages = kStages_;                 ///< of the ring of rank rows
-  static constexpr int kAtOnce = kAtOnce_;                 ///< stages multiplied side by side
-  static constexpr int kSteps = kK / 16 / kLeaves;         ///< MMA steps of a leaf
-  static constexpr int kStageRows = 8 * kWarps / kLeaves;  ///< rank rows per stage
-  static constexpr int kStageElts = kStageRows * kPitch;
-  /// Fragments of x stay in registers while a leaf's fit, for the stages that stream past them.
-  static constexpr bool kKeepX = kSteps <= 16 && kAtOnce == 1 && !kDense_;
-  /// Two leaves per CTA are those of K up to 4,096, which a cluster holds at once.
-  static constexpr bool kTurns = kWhole && kLeaves == 1;
-  /// Of long leaves as few registers as they need, so that CTAs of expand find room beside them.
-  static constexpr int kPerSm = kAtOnce == 2 || kDense_ ? kDenseShrinkPerSm : 4;
-};
+using namespace decode_shrink;
 
 /// Adds the leaves of the tokens that this CTA of the cluster looks after, and writes their h.
 /// `h_rows`: rows of h of the tile's tokens; -1: none.
-template <class Rows>
-__device__ __forceinline__ void write_whole(const ShrinkParams& p, const Rows& rows,
+__device__ __forceinline__ void write_whole(const ShrinkParams& p, const RankRowList& rows,
                                             const int* h_rows, const float* sums) {
   const int ctas = static_cast<int>(gridDim.y), cta = static_cast<int>(blockIdx.y);
   const int own_tokens = kTokens / ctas, stride = own_tokens * p.rows_per_cta;
   const int leaves = static_cast<int>(num_leaves(p.weights.hidden));
   const int middle = static_cast<int>(first_leaves(leaves));
-  for (int i = threadIdx.x; i < own_tokens * rows.count; i += kThreads) {
-    const int own = i / rows.count, r = i % rows.count;
+  const int count = *rows.count;
+  for (int i = threadIdx.x; i < own_tokens * count; i += kThreads) {
+    const int own = i / count, r = i % count;
     const int row = h_rows[own * ctas + cta];
     if (row < 0) continue;
     const float* leaf = sums + own * p.rows_per_cta + r;
@@ -87,24 +67,34 @@ __device__ __forceinline__ void write_whole(const ShrinkParams& p, const Rows& r
 
 template <class Tr>
 __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
-    shrink_decode_kernel(const __grid_constant__ ShrinkParams p) {
+    shrink_decode_kernel(const __grid_constant__ DecodeParams params) {
   using T = typename Tr::T;
+  const ShrinkParams& p = params.shrink;
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ RankRows<kDecodeMaxRows> rows;
-  // The CTA's turns at K, and what the cluster sends it: all leaves of its tokens.
+  __shared__ int row_count;
+  // The CTA's turns at K, 512 elements each, and what the cluster sends it: all leaves of its
+  // tokens. Partials are made of all turns at once, which share the rows of a stage.
   const int ctas = Tr::kWhole ? static_cast<int>(gridDim.y) : 1;
-  const int turns = Tr::kTurns ? decode_turns(p.weights.hidden, ctas) : 1;
+  const int log_turns = Tr::kShares ? params.log_turns : 0;
+  const int turns = Tr::kTurns ? decode_turns(p.weights.hidden, ctas) : 1 << log_turns;
   const int sent = Tr::kWhole ? turns * Tr::kLeaves * kTokens * p.rows_per_cta : 0;
   float* const sums = reinterpret_cast<float*>(smem);
-  T* x_tile = reinterpret_cast<T*>(sums + sent);
-  T* ring = x_tile + turns * kTokens * kPitch;
+  const int list = round_up(p.rows_per_cta, 8);
+  const void** const row_weights = reinterpret_cast<const void**>(sums + sent);
+  std::int64_t* const row_places = reinterpret_cast<std::int64_t*>(row_weights + list);
+  float* const row_scales = reinterpret_cast<float*>(row_places + list);
+  RankRowList rows{row_weights, row_places, row_scales, &row_count};
+  T* const x_tile = reinterpret_cast<T*>(row_scales + list);
+  const int x_tokens = Tr::kShares ? params.x_tokens : kTokens;
+  T* const ring = x_tile + turns * x_tokens * kPitch;
 
   // Coordinates
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int piece = threadIdx.x % kPieces, row0 = threadIdx.x / kPieces;
   const int index = p.tiles.first + static_cast<int>(blockIdx.z);
-  const std::int64_t k = static_cast<std::int64_t>(blockIdx.y) * kK + piece * 8;
-  const int bytes = k < p.weights.hidden ? 16 : 0;  // K is a multiple of 8
+  const std::int64_t first_k = static_cast<std::int64_t>(blockIdx.y) * (kK << log_turns);
+  const std::int64_t k = first_k + piece * 8;
+  const auto left = static_cast<int>(p.weights.hidden - k);  // elements; K is a multiple of 8
   device::pdl_begin(p.early);
 
   // Guard
@@ -119,28 +109,34 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
   if constexpr (Tr::kWhole) device::cluster_arrive();
   rows.fill(p, tile.adapter, static_cast<int>(blockIdx.x) * p.rows_per_cta, p.rows_per_cta);
   __syncthreads();
-  const int num_rows = rows.count;
+  const int num_rows = row_count;
   const int turn_stages = ceil_div(Tr::kTurns ? max(1, num_rows) : num_rows, Tr::kStageRows);
   const int num_stages = turns * turn_stages;
-  const auto turn_of = [&](int stage) { return Tr::kTurns ? stage / turn_stages : 0; };
-  const int turn_elts = ctas * kK;
-  const int stage_elts = Tr::kTurns ? min(Tr::kStageRows, p.rows_per_cta) * kPitch : Tr::kStageElts;
-  const auto bytes_of = [&](int turn) {
-    return Tr::kTurns && k + std::int64_t{turn} * turn_elts >= p.weights.hidden ? 0 : bytes;
+  const auto turn_of = [&](int stage) {
+    return Tr::kTurns ? stage / turn_stages : log_turns > 0 ? stage : 0;
   };
+  const int turn_elts = ctas * kK;
+  const int stage_rows = min(Tr::kStageRows >> log_turns, p.rows_per_cta);  // of a turn
+  const int stage_elts = stage_rows * kPitch;
 
   // Load: A does not depend on the predecessor.
+  const auto copy = [&](std::uint32_t to, const T* row, int turn) {
+    const int at = turn * turn_elts;
+    const bool there = at < left;
+    device::cp_async_16(to, row + (there ? at : 0), there ? 16 : 0);
+  };
+  const int safe_k = left > 0 ? static_cast<int>(k) : 0;
+  const std::uint32_t ring_at = device::smem_address(ring + row0 * kPitch + piece * 8);
   const auto copy_rows = [&](int stage) {
-    T* at = ring + stage % Tr::kStages * stage_elts + piece * 8;
+    const std::uint32_t to = ring_at + stage % Tr::kStages * stage_elts * 2;
     const int turn = turn_of(stage), first = (stage - turn * turn_stages) * Tr::kStageRows;
-    const int own = bytes_of(turn);
 #pragma unroll
-    for (int i = row0; i < Tr::kStageRows; i += kRowStep) {
-      if (first + i >= num_rows) break;
-      const T* a = static_cast<const T*>(rows.weights[first + i]);
+    for (int i = 0; i < Tr::kStageRows; i += kRowStep) {
+      const int row = i + row0;
+      if (first + row >= num_rows) break;
+      const T* a = static_cast<const T*>(rows.weights[first + row]);
       if (Tr::kWhole && a == nullptr) continue;  // of a padding row nothing is read but its address
-      const T* from = own > 0 ? a + k + std::int64_t{turn} * turn_elts : a;
-      device::cp_async_16(device::smem_address(at + i * kPitch), from, own);
+      copy(to + i * kPitch * 2, a + safe_k, turn);
     }
   };
 #pragma unroll 1
@@ -149,62 +145,95 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
   // All addresses before the wait: after it a warp has its scheduler to itself, and every
   // instruction is a delay.
   constexpr int kOwnTokens = kTokens / kRowStep;
-  int x_tokens[kOwnTokens];
-  const T* x_rows[kOwnTokens];
-#pragma unroll
-  for (int i = 0; i < kOwnTokens; ++i) {
-    const int t = __shfl_sync(0xffffffffu, token, i * kRowStep + row0);
-    x_tokens[i] = t;
-    x_rows[i] = static_cast<const T*>(p.x.data) + t * p.x.row_stride + (bytes > 0 ? k : 0);
-    if (p.early && t >= 0 && bytes > 0 && piece % 8 == 0) device::prefetch_l2(x_rows[i]);
+  const auto own_x = static_cast<const T*>(p.x.data) + token * p.x.row_stride;
+  const unsigned there = __ballot_sync(0xffffffffu, token >= 0) % (1u << kTokens) >> row0;
+  if (p.early && token >= 0) {
+    // A thread asks for 128 bytes of the token that it knows.
+    const std::int64_t line = first_k + threadIdx.x / kTokens * (kK / (kThreads / kTokens));
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+      const std::int64_t at = line + std::int64_t{turn} * turn_elts;
+      if (at < p.weights.hidden) device::prefetch_l2(own_x + at);
+    }
   }
+  const T* x_rows[kOwnTokens];  // of the tokens from `first` on
+  const auto find_x = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kOwnTokens; ++i) {
+      x_rows[i] = reinterpret_cast<const T*>(
+                      __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(own_x),
+                                  first + i * kRowStep + row0)) +
+                  safe_k;
+    }
+  };
+  find_x(0);
   const std::uint32_t x_dst = device::smem_address(x_tile + row0 * kPitch + piece * 8);
   const int leaf = warp % Tr::kLeaves, rows8 = warp / Tr::kLeaves * 8;
-  const int slab = static_cast<int>(blockIdx.y) * Tr::kLeaves + leaf;
+  const int log_rows =
+      std::bit_width(static_cast<unsigned>(Tr::kStageRows)) - 1 - log_turns;  // of a turn
+  const int own_turn = rows8 >> log_rows, own_row = rows8 & ((1 << log_rows) - 1);
+  const int slab =
+      (static_cast<int>(blockIdx.y) * (1 << log_turns) + own_turn) * Tr::kLeaves + leaf;
   const std::uint32_t x_at =
-      device::smem_address(x_tile + lane % 16 * kPitch + lane / 16 * 8 + leaf * Tr::kSteps * 16);
-  const std::uint32_t a_at = device::smem_address(ring + (rows8 + lane % 8) * kPitch +
-                                                  lane / 8 * 8 + leaf * Tr::kSteps * 16);
+      device::smem_address(x_tile + (own_turn * x_tokens + (lane & (x_tokens - 1))) * kPitch +
+                           lane / 16 * 8 + leaf * Tr::kSteps * 16);
+  const int a_row = own_turn * stage_rows + min(own_row + lane % 8, stage_rows - 1);
+  const std::uint32_t a_at =
+      device::smem_address(ring + a_row * kPitch + lane / 8 * 8 + leaf * Tr::kSteps * 16);
   const int first_row = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
   __shared__ int h_rows[kTokens];
   float* out[2];  // rows of h, or of the sums of a CTA of the cluster; null: none
+  const auto find_out = [&](int first) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int place = lane / 4 + 8 * half;
-    const int row = h_row(p.h, tile, first_row, place, __shfl_sync(0xffffffffu, token, place));
-    if constexpr (Tr::kWhole) {
-      if (warp == 0 && lane % 4 == 0) h_rows[place] = row;
-      const int at = slab * (kTokens / ctas) + place / ctas;
-      out[half] = row < 0 || slab >= num_leaves(p.weights.hidden)
-                      ? nullptr
-                      : device::in_cluster(sums, place % ctas) + at * p.rows_per_cta;
-    } else {
-      out[half] =
-          row < 0 || slab >= p.h.num_slabs
-              ? nullptr
-              : static_cast<float*>(p.h.data) + slab * p.h.slab_stride + row * p.h.row_stride;
-    }
-  }
-  device::pdl_wait();
-#pragma unroll 1
-  for (int turn = 0; turn < turns; ++turn) {
-#pragma unroll
-    for (int i = 0; i < kOwnTokens; ++i) {
-      if (x_tokens[i] >= 0) {
-        const int own = bytes_of(turn);
-        device::cp_async_16(x_dst + (turn * kTokens + i * kRowStep) * kPitch * 2,
-                            x_rows[i] + (own > 0 ? std::int64_t{turn} * turn_elts : 0), own);
+    for (int half = 0; half < 2; ++half) {
+      const int place = first + lane / 4 + 8 * half;
+      const int t = __shfl_sync(0xffffffffu, token, place);
+      const int row = h_row(p.h, tile, first_row, place, 8 * half < x_tokens ? t : -1);
+      if constexpr (Tr::kWhole) {
+        if (warp == 0 && lane % 4 == 0) h_rows[place] = row;
+        const int at = slab * (kTokens / ctas) + place / ctas;
+        out[half] = row < 0 || slab >= num_leaves(p.weights.hidden)
+                        ? nullptr
+                        : device::in_cluster(sums, place % ctas) + at * p.rows_per_cta;
+      } else {
+        out[half] =
+            row < 0 || slab >= p.h.num_slabs
+                ? nullptr
+                : static_cast<float*>(p.h.data) + slab * p.h.slab_stride + row * p.h.row_stride;
       }
     }
-  }
-  device::cp_async_commit();
+  };
+  find_out(0);
+  const auto copy_x = [&](int first) {
+    const unsigned own = (there >> first) & ((1u << x_tokens) - 1);
+#pragma unroll
+    for (int i = 0; i < kOwnTokens; ++i) {
+      copy_if(own & (1u << (i * kRowStep)), x_dst + i * kRowStep * kPitch * 2, x_rows[i],
+              left > 0 ? 16 : 0);
+    }
+#pragma unroll 1
+    for (int turn = 1; turn < turns; ++turn) {
+      const std::uint32_t to = x_dst + turn * x_tokens * kPitch * 2;
+      const int at = turn * turn_elts, bytes = at < left ? 16 : 0, shift = at < left ? at : 0;
+#pragma unroll
+      for (int i = 0; i < kOwnTokens; ++i) {
+        if (i == kOwnTokens / 4 && own >> (i * kRowStep) == 0) break;
+        copy_if(own & (1u << (i * kRowStep)), to + i * kRowStep * kPitch * 2, x_rows[i] + shift,
+                bytes);
+      }
+    }
+    device::cp_async_commit();
+  };
+  device::pdl_wait();
+  copy_x(0);
 
   // Compute: several stages side by side, as each step of a chain waits for the one before it.
   std::uint32_t x_frags[Tr::kKeepX ? Tr::kSteps : 2][4];
   const auto multiply = [&](int stage, auto load_x) {
-    const int turn = turn_of(stage), row = (stage - turn * turn_stages) * Tr::kStageRows + rows8;
+    const int turn = Tr::kTurns ? turn_of(stage) : 0;
+    const int row = (stage - turn * turn_stages) * Tr::kStageRows + own_row;
     if (row >= num_rows) return;
-    const std::uint32_t x = x_at + turn * kTokens * kPitch * 2;
+    const std::uint32_t x = x_at + turn * x_tokens * kPitch * 2;
     const std::uint32_t at = a_at + stage % Tr::kStages * stage_elts * 2;
     std::uint32_t own[Tr::kAtOnce];  // of rows past the last those of the first stage
 #pragma unroll
@@ -250,18 +279,28 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
       }
     }
   };
-  device::cp_async_wait<0>();
-  __syncthreads();
-  if constexpr (Tr::kWhole) device::cluster_wait();  // all CTAs run, so their memory is there
-  multiply(0, std::true_type{});
-  if constexpr (Tr::kAtOnce == 1) {
 #pragma unroll 1
-    for (int stage = 1; stage < num_stages; ++stage) {
-      device::next_stage<Tr::kStages>([&] {
-        if (stage + Tr::kStages - 1 < num_stages) copy_rows(stage + Tr::kStages - 1);
-      });
-      multiply(stage, std::false_type{});
+  for (int first = 0;;) {
+    device::cp_async_wait<0>();
+    __syncthreads();
+    if constexpr (Tr::kWhole) device::cluster_wait();  // all CTAs run, so their memory is there
+    multiply(0, std::true_type{});
+    if constexpr (Tr::kAtOnce == 1) {
+#pragma unroll 1
+      for (int stage = 1; log_turns == 0 && stage < num_stages; ++stage) {
+        device::next_stage<Tr::kStages>([&] {
+          if (stage + Tr::kStages - 1 < num_stages) copy_rows(stage + Tr::kStages - 1);
+        });
+        multiply(stage, std::false_type{});
+      }
     }
+    first += x_tokens;
+    if (!Tr::kShares || first >= tile.count) break;
+    // The tile's other tokens, past the same rank rows.
+    __syncthreads();
+    find_x(first);
+    find_out(first);
+    copy_x(first);
   }
   if constexpr (Tr::kWhole) {
     device::cluster_arrive();
@@ -275,24 +314,39 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
 template <class Tr>
 void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
   const int rows = rank_rows(p);
-  p.rows_per_cta = c.rows;
+  p.rows_per_cta = Tr::kWhole ? c.rows : std::min(c.rows, rows);
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(ceil_div(rows, p.rows_per_cta)),
-                static_cast<unsigned>(
-                    std::max<std::int64_t>(1, ceil_div<std::int64_t>(p.weights.hidden, kK))),
+                static_cast<unsigned>(std::max<std::int64_t>(
+                    1, ceil_div<std::int64_t>(p.weights.hidden, kK * c.leaves))),
                 shrink_depth(p));
+  // A is in shared memory at once where x comes in two parts, or of several turns.
+  check((c.leaves == 1 && c.x_tokens == kTokens) ||
+            (Tr::kShares && std::has_single_bit(static_cast<unsigned>(c.leaves)) &&
+             c.leaves * std::max(8, p.rows_per_cta) <=
+                 Tr::kStageRows * (c.leaves > 1 ? 1 : Tr::kStages) &&
+             (c.x_tokens == kTokens || c.x_tokens == 8)),
+        "lora_shrink: no CTAs of ", c.leaves, " K chunks, ", p.rows_per_cta, " rank rows and ",
+        c.x_tokens, " tokens");
   l.threads = kThreads;
   if constexpr (Tr::kWhole) {
     l.grid.y = l.cluster_y = static_cast<unsigned>(decode_cluster(p.weights.hidden));
     l.smem = static_cast<std::size_t>(decode_cluster_smem(p.weights.hidden, c.rows));
   } else {
-    const int most = std::min(p.rows_per_cta, rows);
-    l.smem = static_cast<std::size_t>(decode_smem(p.weights.hidden, most, Tr::kStages));
+    int smem = decode_smem(p.weights.hidden, p.rows_per_cta, Tr::kStages, c.leaves, c.x_tokens);
+    // Elsewhere as few CTAs an SM as with the longest lists: more would take the room of expand's.
+    // (us on an H100: 12 tokens of 420 adapters, rank 16, 13,824 to 5,120, 4.3 and 4.7; 8 of 8,
+    // 14,336 to 4,096, 4.4 and 4.7.)
+    if (c.leaves == 1 && c.x_tokens == kTokens) {
+      smem += decode_list_bytes(kDecodeMaxRows) - decode_list_bytes(p.rows_per_cta);
+    }
+    l.smem = static_cast<std::size_t>(smem);
   }
   l.per_sm = c.per_sm == kDenseShrinkPerSm ? 0 : c.per_sm;
   l.stream = stream;
   l.pdl = true;
-  device::launch<shrink_decode_kernel<Tr>>("lora_shrink", l, p);
+  const DecodeParams params{p, std::countr_zero(static_cast<unsigned>(c.leaves)), c.x_tokens};
+  device::launch<shrink_decode_kernel<Tr>>("lora_shrink", l, params);
 }
 
 template <class T, bool kWhole>

@@ -23,6 +23,7 @@ constexpr unsigned kFewCtas = 256;  ///< all of which run at once
 struct FinishParams {
   ShrinkParams to;
   HView from;
+  int log_owners;  ///< as SplitKSum has it
 };
 
 template <class H>
@@ -38,25 +39,27 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   const HView& h = p.to.h;
   const int pieces = from.width / 4;  // of one slice
   const int row_pieces = pieces * p.to.weights.num_slices;
-  const int piece = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 2;
+  device::SplitKSum<2> partials(from.slab_stride, p.log_owners);
+  const int thread = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  const int piece = thread >> (1 + p.log_owners);
   const int place = piece / row_pieces, slice = piece % row_pieces / pieces, r = piece % pieces * 4;
   SliceWeights w;
-  device::SplitKSum<2> partials(from.slab_stride);
-  H* out = nullptr;  // where the first lane of a pair writes all four columns; null: nowhere
+  const int middle = static_cast<int>(first_leaves(from.num_slabs));
+  H* out = nullptr;  // where the first lane of a piece writes all four columns; null: nowhere
   if (place < tile.count) {
     w = p.to.weights.get(tile.adapter, slice);
     const int token = h.by_position ? 0 : sorted_token(p.to.groups, p.to.tiles, tile, place);
     const int row_from = h_row(from, tile, 0, place, token);
     const int row_to = h_row(h, tile, 0, place, token);
     if (row_from >= 0 && row_to >= 0) {
-      if (threadIdx.x % 2 == 0) {
+      if (thread % partials.lanes() == 0) {
         out = static_cast<H*>(h.data) + std::int64_t{row_to} * h.row_stride +
               slice * h.slice_stride + r;
       }
       if (r < w.rank) {
         partials.seek(static_cast<const float*>(from.data) +
                           std::int64_t{row_from} * from.row_stride + slice * from.slice_stride + r,
-                      from.num_slabs, static_cast<int>(first_leaves(from.num_slabs)));
+                      from.num_slabs, middle);
       }
     }
   }
@@ -64,7 +67,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   const int count = (p.to.pad ? h.width : w.rank) - r;
   device::pdl_wait();
   partials.load_all();
-  const float4 sum = partials.sum();
+  const float4 sum = partials.sum(middle);
   if (out != nullptr) {
     // What lies past the rank was never written.
     const float v[4] = {sum.x, sum.y, sum.z, sum.w};
@@ -93,14 +96,16 @@ __global__ void __launch_bounds__(kMostThreads, 2)
 // ---- host ---------------------------------------------------------------------------------------
 
 void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream) {
-  FinishParams p{to, from};
+  const int middle = static_cast<int>(first_leaves(from.num_slabs));
+  const FinishParams p{to, from, device::SplitKSum<2>::log_owners_of(middle)};
   device::Launch l;
   const int pieces = to.tiles.tile_tokens * to.weights.num_slices * from.width / 4;
+  const int lanes = pieces * (2 << p.log_owners);
   // Small CTAs spread evenly over the SMs; but each looks its tile up, and small tiles may be many.
   const unsigned depth = shrink_depth(to);
-  const bool few = depth * static_cast<unsigned>(ceil_div(2 * pieces, kFewThreads)) <= kFewCtas;
+  const bool few = depth * static_cast<unsigned>(ceil_div(lanes, kFewThreads)) <= kFewCtas;
   l.threads = to.tiles.tile_tokens == 64 || few ? kFewThreads : kMostThreads;
-  l.grid = dim3(static_cast<unsigned>(ceil_div(2 * pieces, static_cast<int>(l.threads))), 1, depth);
+  l.grid = dim3(static_cast<unsigned>(ceil_div(lanes, static_cast<int>(l.threads))), 1, depth);
   l.stream = stream;
   l.pdl = true;
   device::visit_dtype<FloatDTypes>(to.h.dtype, "lora_shrink", [&](auto tag) {
