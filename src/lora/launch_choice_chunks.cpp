@@ -35,7 +35,7 @@ void take_chunks(const LoraShape& s, const Machine& m, const ExpandPlan& expand,
     return chunks * rows <= decode_ring_rows(s.hidden, 1) && chunks <= num_leaves(s.hidden) &&
            takes_chunks(s, m, chunks);
   };
-  if (rows > std::min(c.rows, kMostRows) || !can(2)) return;
+  if (rows > c.rows || !can(2)) return;
   const int most = can(kMost) ? kMost : 2;
   const auto take = [&](int chunks, int x_tokens) {
     c.leaves = chunks;
@@ -46,7 +46,9 @@ void take_chunks(const LoraShape& s, const Machine& m, const ExpandPlan& expand,
       shrink_fits(s, m, rows, most, expand)) {
     return take(most, c.x_tokens);
   }
-  if (tokens_per_adapter(s) > kFewTokens || both_fit(s, m, rows, 1, expand)) return;
+  if (rows > kMostRows || tokens_per_adapter(s) > kFewTokens || both_fit(s, m, rows, 1, expand)) {
+    return;
+  }
   for (int chunks = 2; chunks <= most; chunks *= 2) {
     if (both_fit(s, m, rows, chunks, expand)) {
       return take(chunks, chunks > 2 ? kHalfTile : c.x_tokens);
