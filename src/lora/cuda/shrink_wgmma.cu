@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   // Compute
   device::more_registers<Tr::kConsumerRegisters>();
   shared.octets.template fill<Tr::kConsumers>(shared.rows);
-  if constexpr (Tr::kShare != Share::kHalf) device::named_barrier<1, Tr::kConsumers>();
+  device::named_barrier<1, Tr::kConsumers>();
   // Rows of h of a thread's two tokens
   const int part = static_cast<int>(blockIdx.y);
   const int first = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
