@@ -286,8 +286,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     device::cp_async_wait<0>();
     __syncwarp();
     if (warp <= Tr::kAhead) scout.prepare(warp);
-    __syncwarp();
-    if (warp == 0 && p.early && p.add_inputs) worker.ask_for_rows(slots[0]);
+    if (warp == 0 && p.early && p.add_inputs) {
+      __syncwarp();  // here, or the compiler would have other warps look at the slot, too
+      worker.ask_for_rows(slots[0]);
+    }
   }
   const int num_steps = scout.num_steps();
   __syncthreads();
