@@ -159,6 +159,8 @@ TEST_P(LoraLaunch, OneKernelGivesTheBitsOfTwo) {
   EXPECT_TRUE(one_ran_.empty());
 }
 
+/// Clusters of two, four and eight CTAs, some without a K chunk of their own, and such that take
+/// turns; tokens without an adapter; more rank rows than a CTA takes; both forms of groups.
 TEST_P(LoraLaunch, EveryPlanOfShrinkGivesTheSameBits) {
   int in_clusters = 0;
   for (const bool segments : {false, true}) {

@@ -20,8 +20,6 @@ class LoraPersistent : public LaunchTest, public ::testing::WithParamInterface<D
   LoraPersistent() : LaunchTest(GetParam()) {}
 };
 
-/// Clusters of two, four and eight CTAs, some without a K chunk of their own, and such that take
-/// turns; tokens without an adapter; more rank rows than a CTA takes; both forms of groups.
 /// CTAs of shrink that walk over units: one K chunk and many, an odd number of them, half-full and
 /// single tiles, rank rows that leave the last unit some boxes or none.
 TEST_P(LoraPersistent, PersistentShrinkGivesTheSameBits) {
