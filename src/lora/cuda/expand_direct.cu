@@ -229,7 +229,7 @@ __device__ __forceinline__ void take_tile(const ExpandParams& p, const CtaWork& 
   const Tile& tile = work.tile;
   const Block& block = work.block;
   const int token = work.token;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
 
   // Load: B does not depend on the predecessor.
   const int warp_col = warp * S::kCols;

@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The CTA's steps, and the tile of the first one
   const int4 head = __ldcg(reinterpret_cast<const int4*>(p.groups.plan));
   const bool of_batch = is_plan_of(head, p.tiles, p.weights.num_adapters);
-  const TileList tiles{p.groups, p.tiles, of_batch ? min(head.w, p.tiles.num) : 0};
+  const RunList tiles{p.groups, p.tiles, of_batch ? min(head.w, p.tiles.num) : 0};
   int runs = 0;
   for (int base = 0; base < tiles.num; base += kThreads) {
     runs += __syncthreads_count(tiles.leads(base + thread));

@@ -98,7 +98,7 @@ struct Scout {
   const WalkParams& p;
   Shared<kStaged>& shared;
   Share share;
-  TileList tiles;
+  RunList tiles;
   int index;     ///< the run's first tile
   int next = 0;  ///< that of the run behind it
   PairRun run;
@@ -109,7 +109,7 @@ struct Scout {
   device::RingCursor<Room<kStaged>::kSteps> at;
 
   __device__ __forceinline__ Scout(const WalkParams& params, Shared<kStaged>& s, const Share& own,
-                                   const TileList& list)
+                                   const RunList& list)
       : p(params), shared(s), share(own), tiles(list), index(s.first) {
     look();
   }

@@ -79,7 +79,7 @@ template <class Tr>
 struct Scheduler {
   const Params& p;
   Shared<Tr>& shared;
-  TileList tiles;
+  RunList tiles;
   int lane, group, index;
   device::RingCursor<kUnits> at;
 

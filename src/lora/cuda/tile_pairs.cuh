@@ -15,8 +15,8 @@ inline constexpr int kPair = 2, kRunTiles = 2;  ///< CTAs of a cluster, tiles of
 
 #if defined(__CUDACC__)
 
-/// The tiles of a plan, in whose list those of an adapter are counted from 0 on.
-struct TileList {
+/// The tiles of a plan as runs: in its list those of an adapter are counted from 0 on.
+struct RunList {
   const GroupsView& groups;
   const TileRange& range;
   int num;
