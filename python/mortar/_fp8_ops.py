@@ -26,6 +26,7 @@ from ._library import (
     any_negation,
     define,
     in_words,
+    increment_version,
     negation,
     note_writes,
     refuse_tangents,
@@ -37,10 +38,6 @@ NUMERICS = ("fast", "compat")
 
 _forward, _backward = lib.fp8_rmsnorm_forward, lib.fp8_rmsnorm_backward
 _quantize = lib.fp8_quantize
-# These cost the host less, and return 0 for what only the others can take or refuse.
-_forward_now = torch_function("torch_fp8_rmsnorm_forward")
-_backward_now = torch_function("torch_fp8_rmsnorm_backward")
-_quantize_now = torch_function("torch_fp8_quantize")
 _is_grad_enabled = torch.is_grad_enabled
 
 
@@ -123,10 +120,8 @@ _quantize_op = define(
 
 
 # ---- eager calls -------------------------------------------------------------------------------
-# Each takes whether the call is eager (_library.is_eager of its first tensor), the tensors of its
-# op in one tuple, None for the workspace last, those of which autograd must know that they are
-# written, and the other values. An eager call skips the dispatcher. Errors name the function and
-# not what lies below. Whoever calls has seen to gradients.
+# An eager call skips the dispatcher. Errors name the function and not what lies below. Whoever
+# calls has seen to gradients.
 
 # Operands of each function as they lie in its tuple: their names, and whether they may be None.
 _OUTPUTS = tuple((name, True) for name in ("q", "scale", "q_t", "scale_t", "amax"))
@@ -142,48 +137,44 @@ _QUANTIZE_OPERANDS = (("y", False), ("rng", True), *_OUTPUTS)
 
 
 class _Function(NamedTuple):
-    """What a call goes through where it cannot go straight to the library."""
-
     name: str
     library: str
     """What the library calls it."""
     operands: tuple[tuple[str, bool], ...]
     op: Callable
+    """What a call goes through where it cannot go straight to the library."""
+    now: Callable[..., int]
+    """The library's torch_function, which costs the host less."""
 
 
-_NORM = _Function("fp8_rmsnorm", "fp8_rmsnorm_forward", _NORM_OPERANDS, _rmsnorm_op)
-_BACKWARD = _Function(*["fp8_rmsnorm_backward"] * 2, _BACKWARD_OPERANDS, _backward_op)
-_QUANTIZE = _Function(*["fp8_quantize"] * 2, _QUANTIZE_OPERANDS, _quantize_op)
+NORM = _Function("fp8_rmsnorm", "fp8_rmsnorm_forward", _NORM_OPERANDS, _rmsnorm_op,
+                 torch_function("torch_fp8_rmsnorm_forward"))  # fmt: skip
+BACKWARD = _Function(*["fp8_rmsnorm_backward"] * 2, _BACKWARD_OPERANDS, _backward_op,
+                     torch_function("torch_fp8_rmsnorm_backward"))  # fmt: skip
+QUANTIZE = _Function(*["fp8_quantize"] * 2, _QUANTIZE_OPERANDS, _quantize_op,
+                     torch_function("torch_fp8_quantize"))  # fmt: skip
 
 
-def rmsnorm_into(eager: bool, tensors: tuple, written: tuple, values: tuple) -> None:
-    scale_is_given = values[5]
-    given = tensors if written or scale_is_given else tensors[1:3]  # x_scale and weight
-    _run_into(_NORM, eager and _forward_now, tensors, given, written, values)
-
-
-def backward_into(eager: bool, tensors: tuple, written: tuple, values: tuple) -> None:
-    _run_into(_BACKWARD, eager and _backward_now, tensors, tensors, written, values)
-
-
-def quantize_into(eager: bool, tensors: tuple, written: tuple, values: tuple) -> None:
-    scale_is_given = values[3]
-    given = tensors if written or scale_is_given else ()
-    _run_into(_QUANTIZE, eager and _quantize_now, tensors, given, written, values)
-
-
-def _run_into(
-    function: _Function, now, tensors: tuple, given: tuple, written: tuple, values: tuple
+def run_into(
+    function: _Function, eager: bool, tensors: tuple, given, written: list, values: tuple
 ) -> None:
-    """`given`: what the caller brought, but for the first tensor, of which `eager` has told."""
+    """Runs a function by its shortest way.
+
+    Args:
+        eager: _library.is_eager of the first tensor.
+        tensors: those of the op, None for the workspace last.
+        given: what the caller brought, but for the first tensor, of which `eager` has told.
+        written: the tensors of these that are written: autograd must know.
+        values: the other arguments of the op.
+    """
     try:
-        if not (now and not any_negation(given) and now(id(tensors), *values)):
+        if not (eager and not any_negation(given) and function.now(id(tensors), *values)):
             return _run_op(function, tensors, values)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         require_tensors(function.name, function.operands, tensors)
         raise _renamed(function, tensors, error) from None
     if written:
-        note_writes(written)
+        increment_version(written)
 
 
 def _run_op(function: _Function, tensors: tuple, values: tuple) -> None:

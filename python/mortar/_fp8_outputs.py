@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._fp8_ops import NUMERICS, SCALINGS, require_tensors
-from ._new_tensors import Allocator, dense_strides
+from ._new_tensors import allocator_like, dense_strides
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALING_INDEX = {name: i for i, name in enumerate(SCALINGS)}
@@ -43,15 +44,20 @@ class Fp8Output(NamedTuple):
     normed: Tensor | None = None
 
 
-def record(fields: tuple) -> Fp8Output:
-    """Fp8Output(*fields), in half the time."""
-    return tuple.__new__(Fp8Output, fields)
+#: Fp8Output(*fields) of a tuple of all fields, in a third of the time.
+record = functools.partial(tuple.__new__, Fp8Output)
 
 
-#: All of a call but its tensors, checked: fp8_dtype, format (as the operators take it, scaling
-#: first), whether scales lie column by column, transpose, normed, stochastic, eps, weight_offset.
-Settings = tuple[torch.dtype | None, tuple[int, int, bool, bool, int], bool, bool | str, bool, bool,
-                 float, float]  # fmt: skip
+#: All of a call but its tensors, checked: fp8_dtype, values, whether scales lie column by column,
+#: transpose, normed, stochastic. The values are those that `fp8_rmsnorm_out` takes: eps,
+#: weight_offset, scaling, group, pow2_scale, given_scale, numerics.
+Settings = tuple[torch.dtype | None, tuple[float, float, int, int, bool, bool, int], bool,
+                 bool | str, bool, bool]  # fmt: skip
+
+#: q, scale, q_t, scale_t, amax, rstd and normed as the operators take them, and what of these the
+#: caller brought and is written.
+Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
+                Tensor | None, Tensor | None, list[Tensor]]  # fmt: skip
 
 
 def _unknown(function: str, name: str, value: object, choices: dict) -> ValueError:
@@ -89,8 +95,8 @@ def settings(
         )
     if transpose is not False and transpose not in _TRANSPOSES:
         raise ValueError(f"{function}: transpose must be False, True or 'only', got {transpose!r}")
-    form = (index, group, bool(pow2_scale), given_scale, chain)
-    return fp8_dtype, form, col, transpose, bool(normed), stochastic, eps, weight_offset
+    values = (eps, weight_offset, index, group, bool(pow2_scale), given_scale, chain)
+    return fp8_dtype, values, col, transpose, bool(normed), stochastic
 
 
 def _given_scales(function: str, scale, index: int, transpose) -> tuple[Tensor | None, ...]:
@@ -112,8 +118,6 @@ def _given_scales(function: str, scale, index: int, transpose) -> tuple[Tensor |
 
 
 def _new_scale(rows: int, length: int, index: int, group: int, col: bool, empty) -> Tensor:
-    if index == 0:
-        return empty((), (), _F32)
     if index == 1:
         return empty((rows,), (1,), _F32)
     groups = -(-length // max(group, 1))
@@ -123,46 +127,58 @@ def _new_scale(rows: int, length: int, index: int, group: int, col: bool, empty)
     return empty((groups, padded), dense_strides((groups, padded)), _F32).t()[:rows]
 
 
-def new_outputs(
-    function: str, name: str, y: Tensor, chosen: Settings, scale, empty: Allocator
-) -> tuple[tuple[Tensor | None, ...], int, tuple[int, ...], tuple[int, ...]]:
-    """q, scale, q_t, scale_t and amax for y [..., N], unfilled, but for given scales; and M, the
-    shape of y and its strides if it were dense."""
-    dtype, (index, group, _, given_scale, _), col, transpose, _, _, _, _ = chosen
+def outputs(
+    function: str, name: str, y: Tensor, chosen: Settings, scale, out: Fp8Output | None,
+    eager: bool, with_rstd: bool, with_amax: bool,
+) -> Outputs:  # fmt: skip
+    """What a call for y [..., N] writes, and given scales: unfilled tensors, or those of `out`.
+    `eager`: is_eager(y)."""
+    if out is not None:
+        return _given_outputs(function, out, chosen, scale)
+    dtype, (_, _, index, group, _, given_scale, _), col, transpose, normed, _ = chosen
     shape = tuple(y.shape)
     if len(shape) < 2:
         raise ValueError(f"{function}: {name} must have at least 2 dimensions, got {shape}")
     rows, hidden = shape if len(shape) == 2 else (y.shape[:-1].numel(), shape[-1])
-    strides = dense_strides(shape)
+    if eager and len(shape) == 2:  # the usual case, in half the time
+        strides, strides_t = (hidden or 1, 1), (rows or 1, 1)
+    else:
+        strides, strides_t = dense_strides(shape), dense_strides((hidden, rows))
     if dtype is None:
         dtype = y.dtype
         if dtype not in _FP8:
             dtype = _FP8[0]
-    q = scales = q_t = scales_t = amax = None
+    empty = allocator_like(y, eager)
+    q = scales = q_t = scales_t = amax = rstd = normed_y = None
     if given_scale:
         scales, scales_t = _given_scales(function, scale, index, transpose)
     if transpose != "only":
         q = empty(shape, strides, dtype)
     if transpose:
-        q_t = empty((hidden, rows), dense_strides((hidden, rows)), dtype)
-        if index != 0 and scales_t is None:
-            scales_t = _new_scale(hidden, rows, index, group, col, empty)
-    if scales is None and (q is not None or index == 0):
-        scales = _new_scale(rows, hidden, index, group, col, empty)
+        q_t = empty((hidden, rows), strides_t, dtype)
     if index == 0:
-        amax = empty((), (), _F32)
-    return (q, scales, q_t, scales_t, amax), rows, shape, strides
+        if scales is None:
+            scales = empty((), (), _F32)
+        if with_amax:
+            amax = empty((), (), _F32)
+    else:
+        if scales is None and q is not None:
+            scales = _new_scale(rows, hidden, index, group, col, empty)
+        if scales_t is None and q_t is not None:
+            scales_t = _new_scale(hidden, rows, index, group, col, empty)
+    if with_rstd:
+        rstd = empty((rows,), (1,), _F32)
+    if normed:
+        normed_y = empty(shape, strides, torch.bfloat16)
+    return q, scales, q_t, scales_t, amax, rstd, normed_y, []
 
 
-def given_outputs(
-    function: str, out: Fp8Output, chosen: Settings, scale
-) -> tuple[Tensor | None, ...]:
-    """q, scale, q_t, scale_t and amax of a record that the caller brings."""
+def _given_outputs(function: str, out: Fp8Output, chosen: Settings, scale) -> Outputs:
     # A starred name would be a list, which takes as long as all other names together.
-    dtype, (index, _, _, given_scale, _), _, transpose, normed, _, _, _ = chosen
+    dtype, (_, _, index, _, _, given_scale, _), _, transpose, normed, _ = chosen
     if type(out) is not Fp8Output:
         raise TypeError(f"{function}: out must be an Fp8Output, got {type(out).__name__}")
-    q, scales, q_t, scales_t, _, amax, _, y = out
+    q, scales, q_t, scales_t, rstd, amax, _, y = out
     if (
         (q is None) != (transpose == "only")
         or (q_t is None) == bool(transpose)
@@ -172,22 +188,17 @@ def given_outputs(
         _check_given(function, out, dtype, transpose, normed)
     if given_scale:
         scales, scales_t = _given_scales(function, scale, index, transpose)
-    elif index == 0 and scales_t is not None:
-        if scales_t is not scales:
-            raise ValueError(
-                f"{function}: out must have one tensor as scale and scale_t with "
-                "scaling='tensor', got two"
-            )
-        scales_t = None
-    return q, scales, q_t, scales_t, amax
-
-
-def written_to(out: Fp8Output, given_scale: bool) -> tuple[Tensor | None, ...]:
-    """What of a record that the caller brings is written."""
-    q, scales, q_t, scales_t, rstd, amax, _, y = out
-    if given_scale:
-        return q, q_t, rstd, amax, y
-    return q, scales, q_t, scales_t if scales_t is not scales else None, rstd, amax, y
+        written = (q, q_t, amax, rstd, y)
+    else:
+        if index == 0 and scales_t is not None:
+            if scales_t is not scales:
+                raise ValueError(
+                    f"{function}: out must have one tensor as scale and scale_t with "
+                    "scaling='tensor', got two"
+                )
+            scales_t = None
+        written = (q, scales, q_t, scales_t, amax, rstd, y)
+    return q, scales, q_t, scales_t, amax, rstd, y, [t for t in written if t is not None]
 
 
 def _check_given(function: str, out: Fp8Output, dtype, transpose, normed) -> None:

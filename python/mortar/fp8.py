@@ -23,21 +23,20 @@ from torch import Tensor
 
 from ._ffi import lib
 from ._fp8_ops import (
-    backward_into,
-    quantize_into,
+    BACKWARD,
+    NORM,
+    QUANTIZE,
     refuse_gradient,
     require_tensors,
-    rmsnorm_into,
+    run_into,
 )
 from ._fp8_outputs import (
     Fp8Output,
     Settings,
     draw,
-    given_outputs,
-    new_outputs,
+    outputs,
     record,
     settings,
-    written_to,
 )
 from ._library import is_eager
 from ._new_tensors import allocator_like, dense_strides
@@ -116,36 +115,31 @@ def fp8_rmsnorm(
     chosen = settings("fp8_rmsnorm", fp8_dtype, scaling, group, scale is not None, pow2_scale,
                       scale_layout, transpose, normed, stochastic, numerics, eps,
                       weight_offset)  # fmt: skip
-    return normalise(x, x_scale, weight, residual, chosen, scale, out)
+    eager = is_eager(x)
+    if not eager:
+        require_tensors("fp8_rmsnorm", (("x", False),), (x,))
+    return record(normalise(x, x_scale, weight, residual, chosen, eager, scale, out))
 
 
 def normalise(
-    x, x_scale, weight, residual, chosen: Settings, scale=None, out=None, eager=None
-) -> Fp8Output:
-    """`fp8_rmsnorm` of tensors that may require gradients. `eager`: is_eager(x) where known."""
-    _, form, _, _, normed, stochastic, eps, weight_offset = chosen
-    if eager is None:
-        if not isinstance(x, Tensor):
-            require_tensors("fp8_rmsnorm", (("x", False),), (x,))
-        eager = is_eager(x)
-    if out is None:
-        empty = allocator_like(x, eager)
-        made, rows, shape, strides = new_outputs("fp8_rmsnorm", "x", x, chosen, scale, empty)
-        rstd = empty((rows,), (1,), _F32)
-        y = empty(shape, strides, _BF16) if normed else None
-    else:
-        made = given_outputs("fp8_rmsnorm", out, chosen, scale)
-        rstd, y = out.rstd, out.normed
-    written = () if out is None else written_to(out, form[3])
+    x, x_scale, weight, residual, chosen: Settings, eager: bool, scale=None, out=None,
+    with_amax=True,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The fields of `fp8_rmsnorm`'s record, of tensors that may require gradients. `eager`:
+    is_eager(x)."""
+    _, values, _, _, _, stochastic = chosen
+    q, scales, q_t, scales_t, amax, rstd, y, written = outputs(
+        "fp8_rmsnorm", "x", x, chosen, scale, out, eager, True, with_amax
+    )
     if residual is not None:
-        written = (*written, residual)
-    q, scales, q_t, scales_t, amax = made
+        written = [*written, residual]
     rng = draw(x.device) if stochastic else None
     tensors = (x, x_scale, weight, residual, rng, q, scales, q_t, scales_t, amax, rstd, y, None)
-    rmsnorm_into(eager, tensors, written, (eps, weight_offset, *form))
-    if q_t is not None and form[0] == 0:
+    given = tensors if scale is not None else [x_scale, weight, *written]
+    run_into(NORM, eager, tensors, given, written, values)
+    if q_t is not None and values[2] == 0:
         scales_t = scales
-    return record((q, scales, q_t, scales_t, rstd, amax, residual, y))
+    return q, scales, q_t, scales_t, rstd, amax, residual, y
 
 
 def fp8_rmsnorm_backward(
@@ -197,19 +191,22 @@ def differentiate(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`fp8_rmsnorm_backward` of tensors that may require gradients."""
     eager = is_eager(dy)
-    written = () if dx is None and dw is None else (dx, dw)
-    if dx is None:
-        if not isinstance(dy, Tensor):
-            require_tensors("fp8_rmsnorm_backward", (("dy", False),), (dy,))
-        shape = tuple(dy.shape)
-        dx = allocator_like(dy, eager)(shape, dense_strides(shape), dy.dtype)
-    if dw is None:
-        if not isinstance(weight, Tensor):
-            require_tensors("fp8_rmsnorm_backward", (("weight", False),), (weight,))
-        shape = tuple(weight.shape)
-        dw = allocator_like(weight, eager)(shape, dense_strides(shape), weight.dtype)
+    written = [t for t in (dx, dw) if t is not None]
+    given = [x, x_scale, weight, rstd, residual_grad, *written]
+    if len(written) < 2:
+        if not isinstance(dy, Tensor) or not isinstance(weight, Tensor):
+            require_tensors(
+                "fp8_rmsnorm_backward", (("dy", False), ("weight", False)), (dy, weight)
+            )
+        empty = allocator_like(dy, eager)
+        if dx is None:
+            shape = tuple(dy.shape)
+            dx = empty(shape, dense_strides(shape), dy.dtype)
+        if dw is None:
+            shape = tuple(weight.shape)
+            dw = empty(shape, dense_strides(shape), weight.dtype)
     tensors = (dy, x, x_scale, weight, rstd, residual_grad, dx, dw, None)
-    backward_into(eager, tensors, written, (weight_offset, accumulate_dw))
+    run_into(BACKWARD, eager, tensors, given, written, (weight_offset, accumulate_dw))
     return dx, dw
 
 
@@ -231,22 +228,22 @@ def fp8_quantize(
 
     Arguments, result and errors are those of `fp8_rmsnorm`; rstd, residual and normed are None.
     """
-    if not isinstance(y, Tensor):
-        require_tensors("fp8_quantize", (("y", False),), (y,))
     if _is_grad_enabled():
         refuse_gradient("fp8_quantize", y)
     chosen = settings("fp8_quantize", fp8_dtype, scaling, group, scale is not None, pow2_scale,
                       scale_layout, transpose, False, stochastic, numerics, 0.0, 0.0)  # fmt: skip
+    _, values, _, _, _, _ = chosen
     eager = is_eager(y)
-    if out is None:
-        made, *_ = new_outputs("fp8_quantize", "y", y, chosen, scale, allocator_like(y, eager))
-    else:
-        made = given_outputs("fp8_quantize", out, chosen, scale)
-    rng, form = draw(y.device) if stochastic else None, chosen[1]
-    written = written_to(out, form[3]) if out is not None else ()
-    quantize_into(eager, (y, rng, *made, None), written, form)
-    q, scales, q_t, scales_t, amax = made
-    if q_t is not None and form[0] == 0:
+    if not eager:
+        require_tensors("fp8_quantize", (("y", False),), (y,))
+    q, scales, q_t, scales_t, amax, _, _, written = outputs(
+        "fp8_quantize", "y", y, chosen, scale, out, eager, False, True
+    )
+    rng = draw(y.device) if stochastic else None
+    tensors = (y, rng, q, scales, q_t, scales_t, amax, None)
+    given = tensors if scale is not None else written
+    run_into(QUANTIZE, eager, tensors, given, written, values[2:])
+    if q_t is not None and values[2] == 0:
         scales_t = scales
     return record((q, scales, q_t, scales_t, None, amax, None, None))
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from mortar._new_tensors import allocator_like, dense_strides, part, spread
+from mortar._new_tensors import allocator_like, dense_strides, part
 
 SHAPES = [(), (3,), (0,), (2, 3), (0, 64), (3, 0), (1, 1), (2, 3, 4), (3, 0, 5), (2, 0, 0, 3)]
 
@@ -44,5 +44,3 @@ def test_sizes_of_a_tracer_are_not_asked(device):
 def test_parts(device):
     values = torch.arange(4.0, device=device)
     assert part(values, 2).shape == () and part(values, 2) == 2
-    seven = spread(values.sum() + 1, torch.Size((2, 3)))
-    assert seven.shape == (2, 3) and (seven == 7).all() and seven.stride() == (0, 0)

@@ -41,6 +41,9 @@ _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _BY_NAME = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 _SCALE_DTYPES = (torch.bfloat16, torch.float32)
 _UPPER_HALF = 1 if sys.byteorder == "little" else 0
+# Of settings() but for eps, which comes first among the values.
+_DTYPE, (_, *_VALUES), *_FLAGS = settings("fp8_rmsnorm", None, "tensor", 128, False, False, "row",
+                                          True, False, False, "compat", 1e-5, 0.0)  # fmt: skip
 _NUM_WARPS = 8  # what the originals hand from the forward to the backward; nothing here reads it
 
 
@@ -58,7 +61,10 @@ def _scales(s_x: Tensor) -> Tensor:
 
 def _dense(t: Tensor) -> Tensor:
     """The rows of t dense, as the originals read them whatever the strides are."""
-    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.detach().contiguous()
+    # is_contiguous takes the host a third of what stride does.
+    if t.is_contiguous() or t.stride(-1) == 1 or t.shape[-1] <= 1:
+        return t
+    return t.detach().contiguous()
 
 
 def _check_group(function: str, x: Tensor, s_x: Tensor, QB: int) -> None:
@@ -89,11 +95,11 @@ def fp8_rmsnorm_forward(
     `fp8_rmsnorm_backward`.
     """
     _check_group("fp8_rmsnorm_forward", x, s_x, QB)
-    chosen = settings("fp8_rmsnorm", None, "tensor", 128, False, False, "row", True, False, False,
-                      "compat", eps, 0.0)  # fmt: skip
     rows = _dense(_rows(x))
     eager = is_eager(rows)
-    qy, scale, qy_t, _, rstd, *_ = normalise(rows, _scales(s_x), w, None, chosen, eager=eager)
+    chosen = (_DTYPE, (eps, *_VALUES), *_FLAGS)
+    made = normalise(rows, _scales(s_x), w, None, chosen, eager, with_amax=False)
+    qy, scale, qy_t, _, rstd, _, _, _ = made
     # The scale is a bfloat16 value in float32: its upper half is that bfloat16. Tracers and modes
     # would not see it being taken.
     if eager:

@@ -8,21 +8,25 @@ import functools
 import torch
 from torch import Tensor
 
-from .._library import num_dispatch_modes
-from .._new_tensors import spread
-
 
 @functools.cache
+@torch.inference_mode(False)
 def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), torch.nan, dtype=dtype, device=device)
 
 
-def carrier_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of this shape with one element of memory, NaN."""
-    if torch.compiler.is_compiling() or num_dispatch_modes():
+@functools.lru_cache(maxsize=256)
+@torch.inference_mode(False)
+def _spread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _nan(dtype, device).expand(shape).detach()
+
+
+def carrier_of(x: Tensor, dtype: torch.dtype, eager: bool) -> Tensor:
+    """A tensor of the shape of x with one element of memory, NaN. `eager`: is_eager(x)."""
+    if not eager:
         # What a mode makes, a fake tensor for one, must not be kept for the calls after it.
-        return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
-    return spread(_nan(dtype, device), shape)
+        return torch.full((), torch.nan, dtype=dtype, device=x.device).expand(x.shape)
+    return _spread(x.shape, dtype, x.device).detach()
 
 
 def check_carrier(carrier, x: Tensor) -> None:

@@ -42,8 +42,8 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, source, weight, residual, others):
-        x, x_scale, rstd, updated, y, ctx.weight_offset = others
-        ctx.dtype = source.dtype
+        x, x_scale, rstd, updated, y, weight_offset = others
+        ctx.options = source.dtype, weight_offset
         if updated is None:
             ctx.save_for_backward(x, x_scale, weight, rstd)
             return y
@@ -57,17 +57,17 @@ class _Gradient(torch.autograd.Function):
         x, x_scale, weight, rstd = ctx.saved_tensors
         if dy is None:
             return dresidual, None, dresidual, None
-        wants = ctx.needs_input_grad
+        wants, (dtype, weight_offset) = ctx.needs_input_grad, ctx.options
         # dx comes in the dtype of dy: no coarser one than x, the residual and its gradient have.
-        if wants[0] and dy.dtype is not ctx.dtype:
-            dy = dy.to(torch.promote_types(dy.dtype, ctx.dtype))
+        if wants[0] and dy.dtype is not dtype:
+            dy = dy.to(torch.promote_types(dy.dtype, dtype))
         if wants[2] or dresidual is not None:  # x is the residual then
             dy = dy.to(torch.promote_types(dy.dtype, x.dtype))
         dy = _dense(dy)
         if dresidual is not None:
             dresidual = _dense(dresidual.to(dy.dtype))
         dx, dw = fp8_rmsnorm_backward(dy, x, weight, rstd, x_scale=x_scale,
-                                      weight_offset=ctx.weight_offset,
+                                      weight_offset=weight_offset,
                                       residual_grad=dresidual)  # fmt: skip
         return (
             dx if wants[0] else None,
@@ -158,17 +158,17 @@ class Fp8RMSNorm(nn.Module):
     @property
     def eps(self) -> float:
         """Part of `settings`, as weight_offset is: neither can be assigned."""
-        return self.settings[-2]
+        return self.settings[1][0]
 
     @property
     def weight_offset(self) -> float:
-        return self.settings[-1]
+        return self.settings[1][1]
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def extra_repr(self) -> str:
-        scaling, *_, numerics = self.settings[1]
+        _, _, scaling, *_, numerics = self.settings[1]
         return (
             f"{self.hidden_size}, eps={self.eps!r}, scaling={SCALINGS[scaling]!r}, "
             f"numerics={NUMERICS[numerics]!r}"
@@ -204,33 +204,39 @@ class Fp8RMSNorm(nn.Module):
 
 
 def _norm(x, x_scale, weight, residual, carrier, chosen: Settings, training: bool) -> Fp8Output:
-    require_tensors("Fp8RMSNorm", _OPERANDS, (x, x_scale, residual))
-    refuse_transforms("Fp8RMSNorm")
+    eager = is_eager(x)
+    if not eager or x_scale is not None or residual is not None:
+        require_tensors("Fp8RMSNorm", _OPERANDS, (x, x_scale, residual))
+        refuse_transforms("Fp8RMSNorm")
+    source = x
     if carrier is not None:
         check_carrier(carrier, x)
-    if x_scale is not None and _is_grad_enabled() and x_scale.requires_grad:
+        source = carrier
+    wanted = _is_grad_enabled()
+    if wanted and x_scale is not None and x_scale.requires_grad:
         raise RuntimeError("Fp8RMSNorm: x_scale must not require a gradient, it has none")
-    source = x if carrier is None else carrier
-    wanted = _is_grad_enabled() and _wants_gradient(source, weight, residual)
-    if wanted and source.dtype in _FP8 and source.requires_grad:
-        raise TypeError(
-            "Fp8RMSNorm: carrier must be given with an 8-bit x that requires a gradient, got None"
-        )
+    wide, wants_source = source.dtype, source.requires_grad
+    if wide in _FP8:
+        if wanted and wants_source:
+            raise TypeError(
+                "Fp8RMSNorm: carrier must be given with an 8-bit x that requires a gradient, "
+                "got None"
+            )
+        wide = torch.bfloat16
+    wants_residual = residual is not None and residual.requires_grad
+    wanted = wanted and (wants_source or weight.requires_grad or wants_residual)
     updated = residual
-    if residual is not None and (
-        wanted or training or source.requires_grad or residual.requires_grad
-    ):
+    if residual is not None and (wanted or training or wants_source or wants_residual):
         # Reentrant checkpointing runs the forward without gradients, and again from the inputs that
         # it keeps: they must be what they were.
         updated = _copy(residual, weight)
-    eager = is_eager(x)
-    made = normalise(x, x_scale, weight, updated, chosen, eager=eager)
+    made = normalise(x, x_scale, weight, updated, chosen, eager)
     q, scale, q_t, scale_t, rstd, amax, _, y = made
     if y is None:
-        y = carrier_of(x.shape, _wide(source.dtype), x.device)
+        y = carrier_of(x, wide, eager)
     if wanted:
         connect = _make_differentiable if eager else _Gradient.apply
-        y = connect(source, weight, residual, (x, x_scale, rstd, updated, y, chosen[-1]))
+        y = connect(source, weight, residual, (x, x_scale, rstd, updated, y, chosen[1][1]))
         if residual is not None:
             y, updated = y
     return record((q, scale, q_t, scale_t, rstd, amax, updated, y))
@@ -241,14 +247,6 @@ def _copy(residual: Tensor, weight: Tensor) -> Tensor:
         # Inductor fails over a clone whose width is a symbol until a later product fixes it.
         torch._check(residual.shape[-1] == weight.shape[0])
     return residual.detach().clone()
-
-
-def _wants_gradient(source: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
-    return (
-        source.requires_grad
-        or weight.requires_grad
-        or (residual is not None and residual.requires_grad)
-    )
 
 
 def fp8_linear(
@@ -291,7 +289,7 @@ def fp8_linear(
         raise ValueError("fp8_linear: activation must have q_t for the weight's gradient, got None")
     check_parts(q, q_t if wants_weight else None, carrier)
     if carrier is None:
-        carrier = carrier_of(q.shape, torch.bfloat16, q.device)
+        carrier = carrier_of(q, torch.bfloat16, is_eager(q))
     return _Product.apply(carrier, weight, q, scale, q_t, gradient_dtype, stochastic)
 
 
