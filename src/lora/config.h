@@ -113,8 +113,8 @@ struct ShrinkPlan {
 
 /// Shapes of expand_wide.cu: tiles of 64 tokens and columns of a CTA, stages of its ring, and CTAs
 /// per SM; of float32 weights, or of those of y's type; and whether CTAs walk: as many as fit at
-/// once over tiles and columns (expand_wide_walk.cu), of float32 weights over tiles, with B kept
-/// (expand_wide_kept.cu).
+/// once over tiles and columns (expand_wide_walk.cu), or of low ranks and float32 weights over
+/// tiles, with B kept (expand_wide_kept.cu).
 struct WideShape {
   int tiles, cols, stages, per_sm;
   bool float_weights = false, walks = false;
@@ -126,7 +126,8 @@ inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2},
                                             {2, 128, 2, 1, true, false, 2},
                                             {2, 128, 6, 1, false, true},
                                             {1, 128, 2, 2, true, true},
-                                            {2, 128, 4, 1, false, true}};
+                                            {2, 128, 4, 1, false, true},
+                                            {2, 128, 3, 1, true, true}};
 /// Those of float32 weights: of one tile and of two.
 inline constexpr int kWidePartsShape = 2, kWidePairPartsShape = 3;
 static_assert(kWideShapes[kWidePartsShape].float_weights &&
@@ -143,6 +144,13 @@ inline constexpr int kMostKeptRun = 3;
 inline constexpr int kWideStagedShape = 6, kWideStagedMaxRank = 256;
 static_assert(kWideShapes[kWideStagedShape].walks &&
               kWideShapes[kWideStagedShape].cols == kWideShapes[kWideWalkShape].cols);
+
+/// The same of float32 weights, of ranks whose parts of h leave room for B.
+inline constexpr int kWideWalkPartsShape = 7, kWideWalkPartsMaxRank = 256;
+static_assert(kWideShapes[kWideWalkPartsShape].walks &&
+              kWideShapes[kWideWalkPartsShape].float_weights &&
+              kWideShapes[kWideWalkPartsShape].tiles == kWideShapes[kWideWalkShape].tiles &&
+              kWideShapes[kWideWalkPartsShape].cols == kWalkCols);
 
 /// Blocks of B in the ring of the decode expand, and above rank 32 where four CTAs share an SM.
 inline constexpr int kDecodeExpandStages = 5, kDenseExpandStages = 3;

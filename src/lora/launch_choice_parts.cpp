@@ -72,6 +72,20 @@ bool suits_wide_parts(const LoraShape& s, const Machine& m) {
          tokens_per_adapter(s) >= least_tokens && (2 * ctas >= m.sms || some);
 }
 
+/// Persistent CTAs where each has four steps of 128 tokens, of which an adapter has more than half,
+/// and parts of h fit beside B: those are made once for all columns, y moves while a step's
+/// products run, and only the first step waits for its rows. (us on an H100, these and a CTA for
+/// each tile: 364 tokens of one adapter, rank 128, 3,584 to 2 x 18,944, 53 and 68; 1,288 of one,
+/// rank 256, 248 and 299; but three steps, 866 of 6, rank 256, 4,096 to 4,096, 46 and 41; 27 tokens
+/// an adapter, 515 of 19, rank 256, 1,024 to 2 x 3,072, 88 and 85.)
+bool suits_walk_parts(const LoraShape& s, const Machine& m) {
+  const WideShape& shape = kWideShapes[kWideWalkPartsShape];
+  const double steps =
+      likely_runs(s, shape.tiles) * static_cast<double>(column_blocks(s, shape.cols)) / m.sms;
+  return runs_wide_walk(s, m) && h_width(s) > kWideKeptMaxRank &&
+         h_width(s) <= kWideWalkPartsMaxRank && tokens_per_adapter(s) > 64 && steps >= 4;
+}
+
 /// Tiles and columns that the kernel that keeps B takes at a time.
 double kept_steps(const LoraShape& s) {
   return likely_runs(s, 1) *
@@ -198,6 +212,7 @@ ExpandPlan choose_parts_expand(const LoraShape& s, const Machine& m) {
   if (!suits_wide_parts(s, m)) {
     return suits_direct_parts(s, m) ? direct_parts_expand(s, m) : parts_expand(s, m);
   }
+  if (suits_walk_parts(s, m)) return wide_expand(kWideWalkPartsShape);
   // Two tiles share B: faster above rank 128 where they are full, or where a CTA has an SM to
   // itself, as it has more of B on its way. (us on an H200, two and one: 156 and 206, 356 tokens of
   // 4 adapters, rank 512, 5,120 to 2 x 13,824; 307 and 349, 1,827 of one, rank 256; 26.3 and 33.4,

@@ -13,7 +13,7 @@ bool runs_wide(const LoraShape& s, const Machine& m) {
 }
 
 bool runs_wide_walk(const LoraShape& s, const Machine& m) {
-  return runs_wide(s, m) && s.op == Op::kApply && s.one_type && s.aligned_y && !s.segments;
+  return runs_wide(s, m) && s.op == Op::kApply && s.aligned_y && !s.segments;
 }
 
 bool has_room_for_y(const LoraShape& s) { return h_width(s) <= kWideStagedMaxRank; }

@@ -92,8 +92,9 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
   std::vector<ExpandPlan> plans;
   for (int i = 0; i < static_cast<int>(std::size(kWideShapes)) && runs_wide(s, m); ++i) {
     if (kWideShapes[i].float_weights != s.float_weights) continue;
-    if (kWideShapes[i].walks && !s.float_weights && !runs_wide_walk(s, m)) continue;
+    if (kWideShapes[i].walks && i != kWideKeptShape && !runs_wide_walk(s, m)) continue;
     if (i == kWideStagedShape && !has_room_for_y(s)) continue;
+    if (i == kWideWalkPartsShape && h_width(s) > kWideWalkPartsMaxRank) continue;
     if (i == kWideKeptShape) {
       for (int run = 0; run <= kMostKeptRun && runs_kept(s, m); ++run) {
         plans.push_back(kept_expand(run));
@@ -306,10 +307,10 @@ void add_expand(Line& line, const ExpandPlan& c) {
   }
   if (c.kernel == ExpandKernel::kWide) {
     line.add(", %d tiles, %d stages%s", kWideShapes[c.shape].tiles, kWideShapes[c.shape].stages,
-             !kWideShapes[c.shape].walks          ? ""
-             : kWideShapes[c.shape].float_weights ? ", B kept"
-             : c.shape == kWideStagedShape        ? ", persistent CTAs, y ahead"
-                                                  : ", persistent CTAs");
+             !kWideShapes[c.shape].walks   ? ""
+             : c.shape == kWideKeptShape   ? ", B kept"
+             : c.shape == kWideStagedShape ? ", persistent CTAs, y ahead"
+                                           : ", persistent CTAs");
     if (c.cluster > 1) line.add(", B shared by %d", c.cluster);
   }
   if (c.groups > 1) line.add(", %d groups of them a step", c.groups);

@@ -138,7 +138,12 @@ TEST(LoraChoice, FloatWeightsAreKeptForSeveralTiles) {
   EXPECT_EQ(expand(shape(1743, 2, 64, 2048, {2048})), kept_expand(1));
   EXPECT_EQ(expand(shape(366, 3, 8, 5120, {13824, 13824})).shape, kWideKeptShape);
   EXPECT_EQ(expand(shape(1955, 42, 4, 3584, {4736, 4736})).kernel, ExpandKernel::kDirect);
-  EXPECT_EQ(expand(shape(7071, 1, 128, 5120, {1280, 1280, 1280})).shape, kWidePartsShape);
+  EXPECT_EQ(expand(shape(7071, 1, 128, 5120, {1280, 1280, 1280})).shape, kWideWalkPartsShape);
+  EXPECT_EQ(expand(shape(1288, 1, 256, 16384, {16384, 1024, 1024})).shape, kWideWalkPartsShape);
+  EXPECT_EQ(expand(shape(5976, 62, 256, 4096, {1024, 256, 256})).shape, kWideWalkPartsShape);
+  EXPECT_EQ(expand(shape(866, 6, 256, 4096, {4096})).shape, kWidePairPartsShape);
+  EXPECT_EQ(expand(shape(1814, 1, 512, 4096, {4096})).shape, kWidePairPartsShape);
+  EXPECT_EQ(expand(shape(2656, 60, 128, 3584, {3584})).shape, kWidePartsShape);
 }
 
 /// Few tokens of float32 adapters: tiles of 16 wherever their kernels start sooner, rank rows for

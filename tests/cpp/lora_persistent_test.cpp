@@ -64,8 +64,10 @@ TEST_P(LoraPersistent, PersistentCtasTakeSeveralSteps) {
     if (plan.shrink.split()) plan.shrink.partials = lora::Partials::kFinish;
     for (int i = 0; i < static_cast<int>(std::size(lora::kWideShapes)); ++i) {
       const lora::WideShape& shape = lora::kWideShapes[i];
-      if (!has_wide || shape.float_weights) continue;
+      if (!has_wide || shape.float_weights != plan.shape.float_weights) continue;
       if (i == lora::kWideStagedShape && op.max_rank() > lora::kWideStagedMaxRank) continue;
+      if (i == lora::kWideWalkPartsShape && op.max_rank() > lora::kWideWalkPartsMaxRank) continue;
+      if (i == lora::kWideKeptShape && op.max_rank() > lora::kWideKeptMaxRank) continue;
       plan.expand = {lora::ExpandKernel::kWide, i, 64, shape.cols};
       plan.workspace_bytes = lora::workspace_of(plan);
       for (const int cluster : {1, 2}) {
@@ -85,6 +87,14 @@ TEST_P(LoraPersistent, PersistentCtasTakeSeveralSteps) {
   LoraCase alone = case_of(60, 40, {648}, {512});
   alone.map = Map::kOneAdapter;
   expect(alone, 2);
+  // Float32 adapters
+  LoraCase floats = case_of(77, 40, {264, 40}, {72, 0, 137, 8});
+  floats.w = DType::kFloat32;
+  expect(floats, 3);
+  floats = case_of(60, 40, {648}, {256});
+  floats.w = DType::kFloat32;
+  floats.map = Map::kOneAdapter;
+  expect(floats, 2);
   // Boxes, whose pairs of CTAs take one run of tokens or two, and an odd number of blocks of
   // columns; at last of more of B than stays in L2.
   LoraCase boxes = case_of(10, 40, {384, 256}, {128});

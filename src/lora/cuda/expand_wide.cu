@@ -53,8 +53,8 @@ void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
   check(!p.h.raw && p.tiles.tile_tokens == 64 && static_cast<std::size_t>(c.shape) < kCount,
         "lora_expand: the wide kernel needs tiles of 64 tokens and a finished h");
   if (c.shape == kWideKeptShape) return expand_wide_kept(p, stream);
-  if (kWideShapes[c.shape].float_weights) return expand_wide_parts(p, c, stream);
   if (kWideShapes[c.shape].walks) return expand_wide_walk(p, c, stream);
+  if (kWideShapes[c.shape].float_weights) return expand_wide_parts(p, c, stream);
   if (p.h.dtype == DType::kFloat32) return expand_wide_rounded(p, c, stream);
   check(p.h.vector, "lora_expand: the wide kernel needs an h of aligned 16-bit rows");
   device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {

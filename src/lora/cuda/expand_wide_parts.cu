@@ -9,7 +9,8 @@
 // 2048 tokens of one adapter, qkv, r256: 61 MB -> 14 us of DRAM, 19 GFLOP -> 30 us
 // limit  : L2, and the tensor cores: 64 ranks of a tile take 48 KB of L2 (1,780 clocks at 27 bytes
 //          each) and 770 clocks of tensor cores; of two tiles that share B 64 KB (2,370) and 1,540
-// wrong  : ranks up to 64, where B is split anew for every tile: expand_wide_kept.cu keeps parts
+// wrong  : ranks up to 64, where B is split anew for every tile: expand_wide_kept.cu keeps parts;
+//          several steps a CTA up to rank 256, where expand_wide_walk.cu keeps those of h
 //
 // The kernel is that of expand_wide.cu, its ring and sums those of expand_wide_parts.cuh. Producers
 // read B into registers, split it and write planes of parts, and have the next rows on their way

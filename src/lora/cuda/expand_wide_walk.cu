@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// y (+)= h B^T for high ranks and many tokens of an adapter, B, h and y of one 16-bit type: the
-// persistent kernel of lora_apply.
+// y (+)= h B^T for high ranks and many tokens of an adapter, B, h and y of one 16-bit type, or B
+// and h of float32 under a bfloat16 y: the persistent kernel of lora_apply.
 //
 // y[t, n] (+)= sum_r h[s, t, r] B_{a(t), s}[n, r]        N hidden out, r rank
 // bytes  = 4 M sum_s N_s (y read and written) + 2 sum_a sum_s r N_s (B of adapters in use) + h; of
 //          B from L2, for tiles of 128 tokens: 2 r M N / 128, by pairs of CTAs half of it
 // FLOP   = 2 M N r
 // 7,200 tokens of one adapter, 2 x 18,944 columns, r256: 1.1 GB -> 360 us, 140 GFLOP -> 180 us
-// limit  : DRAM; above rank 256 L2 and the tensor cores beside it
+// limit  : DRAM; above rank 256 L2 and the tensor cores beside it. Of float32 adapters, twice the
+//          bytes of B and three products of parts (src/device/parts.cuh), the warps that split B
 // wrong  : few tokens and columns, so that a CTA has one step
 //
 // The grid is as large as fits at once. A CTA walks over steps of up to 128 tokens of one adapter
@@ -17,8 +18,9 @@
 // cluster, which take neighbouring runs of tokens and the same columns: B comes to both at once. y
 // of a step comes to L2 during the step before, and to the registers of the two warpgroups that
 // multiply while they do; or (kStaged), for ranks up to 256 and many tokens, to shared memory two
-// steps ahead. The sum is one chain over ranks from zero, as in the other kernels; the permutation
-// of columns is theirs too.
+// steps ahead. Float32 goes through the registers of those who copy and becomes planes of parts
+// (expand_wide_walk_parts.cuh), those of h once for all columns. The sum is one chain over ranks
+// from zero, as in the other kernels; the permutation of columns is theirs too.
 #include <algorithm>
 #include <cstdint>
 
@@ -35,6 +37,7 @@
 #include "lora/cuda/expand_wide_walk.cuh"
 #include "lora/cuda/expand_wide_walk_boxes.cuh"
 #include "lora/cuda/expand_wide_walk_copies.cuh"
+#include "lora/cuda/expand_wide_walk_parts.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
@@ -74,16 +77,17 @@ struct YPart {
   }
 };
 
-template <class T, bool kStaged>
+template <class T, bool kStaged, class Element>
 struct Consumer {
-  static constexpr int kHBlocks = Room<kStaged>::kHBlocks, kStages = Room<kStaged>::kStages;
+  using Own = Room<kStaged, Element>;
+  static constexpr int kHBlocks = Own::kHBlocks, kStages = Own::kStages;
   const WalkParams& p;
-  Shared<kStaged>& shared;
+  Shared<kStaged, Element>& shared;
   std::uint32_t ring;
   const unsigned char* y_rows;
   T* y;
   int row0, col0;
-  device::RingCursor<Room<kStaged>::kSteps> now;
+  device::RingCursor<Own::kSteps> now;
   device::RingCursor<kStages> at;
   device::RingCursor<kHBlocks> h_first;
   device::RingCursor<kYStages> y_at;
@@ -116,13 +120,20 @@ struct Consumer {
         if (!p.b_boxes) device::fence_async_proxy();  // cp.async is of the generic proxy
         device::wgmma_keep(acc);
         device::wgmma_fence();
-        const auto h = device::wgmma_descriptor(ring + h_at.stage * kBlockBytes +
+        constexpr int kBlock = Own::kParts * kBlockBytes, kPlane = kBlockBytes / 16;
+        const auto h = device::wgmma_descriptor(ring + h_at.stage * kBlock +
                                                 warpgroup * 64 * device::kSwizzleBytes);
-        const auto b = device::wgmma_descriptor(ring + (kHBlocks + at.stage) * kBlockBytes);
+        const auto b = device::wgmma_descriptor(ring + (kHBlocks + at.stage) * kBlock);
 #pragma unroll
         for (int i = 0; i < kStepRanks / 16; ++i) {
-          device::wgmma<T, kCols>(acc, h + i * device::kDescriptorStep,
-                                  b + i * device::kDescriptorStep, 1);
+#pragma unroll
+          for (int h_part = 0; h_part < Own::kParts; ++h_part) {
+#pragma unroll
+            for (int b_part = 0; h_part + b_part < Own::kParts; ++b_part) {
+              device::wgmma<T, kCols>(acc, h + i * device::kDescriptorStep + h_part * kPlane,
+                                      b + i * device::kDescriptorStep + b_part * kPlane, 1);
+            }
+          }
         }
         device::wgmma_commit();
         device::wgmma_wait<1>();
@@ -191,13 +202,13 @@ struct Consumer {
   }
 };
 
-template <class T, bool kStaged>
+template <class T, bool kStaged, class Element>
 __global__ void __launch_bounds__(kThreads, 1)
     expand_wide_walk_kernel(const __grid_constant__ WalkParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char smem[];
-  using Own = Room<kStaged>;
-  auto& shared = *reinterpret_cast<Shared<kStaged>*>(smem + Own::kRing);
+  using Own = Room<kStaged, Element>;
+  auto& shared = *reinterpret_cast<Shared<kStaged, Element>*>(smem + Own::kRing);
   const std::uint32_t ring = device::smem_address(smem);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   device::pdl_begin(p.early);
@@ -244,8 +255,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // Look up
   if (thread >= kFirstScout) {
-    device::fewer_registers<kScoutRegisters>();
-    Scout<kStaged> scout(p, shared, share, tiles);
+    device::fewer_registers<Own::kScoutRegisters>();
+    Scout<kStaged, Element> scout(p, shared, share, tiles);
     wait_for_other();
     if constexpr (kStaged) {
       if (p.add_inputs) {
@@ -261,9 +272,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // Load
   if (thread >= kConsumers) {
-    device::fewer_registers<kProducerRegisters>();
+    device::fewer_registers<Own::kProducerRegisters>();
     wait_for_other();
-    if (p.b_boxes) {
+    if constexpr (Own::kParts > 1) {
+      produce_parts(p, shared, smem);
+    } else if (p.b_boxes) {
       if (thread == kConsumers) produce_boxes<kStaged>(p, shared, ring);
     } else {
       produce<T, kStaged>(p, shared, ring);
@@ -272,10 +285,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   // Compute
-  device::more_registers<kConsumerRegisters>();
+  device::more_registers<kConsumerRegisters<kStaged, Element>>();
   wait_for_other();
   T* const y = static_cast<T*>(p.y.data);
-  Consumer<T, kStaged> consumer{
+  Consumer<T, kStaged, Element> consumer{
       p, shared, ring, smem + Own::kY, y, thread / 32 * 16 + thread % 32 / 4, thread % 4 * 8};
   shared.told[0].wait(0);
   const Step& first = shared.steps[0];
@@ -297,9 +310,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <class T, bool kStaged>
+template <class T, bool kStaged, class Element = std::uint16_t>
 void launch_kernel(const ExpandParams& p, Stream stream) {
-  static_assert(kSmem<kStaged> + 1024 <= 228 * 1024, "a CTA fits an SM");
+  static_assert(kSmem<kStaged, Element> + 1024 <= 228 * 1024, "a CTA fits an SM");
   WalkParams walk{p, {}, {}, {}};
   if (p.b_boxes) set_maps(walk);
   const std::int64_t steps = max_tiles(p.tiles.num_tokens, p.weights.num_adapters, kTokens) *
@@ -309,10 +322,10 @@ void launch_kernel(const ExpandParams& p, Stream stream) {
   l.grid = dim3(static_cast<unsigned>(round_up<std::int64_t>(ctas, p.cluster)));
   l.cluster_x = static_cast<unsigned>(p.cluster);
   l.threads = kThreads;
-  l.smem = kSmem<kStaged>;
+  l.smem = kSmem<kStaged, Element>;
   l.stream = stream;
   l.pdl = true;
-  device::launch<expand_wide_walk_kernel<T, kStaged>>("lora_expand", l, walk);
+  device::launch<expand_wide_walk_kernel<T, kStaged, Element>>("lora_expand", l, walk);
 }
 
 }  // namespace
@@ -321,10 +334,12 @@ void launch_kernel(const ExpandParams& p, Stream stream) {
 
 void expand_wide_walk(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
   check(
-      p.groups.plan != nullptr && p.h.by_position && p.h.vector && p.vector_y &&
+      p.groups.plan != nullptr && p.h.by_position && (p.h.vector || p.two_parts) && p.vector_y &&
           p.tiles.first == 0 && p.cols == kCols && (p.cluster == 1 || p.b_boxes) &&
-          (c.shape == kWideWalkShape || p.h.width <= kWideStagedMaxRank),
+          (c.shape != kWideStagedShape || p.h.width <= kWideStagedMaxRank) &&
+          (c.shape != kWideWalkPartsShape || p.h.width <= kWideWalkPartsMaxRank),
       "lora_apply: the persistent wide kernel needs a plan, its own h, aligned y, and room for it");
+  if (c.shape == kWideWalkPartsShape) return launch_kernel<__nv_bfloat16, false, float>(p, stream);
   device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
     using T = typename decltype(tag)::type;
     c.shape == kWideStagedShape ? launch_kernel<T, true>(p, stream)

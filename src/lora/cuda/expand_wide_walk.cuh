@@ -13,6 +13,7 @@
 #include "lora/cuda/expand_tile.cuh"
 #include "lora/cuda/expand_wide_traits.cuh"
 #include "lora/cuda/expand_wide_walk_share.cuh"
+#include "lora/cuda/split_rows.cuh"
 #include "lora/cuda/tile_pairs.cuh"
 
 namespace mortar::lora::cuda::wide_walk {
@@ -34,8 +35,10 @@ inline constexpr int kBlockBytes = kTokens * device::kSwizzleBytes;  ///< 64 ran
 /// Where ranks leave room for it (kStaged), y of two steps lies in shared memory, in rows of which
 /// two neighbours' pieces of 64 bytes take all banks.
 inline constexpr int kYStages = 2, kYPitch = 2 * kCols + 64;
-template <bool kStaged>
+/// What lies in shared memory, and registers, where weights and h are of 16 bits.
+template <bool kStaged, class Element = std::uint16_t>
 struct Room {
+  static constexpr int kParts = 1;
   static constexpr int kHBlocks = (kStaged ? kWideStagedMaxRank : kLoraMaxRank) / kStepRanks;
   static constexpr int kStages = kShapeOf<kStaged>.stages;  ///< of B
   /// That are described ahead, with the one that is computed: y is copied once that is done for the
@@ -43,12 +46,25 @@ struct Room {
   static constexpr int kSteps = kStaged ? 6 : 4;
   static constexpr int kY = (kHBlocks + kStages) * kBlockBytes;
   static constexpr int kRing = kY + (kStaged ? kYStages * kTokens * kYPitch : 0);
+  static constexpr int kProducerRegisters = 64, kScoutRegisters = 80;
+};
+/// Where they are float32: a block is two planes of parts. Those who copy have rows in registers.
+template <>
+struct Room<false, float> {
+  static constexpr int kParts = kSplitParts;
+  static constexpr int kHBlocks = kWideWalkPartsMaxRank / kStepRanks;
+  static constexpr int kStages = kWideShapes[kWideWalkPartsShape].stages;
+  static constexpr int kSteps = 4;
+  static constexpr int kY = (kHBlocks + kStages) * kParts * kBlockBytes, kRing = kY;
+  static constexpr int kProducerRegisters = 112, kScoutRegisters = 80;
 };
 inline constexpr int kMostHBlocks = kLoraMaxRank / kStepRanks, kMostStages = kOf.stages;
-inline constexpr int kRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 64,
-                     kScoutRegisters = 80;
-inline constexpr int kConsumerRegisters =
-    kRegisters + (2 * kRegisters - kProducerRegisters - kScoutRegisters) / kTiles / 8 * 8;
+inline constexpr int kRegisters = 65536 / kThreads / 8 * 8;
+template <bool kStaged, class Element>
+inline constexpr int kConsumerRegisters = kRegisters + (2 * kRegisters -
+                                                        Room<kStaged, Element>::kProducerRegisters -
+                                                        Room<kStaged, Element>::kScoutRegisters) /
+                                                           kTiles / 8 * 8;
 
 /// A step as its consumers need it, and those who copy.
 struct Step {
@@ -75,7 +91,7 @@ struct Step {
   }
 };
 
-template <bool kStaged>
+template <bool kStaged, class Element = std::uint16_t>
 struct Shared {
   Step steps[Room<kStaged>::kSteps];
   device::Mbarrier told[Room<kStaged>::kSteps], used[Room<kStaged>::kSteps];
@@ -84,8 +100,8 @@ struct Shared {
   device::Mbarrier y_full[kYStages], y_empty[kYStages];
   int first;  ///< tile of the first run
 };
-template <bool kStaged>
-inline constexpr int kSmem = Room<kStaged>::kRing + int{sizeof(Shared<kStaged>)};
+template <bool kStaged, class Element>
+inline constexpr int kSmem = Room<kStaged, Element>::kRing + int{sizeof(Shared<kStaged, Element>)};
 
 struct WalkParams : ExpandParams {
   CUtensorMap h_map, b_map[kLoraMaxSlices];  ///< of boxes
@@ -93,10 +109,10 @@ struct WalkParams : ExpandParams {
 };
 
 /// Describes the steps of a CTA, one after the other. By all scouts, who agree.
-template <bool kStaged>
+template <bool kStaged, class Element = std::uint16_t>
 struct Scout {
   const WalkParams& p;
-  Shared<kStaged>& shared;
+  Shared<kStaged, Element>& shared;
   Share share;
   RunList tiles;
   int index;     ///< the run's first tile
@@ -108,8 +124,8 @@ struct Scout {
   int slice = -1;  ///< whose weights these are; negative: of other tokens
   device::RingCursor<Room<kStaged>::kSteps> at;
 
-  __device__ __forceinline__ Scout(const WalkParams& params, Shared<kStaged>& s, const Share& own,
-                                   const RunList& list)
+  __device__ __forceinline__ Scout(const WalkParams& params, Shared<kStaged, Element>& s,
+                                   const Share& own, const RunList& list)
       : p(params), shared(s), share(own), tiles(list), index(s.first) {
     look();
   }
@@ -191,8 +207,8 @@ struct Scout {
     }
     const bool there = more();
     if (there) {
-      using Half = std::uint16_t;
-      const auto* b = static_cast<const Half*>(weights.b);
+      constexpr int kPiece = 16 / int{sizeof(Element)};
+      const auto* b = static_cast<const Element*>(weights.b);
       to.token[thread] = token;
       if (thread == 0) {
         to.rank = weights.rank;
@@ -210,10 +226,11 @@ struct Scout {
         to.b_group =
             tile.adapter * p.adapter_groups[slice] + static_cast<int>(columns.first) / kGroupCols;
         to.h_line = tile.start;
-        to.vector = reinterpret_cast<std::uintptr_t>(b) % 16 == 0 && weights.b_row_stride % 8 == 0;
+        to.vector =
+            reinterpret_cast<std::uintptr_t>(b) % 16 == 0 && weights.b_row_stride % kPiece == 0;
         to.b = b + columns.first * weights.b_row_stride;
         to.b_stride = weights.b_row_stride;
-        to.h = static_cast<const Half*>(p.h.data) + slice * p.h.slice_stride +
+        to.h = static_cast<const Element*>(p.h.data) + slice * p.h.slice_stride +
                tile.start * p.h.row_stride;
       }
       advance();

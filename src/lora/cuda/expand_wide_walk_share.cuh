@@ -34,7 +34,8 @@ struct Share {
     constexpr std::int64_t kStays = 12 << 20;
     const int pairs = static_cast<int>(gridDim.x) / p.cluster;
     const int pair = static_cast<int>(blockIdx.x) / p.cluster;
-    in_turns = std::int64_t{all_blocks(p)} * kWalkCols * p.h.width * 2 > kStays;
+    const int size = p.two_parts ? 4 : 2;  // of an element of B
+    in_turns = std::int64_t{all_blocks(p)} * kWalkCols * p.h.width * size > kStays;
     if (in_turns) {
       stride = stride_in_turns(runs, pairs);
     } else {

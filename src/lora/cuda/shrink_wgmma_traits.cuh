@@ -32,10 +32,9 @@ struct Traits {
   static constexpr int kMinCtas = kOf.per_sm;
   static constexpr Share kShare = kOf.share;
   static constexpr int kConsumers = 128 * kTiles;
-  /// Twice as many where an SM has one CTA and up to 64 float32 rows are split, or many rows are
-  /// copied and registers suffice.
-  static constexpr bool kManyRows =
-      kOf.float_weights ? kRows <= 64 : kTokens + kRows >= 160 && kRows <= 144;
+  /// Twice as many where an SM has one CTA and float32 rows are split, or many rows are copied and
+  /// registers suffice.
+  static constexpr bool kManyRows = kOf.float_weights || (kTokens + kRows >= 160 && kRows <= 144);
   static constexpr int kProducers = kMinCtas == 1 && kManyRows ? 256 : 128;
   static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kFillers = 128;     ///< of them, of a stage whose float32 rows they split
@@ -63,7 +62,9 @@ struct Traits {
   /// With two for the pointer of each row that a thread copies.
   static constexpr int kPointerRegisters = round_up(30 + 16 * (kTokens + kRows) / kProducers, 8);
   static constexpr int kProducerRegisters = !kFloatWeights     ? kPointerRegisters
-                                            : kProducers > 128 ? (kAhead > 0 ? 48 : 72)
+                                            : kProducers > 128 ? (kRows > 64   ? 40
+                                                                  : kAhead > 0 ? 48
+                                                                               : 72)
                                             : kAhead > 0       ? 56
                                                                : 88;
   static constexpr int kConsumerRegisters = std::min(
