@@ -75,17 +75,6 @@ constexpr std::int64_t kLongStream = 16 * 1024;
 /// many tiles of such ranks 0.67 to 0.95 times as long.)
 constexpr std::int64_t kMostDecodeCols = 4096;
 constexpr int kFewRanks = 32;  // up to which few tiles take as many as they like
-/// Of higher ranks, elements of B of a CTA from which on four CTAs share an SM, if all of them ran
-/// at once, and columns that it then takes at most: half a round of CTAs more would take as long as
-/// a whole one. CTAs that start and end beside others are faster than more bytes of each in flight.
-/// (us on an H100, four and two or three: 125 tokens of 181 adapters, ranks up to 64, 1,024 to
-/// 4,096, 22.2 and 28.1; 431 of 20, rank 128, 8,192 to 2 x 28,672, 191 and 252; 20 of 102, 3,584 to
-/// 2 x 18,944, 21.4 and 25.2; but 90 of one, rank 128, 5,120 to 2 x 13,824, 20.7 and 19.4. Of 179
-/// random problems with 40,000 elements or more 0.938 times as long on average, of 58 with 20,000
-/// to 40,000 0.955 times, of 34 down to 12,000 0.97 times, of 37 down to 8,000 1.02 times. At most
-/// 2,048 columns in place of 1,024: 1.02 times, 97 problems; but 11 of 149, 8,192 to 2 x 28,672,
-/// 1,280 columns 27.5, 1,024 31.1.)
-constexpr std::int64_t kDenseElements = 12000, kMostDenseCols = 1024, kOneRoundCols = 1536;
 /// Bytes of y and B of a CTA whose tile is full, where there is hardly more than a round of CTAs.
 /// (us: 2,879 tokens of 163 adapters, rank 16, 5,120 to 5,120, 2,560 columns 61.3, 1,024 54.7;
 /// 2,605 of 115, 4,096 to 4,096, 2,048 columns 34.5, 1,024 30.9; but of tiles of six tokens 1,477
@@ -351,16 +340,7 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
       c.cols = std::min(c.cols, even_cols(s, most, c.block_cols));
     }
   }
-  constexpr std::int64_t kFewTiles = 4;
-  if (s.max_rank > kFewRanks && (s.max_rank > 64 || tiles > kFewTiles) && runs_dense(s)) {
-    const std::int64_t own =
-        ceil_div<std::int64_t>(s.sum_widths() * likely, kDenseExpandPerSm * m.sms);
-    if (own * s.max_rank >= kDenseElements) {
-      c.per_sm = kDenseExpandPerSm;
-      c.block_cols = decode_ring_fits(s, m, own, 128, kDenseExpandStages) ? 128 : 64;
-      c.cols = even_cols(s, own <= kOneRoundCols ? own : kMostDenseCols, c.block_cols);
-    }
-  }
+  if (s.max_rank > kFewRanks && runs_dense(s)) share_round(s, m, likely, c);
   fit_many(s, m, c);
   fit_round(s, m, c);
   if (!s.aligned_y) c.block_cols = 32;  // two kernels for all ranks, whose blocks are narrow

@@ -175,6 +175,9 @@ bool may_add_chunks(const LoraShape& s, const Machine& m);
 /// Whether the decode expand adds the partials of the wgmma shrink's chunks, two kernels in place
 /// of three, and then how.
 bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand);
+/// Of ranks above 32, aligned y and so many likely tiles: CTAs of the decode expand in fewer
+/// registers, four an SM, where they have long to stream, and their columns.
+void share_round(const LoraShape& s, const Machine& m, std::int64_t likely, ExpandPlan& c);
 /// CTAs of the decode expand that run at once, where the device is to cut columns by the tiles that
 /// there are; otherwise 0.
 int expand_round(const LoraShape& s, const Machine& m, const ExpandPlan& c);

@@ -194,9 +194,12 @@ int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand) {
 /// long K, 64 and 32: 6 of 12, ranks up to 64, 18,944 to 3,584, 5.0 and 5.6; one token, 16,384 to 2
 /// x 53,248, 5.4 and 6.4; but 15 of 18, 18,944 to 3,584, 8.4 and 8.3; rank 64, 32 of 32, down, 27.7
 /// and 26.0. Of very many rows, 32 and all: 9 of 191, rank 512, 5,120 to 3 x 1,280, 71 and 85; 8 of
-/// 11, rank 256, 1,024 to 2,048 + 2 x 1,024, 13.6 and 20.4.)
+/// 11, rank 256, 1,024 to 2,048 + 2 x 1,024, 13.6 and 20.4.) Ragged ranks of one slice leave half
+/// of 64 rows empty. (On an H200, 32 and 64: 108 of 20, 3,584 to 3,584, 6.5 and 7.8; 83 of 228 10.5
+/// and 11.8; but of more tokens 218 of 9 8.9 and 8.3, of more CTAs 135 of 432 9.1 and 8.6.)
 int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile) {
   constexpr int kManyRows = 192, kFewRows = 32, kLongRows = 48, kLongRank = 64, kMoreRows = 96;
+  constexpr std::int64_t kHalfTile = 8;
   const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16), four = 4 * m.sms;
   const std::int64_t chunks = tiles * ceil_div<std::int64_t>(s.hidden, kDecodeK);
   const auto ctas = [&](int rows) { return chunks * ceil_div(s.rank_rows(), rows); };
@@ -215,6 +218,9 @@ int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile
     most = kFewRows;
   } else if (small && ctas(kRowsAtOnce) > four && ctas(kMoreRows) <= four) {
     most = kMoreRows;
+  } else if (small && s.ragged && s.num_slices == 1 && tokens_per_adapter(s) <= kHalfTile &&
+             ctas(kRowsAtOnce) > m.sms && ctas(kRowsAtOnce) <= four) {
+    most = kFewRows;
   }
   // Where there are few tiles and leaves, rank rows are shared out as well: two CTAs per SM.
   const std::int64_t shares = std::clamp<std::int64_t>(

@@ -155,6 +155,30 @@ TEST(LoraChoice, ManyAdaptersLeaveTheCutOfColumnsToTheDevice) {
   EXPECT_EQ(round(s), 0);
 }
 
+/// Ragged ranks: columns of which all CTAs make one round, and no few more than that; up to four
+/// tiles as many; half as many rank rows where there is one slice.
+TEST(LoraChoice, CtasOfRaggedRanksMakeOneRound) {
+  const auto plan = [](LoraShape s, bool ragged) {
+    s.ragged = ragged;
+    return choose(s, {});
+  };
+  const auto cols = [&](const LoraShape& s) { return plan(s, true).expand.cols; };
+  EXPECT_EQ(cols(shape(38, 323, 64, 896, {3584})), 384);
+  EXPECT_EQ(cols(shape(37, 410, 64, 3584, {3584})), 256);
+  EXPECT_EQ(cols(shape(11, 8, 64, 16384, {53248, 53248})), 1664);
+  EXPECT_EQ(cols(shape(242, 222, 64, 3584, {3584, 512, 512})), 1792 / 2);
+  const LoraShape four = shape(4, 7, 64, 16384, {53248, 53248});
+  EXPECT_EQ(plan(four, true).expand.per_sm, kDenseExpandPerSm);
+  EXPECT_EQ(plan(four, false).expand.per_sm, 0);
+  EXPECT_EQ(plan(shape(1, 178, 64, 16384, {53248, 53248}), true).expand.per_sm, 0);
+  const LoraShape narrow = shape(108, 20, 64, 3584, {3584});
+  EXPECT_EQ(plan(narrow, true).shrink.rows, 32);
+  EXPECT_EQ(plan(narrow, false).shrink.rows, 64);
+  EXPECT_EQ(plan(shape(135, 432, 64, 2048, {2048}), true).shrink.rows, 64);
+  EXPECT_EQ(plan(shape(218, 9, 64, 4096, {4096}), true).shrink.rows, 64);
+  EXPECT_EQ(plan(shape(77, 469, 64, 1024, {768, 768}), true).shrink.rows, 64);
+}
+
 /// Persistent warps of shrink take tiles that may be and are not, of few tokens each.
 TEST(LoraChoice, ManyTilesOfShrinkHavePersistentWarps) {
   const auto streams = [](const LoraShape& s, const Machine& m = {}) {

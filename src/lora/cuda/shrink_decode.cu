@@ -110,6 +110,10 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
   rows.fill(p, tile.adapter, static_cast<int>(blockIdx.x) * p.rows_per_cta, p.rows_per_cta);
   __syncthreads();
   const int num_rows = row_count;
+  if (!Tr::kWhole && num_rows == 0) {  // of an adapter of a lower rank than others
+    device::pdl_wait();
+    return;
+  }
   const int turn_stages = ceil_div(Tr::kTurns ? max(1, num_rows) : num_rows, Tr::kStageRows);
   const int num_stages = turns * turn_stages;
   const auto turn_of = [&](int stage) {
