@@ -52,15 +52,14 @@ struct YPart {
   template <class T>
   __device__ __forceinline__ void load(const ExpandParams& p, const T* y, const Step& t, int row0,
                                        int col0) {
-    const bool wanted = p.add_inputs;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const std::int64_t at = t.y(p, row0 + 8 * half);
+      const std::int64_t at = p.add_inputs ? t.y(p, row0 + 8 * half) : -1;
+      const int cols = at >= 0 ? t.cols - col0 : 0;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        const bool there = wanted && at >= 0 && t.cols > g * kGroupCols + col0;
         v[half][g] = make_uint4(0, 0, 0, 0);
-        device::load_if(there, v[half][g], y + at + g * kGroupCols + col0);
+        device::load_if(cols > g * kGroupCols, v[half][g], y + at + g * kGroupCols + col0);
       }
     }
   }
@@ -68,11 +67,10 @@ struct YPart {
   __device__ __forceinline__ void load(const unsigned char* rows, int row0, int col0) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const auto* from =
+          reinterpret_cast<const uint4*>(rows + (row0 + 8 * half) * kYPitch + 2 * col0);
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        v[half][g] = *reinterpret_cast<const uint4*>(rows + (row0 + 8 * half) * kYPitch +
-                                                     2 * (g * kGroupCols + col0));
-      }
+      for (int g = 0; g < kGroups; ++g) v[half][g] = from[g * kGroupCols / 8];
     }
   }
 };
@@ -161,6 +159,30 @@ struct Consumer {
     if (row >= 0 && col < t.cols) device::prefetch_l2(y + row + col);
   }
 
+  /// Adds the products to y. (All sums of a row before its first store, and one question whether
+  /// there is a row: a step ended some 500 clocks later with one for each store.)
+  __device__ __forceinline__ void store(const Step& t, const YPart& own,
+                                        const float (&acc)[kCols / 2]) const {
+    const float scale = t.scale;
+    const int cols = t.cols - col0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::int64_t row = t.y(p, row0 + 8 * half);
+      if (row < 0) continue;
+      T* const to = y + row + col0;
+      uint4 sum[YPart::kGroups];
+#pragma unroll
+      for (int g = 0; g < YPart::kGroups; ++g) {
+        const auto& products = reinterpret_cast<const float(&)[4][4]>(acc[g * 16]);
+        sum[g] = add_products<T>(own.v[half][g], products, half, scale, p.add_inputs);
+      }
+#pragma unroll
+      for (int g = 0; g < YPart::kGroups; ++g) {
+        if (cols > g * kGroupCols) *reinterpret_cast<uint4*>(to + g * kGroupCols) = sum[g];
+      }
+    }
+  }
+
   /// Computes a step whose y is on its way, and asks for that of the next one; false after the last
   /// one. (Of two steps in registers at once the compiler waits for both.)
   __device__ __forceinline__ bool step(YPart& own) {
@@ -177,22 +199,12 @@ struct Consumer {
       if (p.add_inputs) {
         shared.y_full[y_at.stage].wait(y_at.round & 1);
         own.load(y_rows + y_at.stage * kTokens * kYPitch, row0, col0);
-        shared.y_empty[y_at.stage].arrive();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) shared.y_empty[y_at.stage].arrive();
         y_at.next();
       }
     }
-    // Store
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const std::int64_t row = t.y(p, row0 + 8 * half);
-#pragma unroll
-      for (int g = 0; g < YPart::kGroups; ++g) {
-        if (row < 0 || t.cols <= g * kGroupCols + col0) continue;
-        const auto& products = reinterpret_cast<const float(&)[4][4]>(acc[g * 16]);
-        *reinterpret_cast<uint4*>(y + row + g * kGroupCols + col0) =
-            add_products<T>(own.v[half][g], products, half, t.scale, p.add_inputs);
-      }
-    }
+    store(t, own, acc);
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.used[slot].arrive();
     if constexpr (!kStaged) {
@@ -243,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kYStages; ++i) {
       shared.y_full[i].init(kScouts);
-      shared.y_empty[i].init(kConsumers);
+      shared.y_empty[i].init(kConsumers / 32);
     }
     device::Mbarrier::fence_init();
   }
@@ -276,10 +288,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     wait_for_other();
     if constexpr (Own::kParts > 1) {
       produce_parts(p, shared, smem);
-    } else if (p.b_boxes) {
-      if (thread == kConsumers) produce_boxes<kStaged>(p, shared, ring);
-    } else {
-      produce<T, kStaged>(p, shared, ring);
+    } else if (!p.b_boxes) {
+      produce(shared, RowCopier<T, kStaged>(p, shared, ring));
+    } else if (thread == kConsumers) {
+      produce(shared, BoxCopier<kStaged>{p, shared, ring});
     }
     return;
   }

@@ -4,8 +4,6 @@
 
 #include <cstdint>
 
-#include "device/pdl.cuh"
-#include "device/ring.cuh"
 #include "device/swizzle.cuh"
 #include "device/tensor_copy.cuh"
 #include "lora/cuda/backend.cuh"
@@ -15,70 +13,42 @@ namespace mortar::lora::cuda::wide_walk {
 
 inline constexpr int kHalfGroups = kCols / kPair / kGroupCols, kHalfBytes = kBlockBytes / kPair;
 
-/// 64 ranks of B for a step. Columns that both CTAs of a cluster take come to both, half of them
-/// asked for by each, once both have used up what lay there.
+/// A producer that asks for blocks of 64 ranks; one thread.
 template <bool kStaged>
-__device__ __forceinline__ void ask_for_columns(const WalkParams& p, Shared<kStaged>& shared,
-                                                std::uint32_t ring, const Step& t, int stage,
-                                                int rank) {
-  const int cta = static_cast<int>(blockIdx.x) % kPair;
-  device::Mbarrier* const full = shared.full + stage;
-  const std::uint32_t to = ring + (Room<kStaged>::kHBlocks + stage) * kBlockBytes;
-  const CUtensorMap& map = p.b_map[t.slice];
-  full->arrive_and_expect(kBlockBytes);
-  if (t.both) {
-    constexpr std::uint16_t kAll = (1 << kPair) - 1;
-    device::copy_box5_to(kAll, to + cta * kHalfBytes, map, rank, t.b_group + cta * kHalfGroups,
-                         full);
-    return;
-  }
-#pragma unroll
-  for (int half = 0; half < kPair; ++half) {
-    device::copy_box5(to + half * kHalfBytes, map, rank, t.b_group + half * kHalfGroups, full);
-  }
-}
+struct BoxCopier {
+  const WalkParams& p;
+  Shared<kStaged>& shared;
+  std::uint32_t ring;
 
-/// Asks for h and B of all steps; by one thread.
-template <bool kStaged>
-__device__ __forceinline__ void produce_boxes(const WalkParams& p, Shared<kStaged>& shared,
-                                              std::uint32_t ring) {
-  constexpr int kHBlocks = Room<kStaged>::kHBlocks, kStages = Room<kStaged>::kStages;
-  device::RingCursor<Room<kStaged>::kSteps> now;
-  device::RingCursor<kStages> at;
-  device::RingCursor<kHBlocks> h_at;
-  shared.told[0].wait(0);
-  // B of the first step does not depend on the predecessor.
-  const int ahead = min(ceil_div(shared.steps[0].rank, kStepRanks), kStages);
-#pragma unroll 1
-  for (int i = 0; i < ahead; ++i) {
-    ask_for_columns<kStaged>(p, shared, ring, shared.steps[0], i, i * kStepRanks);
+  __device__ __forceinline__ const Step& columns(const Step& t) const { return t; }
+  __device__ __forceinline__ void h(const Step& t, int block, int rank) const {
+    device::Mbarrier* const full = shared.h_full + block;
+    full->arrive_and_expect(kBlockBytes);
+    device::copy_box(ring + block * kBlockBytes, p.h_map,
+                     t.slice * static_cast<int>(p.h.slice_stride) + rank, t.h_line, full);
   }
-  device::pdl_wait();
-  bool first = true;
-#pragma unroll 1
-  for (;; now.next(), first = false) {
-    shared.told[now.stage].wait(now.round & 1);
-    const Step& t = shared.steps[now.stage];
-    const int ranks = t.rank;
-    if (ranks == 0) return;
-    const bool fresh = t.fresh;
-#pragma unroll 1
-    for (int rank = 0; rank < ranks; rank += kStepRanks, at.next()) {
-      if (fresh) {
-        if (h_at.round > 0) shared.h_empty[h_at.stage].wait((h_at.round - 1) & 1);
-        device::Mbarrier* const full = shared.h_full + h_at.stage;
-        full->arrive_and_expect(kBlockBytes);
-        device::copy_box(ring + h_at.stage * kBlockBytes, p.h_map,
-                         t.slice * static_cast<int>(p.h.slice_stride) + rank, t.h_line, full);
-        h_at.next();
-      }
-      if (first && rank < ahead * kStepRanks) continue;
-      if (at.round > 0) shared.empty[at.stage].wait((at.round - 1) & 1);
-      ask_for_columns<kStaged>(p, shared, ring, t, at.stage, rank);
+  /// Of B. Columns that both CTAs of a cluster take come to both, half of them asked for by each,
+  /// once both have used up what lay there.
+  __device__ __forceinline__ void copy(const Step& t, int stage, int rank) const {
+    const int cta = static_cast<int>(blockIdx.x) % kPair;
+    device::Mbarrier* const full = shared.full + stage;
+    const std::uint32_t to = ring + (Room<kStaged>::kHBlocks + stage) * kBlockBytes;
+    const CUtensorMap& map = p.b_map[t.slice];
+    full->arrive_and_expect(kBlockBytes);
+    if (t.both) {
+      constexpr std::uint16_t kAll = (1 << kPair) - 1;
+      device::copy_box5_to(kAll, to + cta * kHalfBytes, map, rank, t.b_group + cta * kHalfGroups,
+                           full);
+      return;
     }
-    shared.used[now.stage].arrive();
+#pragma unroll
+    for (int half = 0; half < kPair; ++half) {
+      device::copy_box5(to + half * kHalfBytes, map, rank, t.b_group + half * kHalfGroups, full);
+    }
   }
-}
+  /// The barrier of a stage knows by copy() what comes.
+  __device__ __forceinline__ void arrive(const Step& /*t*/, int /*stage*/) const {}
+};
 
 // ---- host ---------------------------------------------------------------------------------------
 

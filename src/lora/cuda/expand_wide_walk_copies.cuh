@@ -15,59 +15,33 @@
 
 namespace mortar::lora::cuda::wide_walk {
 
-/// A producer's part of the copies: 16 bytes of every 16th row.
-template <class T>
-struct Copier {
-  static constexpr int kStep = kProducers / 8, kCopies = kTokens / kStep;
-  static_assert(kStep == 16);
-  int piece, row0;
-  std::uint32_t to;
-
-  __device__ __forceinline__ explicit Copier(std::uint32_t ring) {
-    const int thread = static_cast<int>(threadIdx.x) - kConsumers;
-    piece = thread % 8;
-    row0 = thread / 8;
-    to = ring + device::swizzled(row0, piece);
-  }
-  __device__ __forceinline__ void h(int slot, int first, const Step& t, std::int64_t stride) const {
-    const int left = t.rank - first - piece * 8, bytes = piece_bytes(left), count = t.count;
-    const T* from = static_cast<const T*>(t.h) + (left > 0 ? first + piece * 8 : 0) + row0 * stride;
-    const std::uint32_t dst = to + slot * kBlockBytes;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i, from += kStep * stride) {
-      if (row0 + i * kStep < count) {
-        device::cp_async_16(dst + i * kStep * device::kSwizzleBytes, from, bytes);
-      }
-    }
-  }
-};
-
 /// A producer's part of the columns of a step, worked out once for all blocks of its ranks: with
 /// addresses of its own a block took 230 instructions in place of 50, some 0.6 us.
-template <class T, bool kStaged>
+template <class T>
 struct Columns {
+  static constexpr int kStep = kProducers / 8, kCopies = kTokens / kStep;
+  static_assert(kStep == 16);
   const T* first;          ///< the row that lies in place row0
   std::int64_t near, far;  ///< elements from it to those 4 and 32 columns on
   int rank, there;         ///< columns from that row's on that there are
   bool vector;
 
-  __device__ __forceinline__ Columns(const Copier<T>& copy, const Step& t) {
+  __device__ __forceinline__ Columns(const Step& t, int piece, int row0) {
     // Rows kStep places further are those of 4 and 28 columns on.
-    const int row0 = copy.row0, column = (row0 >> 1 & 3) * 8 + (row0 >> 3) * 2 + (row0 & 1);
+    const int column = (row0 >> 1 & 3) * 8 + (row0 >> 3) * 2 + (row0 & 1);
     const std::int64_t stride = t.b_stride;
     first = static_cast<const T*>(t.b) + column * stride;
     near = 4 * stride;
     far = 32 * stride;
-    rank = t.rank - copy.piece * 8;
+    rank = t.rank - piece * 8;
     there = t.cols - column;
     vector = t.vector;
   }
   /// 64 ranks from `from_rank` on.
-  __device__ __forceinline__ void copy(const Copier<T>& copy, int stage, int from_rank) const {
+  __device__ __forceinline__ void copy(std::uint32_t dst, int piece, int from_rank) const {
     const int left = rank - from_rank;
-    const T* from = first + (left > 0 ? from_rank + copy.piece * 8 : 0);
-    const std::uint32_t dst = copy.to + (Room<kStaged>::kHBlocks + stage) * kBlockBytes;
-    constexpr int kBytes = Copier<T>::kStep * device::kSwizzleBytes, kPairs = kCopies / 2;
+    const T* from = first + (left > 0 ? from_rank + piece * 8 : 0);
+    constexpr int kBytes = kStep * device::kSwizzleBytes, kPairs = kCopies / 2;
     if (!vector) {
 #pragma unroll 1
       for (int i = 0; i < kCopies; ++i) {
@@ -92,16 +66,59 @@ struct Columns {
       if (i * 32 + 4 < there) device::cp_async_16(dst + (2 * i + 1) * kBytes, from + near, bytes);
     }
   }
-
- private:
-  static constexpr int kCopies = Copier<T>::kCopies;
 };
 
+/// A producer that copies 16 bytes of every 16th row; of 128 threads.
 template <class T, bool kStaged>
-__device__ __forceinline__ void produce(const ExpandParams& p, Shared<kStaged>& shared,
-                                        std::uint32_t ring) {
+struct RowCopier {
+  const WalkParams& p;
+  Shared<kStaged>& shared;
+  int piece, row0;
+  std::uint32_t to;
+
+  __device__ __forceinline__ RowCopier(const WalkParams& params, Shared<kStaged>& s,
+                                       std::uint32_t ring)
+      : p(params), shared(s) {
+    const int thread = static_cast<int>(threadIdx.x) - kConsumers;
+    piece = thread % 8;
+    row0 = thread / 8;
+    to = ring + device::swizzled(row0, piece);
+  }
+  __device__ __forceinline__ Columns<T> columns(const Step& t) const { return {t, piece, row0}; }
+  __device__ __forceinline__ void h(const Step& t, int block, int first) const {
+    constexpr int kStep = Columns<T>::kStep;
+    const int left = t.rank - first - piece * 8, bytes = piece_bytes(left), count = t.count;
+    const std::int64_t stride = p.h.row_stride;
+    const T* from = static_cast<const T*>(t.h) + (left > 0 ? first + piece * 8 : 0) + row0 * stride;
+    const std::uint32_t dst = to + block * kBlockBytes;
+#pragma unroll
+    for (int i = 0; i < Columns<T>::kCopies; ++i, from += kStep * stride) {
+      if (row0 + i * kStep < count) {
+        device::cp_async_16(dst + i * kStep * device::kSwizzleBytes, from, bytes);
+      }
+    }
+    shared.h_full[block].arrive_after_copies();
+  }
+  /// Of B.
+  __device__ __forceinline__ void copy(const Columns<T>& columns, int stage, int rank) const {
+    columns.copy(to + (Room<kStaged>::kHBlocks + stage) * kBlockBytes, piece, rank);
+  }
+  __device__ __forceinline__ void arrive(const Columns<T>& columns, int stage) const {
+    if (columns.vector) {
+      shared.full[stage].arrive_after_copies();
+    } else {
+      device::cp_async_commit();
+      device::cp_async_wait<0>();
+      shared.full[stage].arrive();
+    }
+  }
+};
+
+/// Brings h and B of all steps. A copier does so for a block of 64 ranks, of B by what columns()
+/// works out for a step.
+template <bool kStaged, class Copier>
+__device__ __forceinline__ void produce(Shared<kStaged>& shared, const Copier& copier) {
   constexpr int kHBlocks = Room<kStaged>::kHBlocks, kStages = Room<kStaged>::kStages;
-  const Copier<T> copy(ring);
   device::RingCursor<Room<kStaged>::kSteps> now;
   device::RingCursor<kStages> at;
   device::RingCursor<kHBlocks> h_at;
@@ -110,39 +127,31 @@ __device__ __forceinline__ void produce(const ExpandParams& p, Shared<kStaged>& 
   const int ahead = min(ceil_div(shared.steps[0].rank, kStepRanks), kStages);
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) {
-    Columns<T, kStaged>(copy, shared.steps[0]).copy(copy, i, i * kStepRanks);
+    copier.copy(copier.columns(shared.steps[0]), i, i * kStepRanks);
   }
   device::pdl_wait();
   bool first = true;
 #pragma unroll 1
-  for (;; now.next()) {
+  for (;; now.next(), first = false) {
     shared.told[now.stage].wait(now.round & 1);
     const Step& t = shared.steps[now.stage];
     const int ranks = t.rank;
     if (ranks == 0) return;
-    const Columns<T, kStaged> columns(copy, t);
+    const auto& columns = copier.columns(t);
     const bool fresh = t.fresh;
 #pragma unroll 1
     for (int rank = 0; rank < ranks; rank += kStepRanks, at.next()) {
       if (fresh) {
         if (h_at.round > 0) shared.h_empty[h_at.stage].wait((h_at.round - 1) & 1);
-        copy.h(h_at.stage, rank, t, p.h.row_stride);
-        shared.h_full[h_at.stage].arrive_after_copies();
+        copier.h(t, h_at.stage, rank);
         h_at.next();
       }
       if (!first || rank >= ahead * kStepRanks) {
         if (at.round > 0) shared.empty[at.stage].wait((at.round - 1) & 1);
-        columns.copy(copy, at.stage, rank);
+        copier.copy(columns, at.stage, rank);
       }
-      if (columns.vector) {
-        shared.full[at.stage].arrive_after_copies();
-      } else {
-        device::cp_async_commit();
-        device::cp_async_wait<0>();
-        shared.full[at.stage].arrive();
-      }
+      copier.arrive(columns, at.stage);
     }
-    first = false;
     shared.used[now.stage].arrive();
   }
 }

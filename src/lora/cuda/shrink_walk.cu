@@ -15,7 +15,8 @@
 // describes units ahead, one thread asks the tensor copy engine for A, 128 threads copy the rows of
 // x that the tokens name: through a ring of stages of 64 elements of K, so that those of the next
 // unit are under way while sums of this one are added and stored. The sums are those of
-// shrink_wgmma.cu where a CTA takes all of K; those of the first half wait in the workspace.
+// shrink_wgmma.cu where a CTA takes all of K; those of the first half wait in registers, or, of
+// more than 128 rank rows, in the workspace.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -131,8 +132,10 @@ struct Consumer {
   float4* parked;
   device::RingCursor<Tr::kStages> at;
 
-  /// Sums of all of K but those that are parked.
-  __device__ __forceinline__ void multiply(bool live, float (&total)[Tr::kSums]) {
+  /// Sums of the second half of K, and those of the first where registers have room for them: else
+  /// they are parked.
+  __device__ __forceinline__ void multiply(bool live, float (&first)[Tr::kKept],
+                                           float (&total)[Tr::kSums]) {
     const int hidden = static_cast<int>(p.weights.hidden), steps = steps_of(p);
     const int leaf_steps = static_cast<int>(leaf_size(hidden)) / kTileK;
     const int leaves = static_cast<int>(num_leaves(hidden));
@@ -172,7 +175,12 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < Tr::kSums; ++i) total[i] += sum[i];
       if (leaf + 1 == middle) {
-        put_sums<kConsumers>(parked, total);
+        if constexpr (Tr::kKept < Tr::kSums) {
+          put_sums<kConsumers>(parked, total);
+        } else {
+#pragma unroll
+          for (int i = 0; i < Tr::kSums; ++i) first[i] = total[i];
+        }
 #pragma unroll
         for (int i = 0; i < Tr::kSums; ++i) total[i] = 0;
       }
@@ -258,11 +266,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Unit<Tr>& unit = shared.units[now.stage];
     const int count = __shfl_sync(0xffffffffu, unit.count, 0);
     if (count == 0) return;
-    float total[Tr::kSums];
+    float first[Tr::kKept], total[Tr::kSums];
     const bool live = count > __shfl_sync(0xffffffffu, thread / 128 * 64, 0);
-    consumer.multiply(live, total);
+    consumer.multiply(live, first, total);
     if (live) {
-      add_sums<kConsumers>(total, consumer.parked);
+      if constexpr (Tr::kKept < Tr::kSums) {
+        add_sums<kConsumers>(total, consumer.parked);
+      } else {
+#pragma unroll
+        for (int i = 0; i < Tr::kSums; ++i) total[i] += first[i];
+      }
       consumer.store(unit, total);
     }
     __syncwarp();

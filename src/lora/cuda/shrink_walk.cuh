@@ -31,7 +31,8 @@ template <class T_, int kShape>
 struct Traits {
   using T = T_;
   static constexpr int kRows = kWalkShapes[kShape].rows, kStages = kWalkShapes[kShape].stages;
-  static constexpr int kSums = kRows / 2;  ///< of a thread
+  static constexpr int kSums = kRows / 2;                ///< of a thread
+  static constexpr int kKept = kSums <= 64 ? kSums : 1;  ///< of the first half of K, in registers
   static constexpr int kBoxes = kRows / kWalkBoxRows;
   static constexpr int kStageBytes = kTokenBytes + kRows * device::kSwizzleBytes;
   static constexpr int kRing = kStages * kStageBytes;
