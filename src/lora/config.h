@@ -66,6 +66,24 @@ inline constexpr WgmmaShape kWgmmaShapes[] = {
     {64, 2, 3, 1, Share::kLeaf, true, 3}, {128, 2, 2, 1, Share::kHalf, true, 2},
 };
 
+/// CTAs of the wgmma shrink of one 16-bit type that share K, so many leaves each, both halves of K
+/// apart; leaves such that they are shared out evenly, and the most.
+inline std::int64_t wgmma_leaf_ctas(std::int64_t num, std::int64_t leaves) {
+  const std::int64_t first = first_leaves(num);
+  return ceil_div(first, leaves) + ceil_div(num - first, leaves);
+}
+inline bool are_even_leaves(std::int64_t num, std::int64_t leaves) {
+  const std::int64_t first = first_leaves(num);
+  return ceil_div(first, ceil_div(first, leaves)) == leaves;
+}
+inline std::int64_t most_wgmma_leaves(std::int64_t num) {
+  return std::max<std::int64_t>(1, ceil_div<std::int64_t>(num, 4));
+}
+/// Partials that they leave: the CTA that begins a half of K adds its leaves up.
+inline std::int64_t wgmma_partials(std::int64_t num, std::int64_t leaves) {
+  return num - 2 * (leaves - 1);
+}
+
 /// Shapes of shrink_walk.cu, whose CTAs walk over units of 128 tokens: rank rows of a unit, and
 /// stages of its ring.
 struct WalkShape {

@@ -84,7 +84,7 @@ bool runs_wgmma(const LoraShape& s, const Machine& m);
 /// Runs of so many tiles of 64 tokens. The host does not know how tokens are shared out: it takes
 /// all adapters to be there and the last run of each to be half full.
 double likely_runs(const LoraShape& s, int tiles);
-/// K chunks that a CTA of it takes one after the other, at most.
+/// K chunks that a CTA of it takes one after the other, of float32 weights, at most.
 inline constexpr int kMostLeaves = 3;
 /// It in a shape, of K chunks with so many a CTA.
 ShrinkPlan wgmma_plan(int shape, int leaves);

@@ -23,14 +23,14 @@ struct Costs {
   double start, shape;   ///< of a CTA's start and end, and for every tile and rank row
   double round;          ///< of the start and end of CTAs behind others, in place of `start`
   double finish;         ///< of the kernel that adds partials, where expand does not
-  double many;           ///< factor of many partials, which also push x and A out of L2
 };
 /// (The clocks of CTAs behind others by 82 problems on an H200: 1.0105 times as long as the best
-/// shape on average, with 12,000 1.013 times. The least clocks of a stage, and those of the kernel
-/// that adds partials below, by 80 more: 1.013 times, with 300 and none 1.017 times. us, these and
-/// those: 3,348 tokens of 3 adapters, rank 16, 2,048 to 1,024, 11.4 and 14.0; 2,048 of 8, rank 64,
-/// 14,336 to 4,096, 39.1 and 40.9; 1,911 of 19, rank 32, 2,048 to 2,048, 13.9 and 15.2.)
-constexpr Costs kCosts{45, 4000, 360, 4, 0, 12000, 0, 15000, 1000, 1.5};
+/// shape on average, with 12,000 1.013 times. The least clocks of a stage by 80 more: 1.013 times,
+/// with 300 1.017 times. us, these and those: 3,348 tokens of 3 adapters, rank 16, 2,048 to 1,024,
+/// 11.4 and 14.0; 2,048 of 8, rank 64, 14,336 to 4,096, 39.1 and 40.9; 1,911 of 19, rank 32, 2,048
+/// to 2,048, 13.9 and 15.2. What partials cost, `finish` and kPartialBytes, with a stage less in
+/// flight where CTAs leave them, by 76 problems of up to 4,500 tokens: 1.020 times, before 1.037.)
+constexpr Costs kCosts{45, 4000, 360, 4, 0, 12000, 0, 15000, 2500};
 /// Those of ranks up to 64 and so many tokens, whose CTAs are short and start behind others that
 /// end: fitted to the plans of 167 random problems on an H100. What they choose takes the whole
 /// call 1.024 times as long as the best plan tried, on average, what the others do 1.040 times.
@@ -39,17 +39,15 @@ constexpr Costs kCosts{45, 4000, 360, 4, 0, 12000, 0, 15000, 1000, 1.5};
 /// 49.5; 12,484 of 9, 14,336 to 4,096, 201 and 171; of rank 128 140 and 107, 10,157 of 6, 4,096 to
 /// 1,024 + 2 x 256.)
 constexpr std::int64_t kLowTokens = 2000;
-constexpr Costs kLowCosts{84, 1294, 161, 2.3, 0.8, 12000, 0.2, 2550, 1000, 1.1};
+constexpr Costs kLowCosts{84, 1294, 161, 2.3, 0.8, 12000, 0.2, 2550, 1500};
 /// Those of ranks above 128: fitted to the three or four best shapes of 35 problems on an H100, the
 /// rate of L2 and the price of a shape's size anew to all shapes of 32 problems on an H200. What
 /// they choose takes the whole call 1.028 times as long as the best shape there, on average, what
 /// the former ones did 1.051 times. (us on an H200, with these and with those: 2,092 tokens of 32
 /// adapters, rank 256, 18,944 to 3,584, 157 and 187; 368 of 29, rank 512, 14,336 to 4,096, 142 and
 /// 166; 511 of 17, rank 256, 3,584 to 3,584 + 2 x 512, 53.4 and 56.8; but 9,581 of 82, 5,120 to 3 x
-/// 1,280, 405 and 389.) A kernel that adds partials costs more than 1,000 clocks where tokens are
-/// few: with 4,000 what 46 of up to 400 tokens choose takes 1.022 times as long as the best on an
-/// H100, and 1.032.
-constexpr Costs kHighCosts{45, 3100, 430, 3.4, 16, 10000, 6, 10000, 4000, 1.5};
+/// 1,280, 405 and 389.)
+constexpr Costs kHighCosts{45, 3100, 430, 3.4, 16, 10000, 6, 10000, 4500};
 
 const Costs& costs_of(const LoraShape& s) {
   const bool low = s.max_rank <= 64 && s.num_tokens <= kLowTokens;
@@ -65,7 +63,7 @@ double stage_clocks(const Costs& costs, double ctas, double resident, double byt
   return std::max({ctas * bytes / rate, ctas * products, std::ceil(ctas / resident) * least});
 }
 
-/// A shape, and of Share::kLeaf the leaves whose partials a CTA makes, one after the other.
+/// A shape, and of Share::kLeaf the leaves that a CTA takes, one after the other.
 struct Choice {
   WgmmaShape shape;
   int leaves = 1;
@@ -74,7 +72,7 @@ struct Choice {
 /// CTAs that share K.
 double parts_of(const LoraShape& s, const Choice& c) {
   if (c.shape.share == Share::kLeaf) {
-    return static_cast<double>(ceil_div<std::int64_t>(num_leaves(s.hidden), c.leaves));
+    return static_cast<double>(wgmma_leaf_ctas(num_leaves(s.hidden), c.leaves));
   }
   return c.shape.share == Share::kHalf ? 2 : 1;
 }
@@ -84,6 +82,9 @@ double ctas_of(const LoraShape& s, const Choice& c) {
 }
 /// Steps of K of a CTA.
 double steps_of(const LoraShape& s, const Choice& c) {
+  if (c.shape.share == Share::kLeaf) {
+    return static_cast<double>(c.leaves * leaf_size(s.hidden)) / 64;
+  }
   return std::ceil(static_cast<double>(s.hidden) / (64 * parts_of(s, c)));
 }
 
@@ -118,23 +119,25 @@ double by_ranks(const LoraShape& s, int cta_rows, Clocks&& clocks) {
 double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, const Choice& c,
                     double runs, const Columns& columns) {
   const WgmmaShape& shape = c.shape;
-  constexpr std::int64_t kFewPartials = 10 << 20;
-  constexpr double kL2Bytes = 45;  // that an SM reads or writes of partials in a clock
+  // That an SM reads or writes of partials in a clock, and where expand adds them.
+  constexpr double kPartialBytes = 15, kAddedBytes = 45;
   const double ctas = std::ceil(runs * parts_of(s, c) * columns.ctas / m.sms);
   const double tokens = std::min(64.0 * shape.tiles, static_cast<double>(s.num_tokens) / runs);
   const double bytes = 128 * (tokens + columns.rows / columns.ctas);
   const double size = shape.rows * shape.tiles, steps = steps_of(s, c);
-  const double clocks = stage_clocks(costs, ctas, shape.per_sm, bytes, shape.stages,
+  const int stages = shape.share == Share::kLeaf && shape.per_sm <= 2 ? shape.stages - 1
+                                                                      : shape.stages;
+  const double clocks = stage_clocks(costs, ctas, shape.per_sm, bytes, stages,
                                      costs.product * size + costs.step, costs.least) *
                             steps +
                         costs.start - costs.round +
                         std::ceil(ctas / shape.per_sm) * (costs.round + costs.shape * size);
   if (shape.share != Share::kLeaf) return clocks;
-  const double all = clocks + (may_add_chunks(s, m) ? 0 : costs.finish) +
-                     2 * static_cast<double>(partial_bytes(s)) / (m.sms * kL2Bytes);
-  // (Of 8.8 MB, us on an H100: 319 tokens of one adapter, rank 256, 13,824 to 5,120, 26, and 33
-  // without partials.)
-  return partials_are_light(s) || partial_bytes(s) <= kFewPartials ? all : costs.many * all;
+  const std::int64_t partials =
+      partial_bytes(s, wgmma_partials(num_leaves(s.hidden), c.leaves));
+  const bool added = may_add_chunks(s, m);
+  return clocks + (added ? 0 : costs.finish) +
+         2 * static_cast<double>(partials) / (m.sms * (added ? kAddedBytes : kPartialBytes));
 }
 
 double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, const Choice& c,
@@ -152,22 +155,23 @@ double even_runs(const LoraShape& s, int tiles) {
 
 /// The host does not know how tokens are shared out, nor how many have no adapter: between as few
 /// runs as can be, those of even shares, and the last run of each adapter half full. Three tiles of
-/// one are seldom all there, and of ragged ranks narrow CTAs cost more than their clocks, of high
-/// ones less. (us on an H100, 64 rows and 96: 1,454 tokens of 80 adapters, ranks up to 64, 26.2 and
+/// one are seldom all there, and of ragged ranks narrow CTAs cost more than their clocks, of others
+/// less. (us on an H100, 64 rows and 96: 1,454 tokens of 80 adapters, ranks up to 64, 26.2 and
 /// 23.9.) Chunks of two tiles and 64 rows cost more, too. (us on an H100, other shapes and those:
 /// 404 tokens of two adapters, rank 64, 13,824 to 5,120, 12.4 and 15.0; 87 of two, rank 256, 4,096
-/// to 2 x 3,584, 11.5 and 12.9; 512 of 8, rank 128, gate_up, 52.3 and 57.1; but 1,024 of one, rank
-/// 32, gate_up, 54.2 and 51.5. Of 18 random problems 0.941 times as long, 3 slower by over 2 %.) Of
-/// 417 random problems on an H100 what this chose of the shapes without 64 rows took 1.020 times as
-/// long as the best shape, by the first and the last alone 1.025 times. (us, this and those: 501
-/// tokens of 4 adapters, rank 128, 16,384 to 4,096 + 2 x 256, 46 and 69; 1,912 of 13, 18,944 to
-/// 3,584, 87 and 126; but 2,089 of 5, rank 64, 8,192 to 2,048 + 2 x 256, 40 and 34.) Of ragged
-/// ranks the widest CTAs are mostly empty. (us, 192 rows and 96: 12,612 tokens of 27 adapters,
-/// ranks up to 64, qkv, 122 and 105.)
+/// to 2 x 3,584, 11.5 and 12.9; but on an H200 76 of one, rank 256, 53,248 to 16,384, 28.7 and
+/// 25.7; 465 of one, 14,336 to 4,096, 24.1 and 22.6.) Of 417 random problems on an H100 what this
+/// chose of the shapes without 64 rows took 1.020 times as long as the best shape, by the first and
+/// the last alone 1.025 times. (us, this and those: 501 tokens of 4 adapters, rank 128, 16,384 to
+/// 4,096 + 2 x 256, 46 and 69; 1,912 of 13, 18,944 to 3,584, 87 and 126; but 2,089 of 5, rank 64,
+/// 8,192 to 2,048 + 2 x 256, 40 and 34.) Of ragged ranks the widest CTAs are mostly empty. (us, 192
+/// rows and 96: 12,612 tokens of 27 adapters, ranks up to 64, qkv, 122 and 105.)
 double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, const Choice& c) {
   const WgmmaShape& shape = c.shape;
-  constexpr double kFew = 0.3, kEven = 0.5, kThree = 1.12, kPair = 1.1, kWidest = 1.06;
-  const double narrow = s.max_rank > kExpandPrefillMaxRank ? 0.9 : 1.05;
+  constexpr double kFew = 0.3, kEven = 0.5, kThree = 1.12, kPair = 1.05, kWidest = 1.06;
+  const double narrow = s.max_rank > kExpandPrefillMaxRank ? 0.9
+                        : s.ragged                         ? 1.05
+                                                           : 0.95;
   const std::int64_t groups = used_adapters(s), tokens = 64 * shape.tiles;
   const auto least = static_cast<double>(std::max(groups, ceil_div(s.num_tokens, tokens)));
   const auto most = static_cast<double>((s.num_tokens - groups) / tokens + groups);
@@ -226,10 +230,10 @@ double mma_clocks(const LoraShape& s, const Machine& m) {
   });
 }
 
-/// Rank rows up to which a CTA makes the partials of one leaf: it is short, and as many as can be
-/// share SMs best. (us, up to three leaves and one: 1,281 tokens of 9 adapters, rank 4, 13,312 to
-/// 16,384, 33.3 and 32.2; 2,879 of 3, rank 8, 16,384 to 16,384 + 2 x 1,024, 72.1 and 70.5; but 76
-/// of one, rank 256, 53,248 to 16,384, 25.7 and 33.6.)
+/// Rank rows up to which a CTA takes the fewest leaves whose partials fit: it is short, and as many
+/// as can be share SMs best. (us, up to three leaves and one: 1,281 tokens of 9 adapters, rank 4,
+/// 13,312 to 16,384, 33.3 and 32.2; 2,879 of 3, rank 8, 16,384 to 16,384 + 2 x 1,024, 72.1 and
+/// 70.5; but 76 of one, rank 256, 53,248 to 16,384, 25.7 and 33.6.)
 constexpr int kFewRows = 48;
 
 /// The shape of one 16-bit type that takes the fewest clocks, of those allowed.
@@ -238,17 +242,21 @@ ShrinkPlan least_clocks(const Costs& costs, const LoraShape& s, const Machine& m
                         Allowed&& allowed) {
   ShrinkPlan best;
   double least = 0;
+  const std::int64_t num = num_leaves(s.hidden);
   for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
     const WgmmaShape& shape = kWgmmaShapes[i];
     if (shape.float_weights || !allowed(shape) || is_wide(s, shape)) continue;
-    const bool several = shape.share == Share::kLeaf && s.rank_rows() > kFewRows;
-    for (int leaves = 1; leaves <= (several ? kMostLeaves : 1); ++leaves) {
+    const bool splits = shape.share == Share::kLeaf;
+    for (int leaves = 1; leaves <= (splits ? most_wgmma_leaves(num) : 1); ++leaves) {
       const Choice c{shape, leaves};
+      if (splits && (!are_even_leaves(num, leaves) || !wgmma_partials_fit(s, leaves))) continue;
       if (wastes_stages(s, m, c)) continue;
       const double clocks = wgmma_clocks(costs, s, m, c);
-      if (least != 0 && clocks >= least) continue;
-      least = clocks;
-      best = wgmma_plan(i, leaves);
+      if (least == 0 || clocks < least) {
+        least = clocks;
+        best = wgmma_plan(i, leaves);
+      }
+      if (s.rank_rows() <= kFewRows) break;
     }
   }
   return best;
@@ -279,7 +287,7 @@ double wgmma_clocks(const LoraShape& s, const Machine& m, const ShrinkPlan& c) {
 }
 
 ShrinkPlan wgmma_shrink(const LoraShape& s, const Machine& m) {
-  const bool splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
+  const bool splits = num_leaves(s.hidden) > 1;
   return least_clocks(costs_of(s), s, m, [&](const WgmmaShape& shape) {
     return shape.share != Share::kLeaf || splits;
   });

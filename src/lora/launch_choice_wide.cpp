@@ -87,20 +87,21 @@ bool suits_wide(const LoraShape& s, const Machine& m) {
          (tokens_per_adapter(s) >= kTwoTiles && 3 * ctas >= m.sms);
 }
 
-/// Of few tiles and columns: a step a CTA of the prefill kernel, whose CTAs have an SM each, or a
-/// tile a CTA of the wide kernel, two an SM, or two where they are mostly full; of up to 256 tokens
-/// and rank 64 not where a tile is half empty. (us, these and what is chosen otherwise, rank 128:
-/// 126 tokens of one adapter, 14,336 to 4,096, 8.6 and 10.9; a tile, 200 of one, qkv, 13.1 and
-/// 13.8, 300, 4,096 to 4,096, 9.6 and 10.6; two, 800, 16.2 and 17.3; but 514 of one, 1,024 to 2,048
-/// + 2 x 1,024, 12.1 and 11.6; half full, 514 of 4, rank 96, qkv, 21.1 and 18.7. Of few tokens, a
-/// step, 55 of two, 4,096 to 4,096, 6.4 and 7.3; a tile, 63 of two, 8,192 to 8,192, 8.4 and 10.0;
-/// but 111 of two, 2,048 to 512 + 2 x 128, 12 CTAs, 8.7 and 7.4. Rank 64, a step, 455 of 3, 3,072
-/// to 1,024, 7.7 and 8.3; a tile, 538 of one, 3,584 to 3,584, 9.6 and 10.3; 191 of one, 3,584 to
-/// 3,584 + 2 x 512, 8.1 and 9.4; but half full, a step, 219 of 5, 512 to 2,048, 5.7 and 5.2; a
-/// tile, 236 of 3, 3,584 to 3,584, 7.8 and 7.6; two, 93 of one, 3,584 to 2 x 18,944, 13.5 and 11.7.
-/// Of more tokens, a tile, on an H100: 322 of 6, ranks up to 64, 2,048 to 2,048 + 2 x 512, 8.0 and
-/// 8.7; 476 of 5, 10.4 and 11.0; 896 of 18, rank 128, 2,048 to 1,024, 12.0 and 13.0; of 15
-/// random problems 0.962 times as long, one slower by over 2 %.)
+/// Of few tiles and columns: a tile a CTA of the wide kernel, two an SM, or two where they are
+/// mostly full, up to rank 64 a step a CTA of the prefill kernel, whose CTAs have an SM each; of up
+/// to 256 tokens and rank 64 not where a tile is half empty. (us, these and what is chosen
+/// otherwise, rank 128: a tile, 200 of one, qkv, 13.1 and 13.8, 300, 4,096 to 4,096, 9.6 and 10.6;
+/// in place of a step, on an H200, 71 of one, 4,096 to 1,024 + 2 x 256, 7.2 and 8.7, 514 of one,
+/// 3,072 to 1,024, 8.9 and 9.7; two, 800, 16.2 and 17.3; but 514 of one, 1,024 to 2,048 + 2 x
+/// 1,024, 12.1 and 11.6; half full, 514 of 4, rank 96, qkv, 21.1 and 18.7. Of few tokens, a tile,
+/// 63 of two, 8,192 to 8,192, 8.4 and 10.0; but 111 of two, 2,048 to 512 + 2 x 128, 12 CTAs, 8.7
+/// and 7.4. Rank 64, a step, 455 of 3, 3,072 to 1,024, 7.7 and 8.3; a tile, 538 of one, 3,584 to
+/// 3,584, 9.6 and 10.3; 191 of one, 3,584 to 3,584 + 2 x 512, 8.1 and 9.4; but half full, a step,
+/// 219 of 5, 512 to 2,048, 5.7 and 5.2; a tile, 236 of 3, 3,584 to 3,584, 7.8 and 7.6; two, 93 of
+/// one, 3,584 to 2 x 18,944, 13.5 and 11.7. Of more tokens, a tile, on an H100: 322 of 6, ranks up
+/// to 64, 2,048 to 2,048 + 2 x 512, 8.0 and 8.7; 476 of 5, 10.4 and 11.0; 896 of 18, rank 128,
+/// 2,048 to 1,024, 12.0 and 13.0; of 15 random problems 0.962 times as long, one slower by over
+/// 2 %.)
 bool suits_round(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   constexpr int kLeastRank = 33, kLowRank = 64;
   constexpr std::int64_t kLeastTokens = 24;  // of an adapter
@@ -118,7 +119,7 @@ bool suits_round(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   };
   const bool idle = few && 6 * ctas(1) < m.sms;
   if (idle || (low && few && !(mostly_full(1) || saves_reads(s)))) return false;
-  if (4 * ctas(1) <= 3 * m.sms && prefill_smem(s) + kPrefillStaticSmem <= m.max_smem) {
+  if (low && 4 * ctas(1) <= 3 * m.sms && prefill_smem(s) + kPrefillStaticSmem <= m.max_smem) {
     c = prefill_expand(s, m);
   } else if (ctas(1) <= 2 * m.sms && (!low || !few || mostly_full(1))) {
     c = wide_expand(0);

@@ -17,7 +17,8 @@ namespace {
 std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
   std::vector<ShrinkPlan> plans;
   const bool splits = num_leaves(s.hidden) > 1 && partials_fit(s);
-  const bool wgmma_splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
+  const int most_leaves =
+      s.one_type ? static_cast<int>(most_wgmma_leaves(num_leaves(s.hidden))) : kMostLeaves;
   for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)) && runs_wgmma(s, m); ++i) {
     const WgmmaShape& shape = kWgmmaShapes[i];
     const bool leaf = shape.share == Share::kLeaf;
@@ -28,9 +29,12 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
                  other.tiles <= shape.tiles && other.rows < shape.rows &&
                  other.rows >= s.rank_rows();
         });
-    if (narrower || (leaf && !wgmma_splits) || shape.float_weights != s.float_weights) continue;
-    plans.push_back(wgmma_plan(i, 1));
-    if (leaf) plans.push_back(wgmma_plan(i, kMostLeaves));
+    if (narrower || shape.float_weights != s.float_weights) continue;
+    for (const int leaves : {1, most_leaves}) {
+      if (leaf && (num_leaves(s.hidden) <= 1 || !wgmma_partials_fit(s, leaves))) continue;
+      plans.push_back(wgmma_plan(i, leaf ? leaves : 1));
+      if (!leaf || most_leaves == 1) break;
+    }
   }
   for (int i = 0; i < static_cast<int>(std::size(kWalkShapes)) && runs_walk(s, m); ++i) {
     plans.push_back(walk_plan(i));
@@ -223,7 +227,7 @@ LaunchPlan choose(const LoraShape& s, const Machine& m) {
 std::int64_t workspace_of(const LaunchPlan& plan) {
   const LoraShape& s = plan.shape;
   if (s.op == Op::kExpand || plan.one_kernel()) return 0;
-  const std::int64_t partials = plan.shrink.split() ? partial_bytes(s) : 0;
+  const std::int64_t partials = partial_bytes(s, num_partials(s, plan.shrink));
   const std::int64_t parked = plan.shrink.kernel == ShrinkKernel::kWalk
                                   ? parked_bytes(s, kWalkShapes[plan.shrink.shape])
                                   : 0;

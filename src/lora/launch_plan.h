@@ -75,9 +75,20 @@ std::string describe(const LaunchPlan& plan);
 /// Columns of a slice of h in the workspace.
 inline std::int64_t h_width(const LoraShape& s) { return round_up(s.max_rank, 8); }
 
-/// Bytes of the partials of a split shrink.
+/// Bytes of so many split-K partials.
+inline std::int64_t partial_bytes(const LoraShape& s, std::int64_t partials) {
+  return partials * s.num_tokens * s.num_slices * h_width(s) * 4;
+}
+/// Of one for each leaf of K.
 inline std::int64_t partial_bytes(const LoraShape& s) {
-  return num_leaves(s.hidden) * s.num_tokens * s.num_slices * h_width(s) * 4;
+  return partial_bytes(s, num_leaves(s.hidden));
+}
+
+/// Partials that a plan's shrink leaves.
+inline std::int64_t num_partials(const LoraShape& s, const ShrinkPlan& c) {
+  const std::int64_t num = num_leaves(s.hidden);
+  if (!c.split()) return 0;
+  return c.kernel == ShrinkKernel::kWgmma && s.one_type ? wgmma_partials(num, c.leaves) : num;
 }
 
 /// Bytes of h once it is complete: one value per token, slice and rank, no split-K partials.
@@ -104,13 +115,26 @@ inline std::int64_t partial_budget(const LoraShape& s) {
   return s.one_type ? most_partials(s) : light_partials(s);
 }
 /// Whether all of a split shrink's partials fit their budget, with h beside them, and 32 bits.
-inline bool partials_fit(const LoraShape& s, std::int64_t budget) {
-  const std::int64_t partials = partial_bytes(s);
+inline bool partials_fit(const LoraShape& s, std::int64_t partials, std::int64_t budget) {
   return partials + finished_bytes(s) <= budget && partials < std::int64_t{1} << 32;
 }
-inline bool partials_fit(const LoraShape& s) { return partials_fit(s, partial_budget(s)); }
-/// The same of wgmma.
-inline bool wgmma_partials_fit(const LoraShape& s) { return partials_fit(s, most_partials(s)); }
+inline bool partials_fit(const LoraShape& s) {
+  return partials_fit(s, partial_bytes(s), partial_budget(s));
+}
+/// The same of wgmma, so many leaves a CTA.
+inline bool wgmma_partials_fit(const LoraShape& s, int leaves = 1) {
+  const std::int64_t num = num_leaves(s.hidden);
+  const std::int64_t partials = s.one_type ? wgmma_partials(num, leaves) : num;
+  return partials_fit(s, partial_bytes(s, partials), most_partials(s));
+}
+/// Bytes of the most partials that it may leave.
+inline std::int64_t most_wgmma_bytes(const LoraShape& s) {
+  for (int leaves = 1; leaves <= most_wgmma_leaves(num_leaves(s.hidden)); ++leaves) {
+    if (!wgmma_partials_fit(s, leaves)) continue;
+    return partial_bytes(s, wgmma_partials(num_leaves(s.hidden), leaves));
+  }
+  return 0;
+}
 
 /// Whether CTAs of lora_apply's shrink may walk, as far as a workspace query can tell.
 inline bool may_walk(const LoraShape& s) {
@@ -128,7 +152,7 @@ inline std::int64_t parked_bytes(const LoraShape& s, const WalkShape& shape) {
 /// h whole beside them.
 inline std::int64_t most_workspace(const LoraShape& s) {
   const bool fit = s.float_weights ? wgmma_partials_fit(s) : partials_fit(s);
-  std::int64_t partials = fit ? partial_bytes(s) : 0;
+  std::int64_t partials = fit ? partial_bytes(s) : s.one_type ? most_wgmma_bytes(s) : 0;
   for (const WalkShape& shape : kWalkShapes) {
     if (may_walk(s)) partials = std::max(partials, parked_bytes(s, shape));
   }

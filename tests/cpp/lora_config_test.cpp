@@ -189,7 +189,7 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
       EXPECT_EQ(expand.cluster, kExpandCluster);
     }
     if (shrink.split()) {
-      EXPECT_TRUE(wgmma_shape ? wgmma_partials_fit(s) : partials_fit(s));
+      EXPECT_TRUE(wgmma_shape ? wgmma_partials_fit(s, shrink.leaves) : partials_fit(s));
     }
     if (s.op != Op::kExpand && shrink.kernel == ShrinkKernel::kDecode && !shrink.split()) {
       EXPECT_EQ(s.op, Op::kShrink);

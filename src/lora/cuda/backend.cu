@@ -170,9 +170,9 @@ HView internal_h(const LoraShape& s, void* data, DType dtype, std::int64_t rows)
   return h;
 }
 
-HView partials(const LoraShape& s, void* workspace) {
-  HView h = internal_h(s, workspace, DType::kFloat32, s.num_tokens);
-  h.num_slabs = static_cast<int>(num_leaves(s.hidden));
+HView partials(const LaunchPlan& plan, void* workspace) {
+  HView h = internal_h(plan.shape, workspace, DType::kFloat32, plan.shape.num_tokens);
+  h.num_slabs = static_cast<int>(num_partials(plan.shape, plan.shrink));
   h.raw = true;
   return h;
 }
@@ -302,7 +302,7 @@ void shrink(const ShrinkProblem& problem, Stream stream) {
   if (!plan.shrink.split()) return run_shrink(p, plan, stream);
 
   ShrinkParams partial = p;
-  partial.h = partials(plan.shape, problem.workspace);
+  partial.h = partials(plan, problem.workspace);
   partial.pad = false;
   partial.zero_rows = {};
   run_shrink(partial, plan, stream);
@@ -353,9 +353,9 @@ void apply(const ApplyProblem& problem, Stream stream) {
     return apply_decode({expand, problem.x}, stream);
   }
 
-  const std::int64_t before = plan.shrink.split() ? partial_bytes(s) : 0;
+  const std::int64_t before = partial_bytes(s, num_partials(s, plan.shrink));
   expand.h = internal_h(s, static_cast<char*>(problem.workspace) + before, h_dtype, s.num_tokens);
-  shrink.h = plan.shrink.split() ? partials(s, problem.workspace) : expand.h;
+  shrink.h = plan.shrink.split() ? partials(plan, problem.workspace) : expand.h;
   run_shrink(shrink, plan, stream,
              static_cast<char*>(problem.workspace) + before + finished_bytes(s));
   if (plan.shrink.partials == Partials::kExpand) expand.h = shrink.h;

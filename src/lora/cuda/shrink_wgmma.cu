@@ -14,8 +14,8 @@
 // Float32 A under a bfloat16 x is split into parts on its way to the ring: shrink_wgmma_parts.cuh.
 // Summation: a leaf of K is one chain of MMA steps from zero, with parts a sum of four; the first
 // half of the leaves is added in order, then the second half, then both halves. A cluster of two
-// CTAs takes a half each, a grid a few leaves each, whose sums are slabs, or one CTA both halves:
-// the same bits.
+// CTAs takes a half each, a grid some leaves each, whose sums are slabs (those that begin a half
+// one slab), or one CTA both halves: the same bits.
 #include <cstddef>
 #include <iterator>
 #include <type_traits>
@@ -131,7 +131,7 @@ __device__ __forceinline__ void consume(const ShrinkParams& p, Shared<Tr>& share
     if (last >= 0 && signals) shared.empty[last].arrive();
 #pragma unroll
     for (int i = 0; i < Tr::kSums; ++i) total[i] += sum[i];
-    if constexpr (Tr::kShare == Share::kLeaf) {
+    if (Tr::kShare == Share::kLeaf && leaf >= r.kept) {
       leave(leaf);
 #pragma unroll
       for (int i = 0; i < Tr::kSums; ++i) total[i] = 0;
@@ -224,10 +224,12 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   device::pdl_wait();
   float total[Tr::kSums];
   const auto leave = [&](int leaf) {  // its slab
+    const Range r = range_of<Tr>(p);
+    const int slab = r.slab + leaf - r.kept;
     std::int64_t base[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      base[i] = rows[i] < 0 ? -1 : rows[i] * p.h.row_stride + leaf * p.h.slab_stride;
+      base[i] = rows[i] < 0 ? -1 : rows[i] * p.h.row_stride + slab * p.h.slab_stride;
     }
     store_sums<float>(p.h, base, shared.rows, shared.octets, 0, total);
   };
@@ -265,6 +267,13 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
 
 // ---- host ---------------------------------------------------------------------------------------
 
+/// CTAs that share K, of Share::kLeaf so many leaves each.
+int share_ctas(const ShrinkParams& p, Share share, bool float_weights, int leaves) {
+  if (share != Share::kLeaf) return share == Share::kHalf ? 2 : 1;
+  const int num = static_cast<int>(num_leaves(p.weights.hidden));
+  return float_weights ? ceil_div(num, leaves) : static_cast<int>(wgmma_leaf_ctas(num, leaves));
+}
+
 template <class Tr>
 void launch_traits(const ShrinkParams& p, int leaves, Stream stream) {
   static_assert((kSmem<Tr> + 1024) * Tr::kMinCtas <= 228 * 1024, "the CTAs fit an SM");
@@ -273,7 +282,7 @@ void launch_traits(const ShrinkParams& p, int leaves, Stream stream) {
       TileRun<Tr::kTiles, Tr::kThreads>::most(p.tiles, p.weights.num_adapters);
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(ceil_div(rank_rows(p), Tr::kRows)),
-                static_cast<unsigned>(kCluster ? 2 : ceil_div(p.h.num_slabs, leaves)),
+                static_cast<unsigned>(share_ctas(p, Tr::kShare, Tr::kFloatWeights, leaves)),
                 p.zero_rows.data != nullptr ? shrink_depth(p) : static_cast<unsigned>(runs));
   l.cluster_y = kCluster ? 2 : 1;
   l.threads = Tr::kThreads;

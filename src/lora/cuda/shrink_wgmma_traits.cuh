@@ -112,8 +112,11 @@ __device__ __forceinline__ void meet_cluster() {
 }
 
 /// The CTA's part of K: leaves [first, end), the middle of all leaves, and what follows from them.
+/// Of Share::kLeaf the leaves before `kept` are left in one slab with it, as they begin a half of
+/// K: a chain of sums that begins at +0. Slab `slab` is the first.
 struct Range {
   int leaf, first, end, middle, k_begin, k_end, num_steps;
+  int kept, slab;
 };
 
 template <class Tr>
@@ -122,11 +125,22 @@ __device__ __forceinline__ Range range_of(const ShrinkParams& p) {
   // A leaf is a power of two: no division, for which the first copies would wait.
   const int leaf = static_cast<int>(leaf_size(hidden));
   const int num = max(1, (hidden + leaf - 1) >> (__ffs(leaf) - 1));
-  Range r{leaf, 0, num, static_cast<int>(first_leaves(num)), 0, 0, 0};
-  if (Tr::kShare == Share::kLeaf) {
+  Range r{leaf, 0, num, static_cast<int>(first_leaves(num)), 0, 0, 0, 0, 0};
+  if (Tr::kShare == Share::kLeaf && Tr::kFloatWeights) {
     const int own = ceil_div(num, static_cast<int>(gridDim.y));
-    r.first = part * own;
+    r.kept = r.slab = r.first = part * own;
     r.end = min(r.first + own, num);
+  } else if (Tr::kShare == Share::kLeaf) {
+    // CTAs of the first half of K, then those of the second one.
+    const int first_ctas = (static_cast<int>(gridDim.y) + 1) / 2;
+    const int own = ceil_div(r.middle, first_ctas);
+    const bool second = part >= first_ctas;
+    const int at = second ? part - first_ctas : part;
+    r.first = (second ? r.middle : 0) + at * own;
+    r.end = min(r.first + own, second ? num : r.middle);
+    r.kept = at == 0 ? r.end - 1 : r.first;
+    r.slab = at == 0 ? 0 : 1 + (at - 1) * own;
+    if (second) r.slab += r.middle - own + 1;
   } else if (Tr::kShare == Share::kHalf) {
     if (part == 0) r.end = r.middle;
     if (part == 1) r.first = r.middle;
