@@ -25,7 +25,8 @@ enum class ExpandKernel {
   kPrefill,
   kWide,
   kParts,
-  kOne,  ///< of lora_apply, shrink and expand in one launch
+  kOne,   ///< of lora_apply, shrink and expand in one launch
+  kBulk,  ///< low ranks of many tokens, by persistent CTAs
 };
 /// Who adds the split-K partials that shrink leaves, one for each leaf of K.
 enum class Partials {
@@ -103,7 +104,8 @@ struct MmaShape {
   constexpr int smem() const { return stages * (tokens() + rows()) * 272; }
 };
 /// Three stages of 48 rows were as fast as six.
-inline constexpr MmaShape kMmaShapes[] = {{1, 4, 1, 4}, {4, 2, 3, 3}, {4, 2, 6, 3}};
+inline constexpr MmaShape kMmaShapes[] = {{1, 4, 1, 4}, {4, 2, 3, 3}, {4, 2, 6, 3}, {1, 2, 1, 6}};
+inline constexpr int kNarrowMma = 3;  ///< the one of few rank rows
 
 /// Stages of the ring of rank rows of the decode shrink. Fewer let more of its CTAs share an SM;
 /// partials of K chunks of 256 elements alone have them.
@@ -261,6 +263,20 @@ inline int stream_warps(int rank_rows, int tiles, int max_smem) {
   constexpr int kExpand = 56 << 10, kStatic = 1024;
   return std::min(kStreamThreads / 32, (max_smem - kExpand - kStatic - stream_list_smem(tiles)) /
                                            stream_warp_smem(rank_rows));
+}
+
+/// expand_bulk.cu: columns of a step, bytes from a token's y to the next one's in a stage (two lie
+/// in unlike halves of all banks), stages of its ring at most, and CTAs of an SM.
+inline constexpr int kBulkCols = 512, kBulkYPitch = 2 * kBulkCols + 64;
+inline constexpr int kBulkMostStages = 6, kBulkPerSm = 2;
+/// Bytes of a stage: y of 16 tokens, B of a step's columns, and rows of h.
+inline constexpr int bulk_stage(int max_rank, int h_row) {
+  return 16 * kBulkYPitch + kBulkCols * max_rank * 2 + 16 * h_row * 2;
+}
+/// Stages where that many CTAs share an SM of so much shared memory.
+inline int bulk_stages(int max_rank, int h_row, int sm_smem) {
+  constexpr int kStatic = 3 << 10;  // with what the system keeps
+  return std::min(kBulkMostStages, (sm_smem / kBulkPerSm - kStatic) / bulk_stage(max_rank, h_row));
 }
 
 /// The one kernel of lora_apply: CTAs of a cluster, its largest rank, and columns of a CTA.

@@ -147,13 +147,9 @@ std::int64_t column_blocks(const LoraShape& s, int cols) {
 namespace {
 
 ShrinkPlan prefill_shrink(const LoraShape& s, const Machine& m) {
+  if (runs_wgmma(s, m)) return sm90_shrink(s, m);
   ShrinkPlan c;
   c.tile_tokens = 64;
-  if (runs_wgmma(s, m)) {
-    c = wgmma_shrink(s, m);
-    suits_walk(s, m, c);
-    return c;
-  }
   // Splitting fills the chip; without need it only writes and reads partials.
   const std::int64_t ctas =
       max_tiles(s.num_tokens, s.num_adapters, 128) * ceil_div(s.rank_rows(), 192);
@@ -350,6 +346,7 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
 
 ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
   if (!s.one_type) return choose_parts_expand(s, m);
+  if (suits_bulk(s, m)) return bulk_expand(s, m);
   const bool direct = suits_direct(s);
   if (suits_wide_walk(s, m)) return wide_walk(s);
   if (ExpandPlan round; suits_round(s, m, round)) return round;
@@ -372,6 +369,7 @@ ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
 
 ShrinkPlan choose_shrink(const LoraShape& s, const Machine& m) {
   if (!s.one_type) return choose_parts_shrink(s, m);
+  if (suits_bulk(s, m) && sums_whole(s)) return bulk_shrink(s, m);
   return best_tile_tokens(s) == 16 ? decode_shrink(s, m) : prefill_shrink(s, m);
 }
 

@@ -95,6 +95,16 @@ ShrinkPlan leaf_shrink(const LoraShape& s, const Machine& m, Partials partials);
 bool suits_leaves(const LoraShape& s, const Machine& m);
 /// The clocks of the busiest SM with one of these, of one 16-bit type.
 double wgmma_clocks(const LoraShape& s, const Machine& m, const ShrinkPlan& c);
+/// Tiles of 16 tokens on mma.sync, all of K a CTA, and the clocks with a shape of that kernel.
+ShrinkPlan mma_shrink(const LoraShape& s);
+double mma_clocks(const LoraShape& s, const Machine& m, int shape);
+/// Tiles of them at most, along z of the grid; and whether they are faster than tiles of 64 of one
+/// of the wgmma shapes.
+inline constexpr std::int64_t kMostMmaTiles = 32768;
+bool suits_mma(const LoraShape& s, const Machine& m, const ShrinkPlan& mma,
+               const ShrinkPlan& wgmma);
+/// What suits many tokens of an adapter where wgmma runs.
+ShrinkPlan sm90_shrink(const LoraShape& s, const Machine& m);
 /// Whether persistent CTAs of shrink can: of lora_apply, a plan and boxes of stacked A.
 bool runs_walk(const LoraShape& s, const Machine& m);
 /// They in a shape, and whether that is faster than `c`, which it then becomes.
@@ -117,6 +127,15 @@ bool shares_steps(const LoraShape& s, const Machine& m);
 /// With columns that suit it, and where it is faster.
 ExpandPlan choose_direct(const LoraShape& s, const Machine& m);
 bool suits_direct(const LoraShape& s);
+/// Whether persistent CTAs of low ranks can: of lora_apply, a plan, and B that the copy engine
+/// takes.
+bool runs_bulk(const LoraShape& s, const Machine& m);
+ExpandPlan bulk_expand(const LoraShape& s, const Machine& m);
+/// Whether they are faster; whether a CTA of shrink before them sums all of K, or a kernel adds the
+/// partials of the decode shrink; and that shrink.
+bool suits_bulk(const LoraShape& s, const Machine& m);
+bool sums_whole(const LoraShape& s);
+ShrinkPlan bulk_shrink(const LoraShape& s, const Machine& m);
 ExpandPlan parts_expand(const LoraShape& s, const Machine& m);
 /// The one that keeps B, with runs of 2^log_run tiles, and where it can.
 ExpandPlan kept_expand(int log_run);

@@ -50,14 +50,14 @@ bool shares_steps(const LoraShape& s, const Machine& m) {
 
 namespace {
 
-/// Groups of columns that share an MMA step. Several where adapters have a token or two, or three
-/// and many columns. (us on an H200, one and four, rank 4: 230 tokens of 135 adapters, 5,120 to 2 x
-/// 13,824, 40.9 and 25.5; 97 of 62, 1,024 to 2,048 + 2 x 1,024, 5.4 and 4.9; 98 of 69, 8,192 to
-/// 8,192 + 2 x 1,024, 16.3 and 12.2; 267 of 112, 4,096 to 2 x 14,336, 23.0 and 19.4; 894 of 390,
-/// 896 to 3,584, 13.4 and 12.2; but 240 of 81, 7.6 and 8.5; 14 of 18, 1,024 to 2 x 3,072, 3.07 and
-/// 3.15.)
+/// Groups of columns that share an MMA step. Several where adapters have a token or two, or up to
+/// four and many columns. (us on an H200, one and four, rank 4: 230 tokens of 135 adapters, 5,120
+/// to 2 x 13,824, 40.9 and 25.5; 97 of 62, 1,024 to 2,048 + 2 x 1,024, 5.4 and 4.9; 98 of 69, 8,192
+/// to 8,192 + 2 x 1,024, 16.3 and 12.2; 267 of 112, 4,096 to 2 x 14,336, 23.0 and 19.4; 894 of 390,
+/// 896 to 3,584, 13.4 and 12.2; on an H100 562 of 169, 3,584 to 2 x 18,944, 57.7 and 52.5; but 240
+/// of 81, 7.6 and 8.5; 14 of 18, 1,024 to 2 x 3,072, 3.07 and 3.15.)
 int step_groups(const LoraShape& s, const Machine& m) {
-  constexpr std::int64_t kFewTokens = 2, kMoreTokens = 3, kManyColumns = 1000000;
+  constexpr std::int64_t kFewTokens = 2, kMoreTokens = 4, kManyColumns = 1000000;
   const std::int64_t columns = max_tiles(s.num_tokens, s.num_adapters, 16) * s.sum_widths();
   const std::int64_t tokens = tokens_per_adapter(s);
   const bool few = (tokens <= kFewTokens && columns >= kDirectColumns) ||

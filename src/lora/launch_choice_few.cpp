@@ -241,11 +241,17 @@ int adding_cols(const LoraShape& s, const Machine& m) {
 /// kernels and three: 1,024 tokens of 8 adapters, rank 16, qkv 17.9 and 19.1, down 22.7 and 23.8;
 /// 2,436 of 3, 3,072 to 1,024, 13.3 and 14.5; 409 of 7, rank 32, 1,280 to 5,120, 7.6 and 8.4; but
 /// 1,024 of 8, gate_up, 56.6 and 53.1; 458 of two, rank 8, 8,192 to 8,192 + 2 x 1,024, 17.1 and
-/// 15.9.)
+/// 15.9; of one and a half rounds 10,409 of 3, rank 16, 768 to 1,024, 31.7 and 26.0.)
 bool may_add_chunks(const LoraShape& s, const Machine& m) {
   constexpr std::int64_t kMostElements = 1024 * 16;  // of B of a CTA
-  return s.op == Op::kApply && s.one_type && s.aligned_y && h_width(s) > 8 && h_width(s) <= 32 &&
-         num_leaves(s.hidden) <= kLeaves && adding_cols(s, m) * h_width(s) <= kMostElements;
+  if (s.op != Op::kApply || !s.one_type || !s.aligned_y || h_width(s) <= 8 || h_width(s) > 32 ||
+      num_leaves(s.hidden) > kLeaves) {
+    return false;
+  }
+  const int cols = adding_cols(s, m);
+  const std::int64_t ctas =
+      max_tiles(s.num_tokens, s.num_adapters, 16) * column_blocks(s, std::max(cols, 1));
+  return cols * h_width(s) <= kMostElements && 4 * ctas <= 5 * kExpandPerSm * m.sms;
 }
 
 bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand) {

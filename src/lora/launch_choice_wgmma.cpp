@@ -216,20 +216,6 @@ bool is_wide(const LoraShape& s, const WgmmaShape& shape) {
       });
 }
 
-double mma_clocks(const LoraShape& s, const Machine& m) {
-  constexpr MmaShape kShape = kMmaShapes[0];
-  constexpr double kStart = 6000, kLeast = 400, kPerSm = 4;
-  const auto tiles = static_cast<double>(max_tiles(s.num_tokens, s.num_adapters, 16));
-  return by_ranks(s, kShape.rows(), [&](const Columns& columns) {
-    const double ctas = std::ceil(tiles * columns.ctas / m.sms);
-    const double tokens = std::min(16.0, static_cast<double>(s.num_tokens) / tiles);
-    const double bytes = 256 * (tokens + columns.rows / columns.ctas);
-    return stage_clocks(kCosts, ctas, kPerSm, bytes, kShape.stages - 1, 0, kLeast) *
-               std::ceil(static_cast<double>(s.hidden) / 128) +
-           std::ceil(ctas / kPerSm) * kStart;
-  });
-}
-
 /// Rank rows up to which a CTA takes the fewest leaves whose partials fit: it is short, and as many
 /// as can be share SMs best. (us, up to three leaves and one: 1,281 tokens of 9 adapters, rank 4,
 /// 13,312 to 16,384, 33.3 and 32.2; 2,879 of 3, rank 8, 16,384 to 16,384 + 2 x 1,024, 72.1 and
@@ -286,6 +272,20 @@ double wgmma_clocks(const LoraShape& s, const Machine& m, const ShrinkPlan& c) {
   return wgmma_clocks(costs_of(s), s, m, {kWgmmaShapes[c.shape], c.leaves});
 }
 
+double mma_clocks(const LoraShape& s, const Machine& m, int index) {
+  const MmaShape& shape = kMmaShapes[index];
+  constexpr double kStart = 6000, kLeast = 400, kPerSm = 4;
+  const auto tiles = static_cast<double>(max_tiles(s.num_tokens, s.num_adapters, 16));
+  return by_ranks(s, shape.rows(), [&](const Columns& columns) {
+    const double ctas = std::ceil(tiles * columns.ctas / m.sms);
+    const double tokens = std::min(16.0, static_cast<double>(s.num_tokens) / tiles);
+    const double bytes = 256 * (tokens + columns.rows / columns.ctas);
+    return stage_clocks(kCosts, ctas, kPerSm, bytes, shape.stages - 1, 0, kLeast) *
+               std::ceil(static_cast<double>(s.hidden) / 128) +
+           std::ceil(ctas / kPerSm) * kStart;
+  });
+}
+
 ShrinkPlan wgmma_shrink(const LoraShape& s, const Machine& m) {
   const bool splits = num_leaves(s.hidden) > 1;
   return least_clocks(costs_of(s), s, m, [&](const WgmmaShape& shape) {
@@ -312,20 +312,57 @@ ShrinkPlan leaf_shrink(const LoraShape& s, const Machine& m, Partials partials) 
   return c;
 }
 
+/// In CTAs that hold no more rank rows than there are, if they do. (us on an H200, 16 rank rows and
+/// six stages, 32 and four: 9,393 tokens of 420 adapters, three slices of rank 4, K = 4,096, 44.8
+/// and 50.3; 7,453 of 239, one slice, K = 3,072, 17.9 and 19.7; but 5,841 of 403, three of rank 16,
+/// K = 1,024, 31.6 and 26.3.)
+ShrinkPlan mma_shrink(const LoraShape& s) {
+  ShrinkPlan c;
+  c.shape = s.rank_rows() <= kMmaShapes[kNarrowMma].rows() ? kNarrowMma : 0;
+  c.rows = kMmaShapes[c.shape].rows();
+  return c;
+}
+
+/// (us on an H200, tiles of 16 and wgmma: 7,453 tokens of 239 adapters, Zipf, rank 4, K = 3,072,
+/// 0.75 of its clocks, 17.9 and 29.9; but 4,624 of 160, even, three slices of rank 16, K = 1,024,
+/// 0.92 of them, 20.3 and 15.3.)
+bool suits_mma(const LoraShape& s, const Machine& m, const ShrinkPlan& mma,
+               const ShrinkPlan& wgmma) {
+  constexpr double kClearly = 0.85;
+  return max_tiles(s.num_tokens, s.num_adapters, 16) <= kMostMmaTiles &&
+         mma_clocks(s, m, mma.shape) < kClearly * wgmma_clocks(s, m, wgmma);
+}
+
+/// Of few rank rows tiles of 16 where an adapter has so few tokens that the last one of 64 counts.
+/// (us, tiles of 16 and wgmma before the same expand: 4,884 tokens of 51 adapters, Zipf, rank 4,
+/// 1,024 to 512 + 2 x 256, 15.9 and 18.3; on an H100 5,952 of 131, Zipf, rank 8, 1,024 to 2 x
+/// 3,072, 75.3 and 77.7; 14,537 of 144, even, rank 4, 4,736 to 3,584, 140 and 144; 10,936 of 240,
+/// Zipf, rank 16, 2,048 to 1,024, 54.5 and 53.9; but 15,447 of 30, 2,048 to 2,048, 82.5 and 78.9.)
+ShrinkPlan sm90_shrink(const LoraShape& s, const Machine& m) {
+  constexpr std::int64_t kMostTokens = 128;  // of an adapter
+  ShrinkPlan c = wgmma_shrink(s, m);
+  const ShrinkPlan mma = mma_shrink(s);
+  if (s.op == Op::kApply && mma.shape == kNarrowMma && tokens_per_adapter(s) <= kMostTokens &&
+      suits_mma(s, m, mma, c)) {
+    return mma;
+  }
+  suits_walk(s, m, c);
+  return c;
+}
+
 /// (us on an H200, wgmma and tiles of 16, rank 256: 914 tokens of 110 adapters, 2,048 to 2 x 8,192,
 /// 452 and 456; but 66 of 17, 5,120 to 3 x 5,120, 98 and 95.5, where wgmma has 0.94 of the clocks.)
 ShrinkPlan walking_shrink(const LoraShape& s, const Machine& m) {
   constexpr double kClearly = 0.9;
+  const ShrinkPlan mma = mma_shrink(s);
   if (runs_wgmma(s, m)) {
     const ShrinkPlan c = wgmma_shrink(s, m);
     const bool high = s.max_rank > kExpandPrefillMaxRank;
     const double clocks =
         wgmma_clocks(high ? kHighCosts : kCosts, s, m, {kWgmmaShapes[c.shape], c.leaves});
-    if (clocks < (high ? kClearly : 1) * mma_clocks(s, m)) return c;
+    if (clocks < (high ? kClearly : 1) * mma_clocks(s, m, mma.shape)) return c;
   }
-  ShrinkPlan c;
-  c.rows = kMmaShapes[0].rows();
-  return c;
+  return mma;
 }
 
 }  // namespace mortar::lora

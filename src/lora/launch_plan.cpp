@@ -13,6 +13,11 @@
 namespace mortar::lora {
 namespace {
 
+/// Whether an expand kernel can add the split-K partials as it reads them.
+bool reads_partials(const ExpandPlan& c) {
+  return c.tile_tokens == 16 && c.kernel != ExpandKernel::kBulk;
+}
+
 /// Every way of shrink that the device has for a problem, whatever its partials' way.
 std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
   std::vector<ShrinkPlan> plans;
@@ -49,7 +54,7 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
   }
   const auto partials = splits ? Partials::kFinish : Partials::kNone;
   // Tiles of 16 lie along z of shrink's grids.
-  const bool few = max_tiles(s.num_tokens, s.num_adapters, 16) <= 32768;
+  const bool few = max_tiles(s.num_tokens, s.num_adapters, 16) <= kMostMmaTiles;
   if (s.aligned_x && partials_fit(s) && few) {
     for (int rows = 16, last = 0; last < s.rank_rows(); rows += rows < 64 ? 16 : rows / 2) {
       last = std::min({rows, decode_most_rows(s, m), round_up(s.rank_rows(), 16)});
@@ -120,6 +125,7 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
     ExpandPlan c = prefill_expand(s, m);
     for (c.log_run = 0; c.log_run <= 3; ++c.log_run) plans.push_back(c);
   }
+  if (runs_bulk(s, m)) plans.push_back(bulk_expand(s, m));
   if (runs_direct(s)) {
     for (int cols = kDirectCols; cols < 2 * s.max_width(); cols *= 2) {
       for (const int groups : {1, kDirectGroups}) {
@@ -176,8 +182,7 @@ std::vector<LaunchPlan> candidates(const LoraShape& s, const Machine& m) {
       if (plan.shrink.split()) plan.shrink.partials = Partials::kFinish;
       plan.workspace_bytes = workspace_of(plan);
       plans.push_back(plan);
-      const bool reads = expand.tile_tokens == 16;
-      if (s.op != Op::kApply || !shrink.split() || !reads) continue;
+      if (s.op != Op::kApply || !shrink.split() || !reads_partials(expand)) continue;
       plan.shrink.partials = Partials::kExpand;
       plan.workspace_bytes = workspace_of(plan);
       plans.push_back(plan);
@@ -208,7 +213,7 @@ LaunchPlan choose(const LoraShape& s, const Machine& m) {
   if (s.op != Op::kExpand) plan.shrink = choose_shrink(s, m);
   if (s.op != Op::kShrink) plan.expand = choose_expand(s, m);
   if (s.op == Op::kApply) {
-    if (!adds_chunks(s, m, plan.shrink, plan.expand) && plan.expand.tile_tokens != 16 &&
+    if (!adds_chunks(s, m, plan.shrink, plan.expand) && !reads_partials(plan.expand) &&
         plan.shrink.split()) {
       plan.shrink.partials = Partials::kFinish;
     }
@@ -301,7 +306,8 @@ void add_shrink(Line& line, const ShrinkPlan& c, std::int64_t hidden) {
 }
 
 void add_expand(Line& line, const ExpandPlan& c) {
-  constexpr const char* kNames[] = {"decode", "direct", "prefill", "wide", "split-bf16"};
+  constexpr const char* kNames[] = {"decode",     "direct",     "prefill",   "wide",
+                                    "split-bf16", "one kernel", "persistent"};
   line.add("; expand: %s, tiles of %d tokens, %d columns", kNames[static_cast<int>(c.kernel)],
            c.tile_tokens, c.cols);
   if (c.kernel == ExpandKernel::kDecode) {

@@ -39,6 +39,8 @@ struct LoraShape {
   bool aligned_x = true;  ///< every row of x and A starts at a multiple of 16 bytes, and is whole
   bool aligned_y = true;  ///< the same for the slices of y
   bool b_by_8 = false;    ///< rows of stacked B start at multiples of 8 bytes, not of 16: rank 4
+  bool b_runs = false;    ///< stacked B lies without gaps, in whole groups of columns and pieces
+                          ///< of four ranks, as many in each slice
   bool segments = false;  ///< groups are no plan
   bool ragged = false;    ///< adapters of stacked weights have ranks of their own
   bool boxes = false;     ///< the tensor copy engine takes A: stacked, all ranks whole boxes

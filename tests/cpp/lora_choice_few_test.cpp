@@ -207,5 +207,32 @@ TEST(LoraChoice, ShortCtasOfExpandFindRoomBesideShrink) {
   EXPECT_FALSE(dense(shape(126, 1, 16, 3584, {18944, 18944})));
 }
 
+/// Persistent CTAs expand low ranks of tiles that are mostly not full, behind a shrink that sums
+/// all of K, unless that would wait for its steps.
+TEST(LoraChoice, LowRanksOfManyAdaptersHavePersistentCtas) {
+  const auto plan = [](LoraShape s, bool runs = true) {
+    s.b_runs = runs;
+    const LaunchPlan chosen = choose(s, {});
+    EXPECT_NE(chosen.shrink.partials, Partials::kExpand);
+    return chosen;
+  };
+  const auto bulk = [](const LaunchPlan& p) { return p.expand.kernel == ExpandKernel::kBulk; };
+  const LoraShape low = shape(10871, 317, 4, 1024, {3072, 3072});
+  EXPECT_TRUE(bulk(plan(low)));
+  EXPECT_EQ(plan(low).shrink.shape, kNarrowMma);
+  EXPECT_FALSE(bulk(plan(low, false)));
+  EXPECT_TRUE(bulk(plan(shape(1209, 441, 16, 2048, {2048}))));
+  EXPECT_FALSE(bulk(plan(shape(14536, 20, 8, 2048, {2048, 2048}))));
+  const LaunchPlan finished = plan(shape(846, 71, 4, 5120, {5120, 5120, 5120}));
+  EXPECT_TRUE(bulk(finished));
+  EXPECT_EQ(finished.shrink.kernel, ShrinkKernel::kDecode);
+  EXPECT_EQ(finished.shrink.partials, Partials::kFinish);
+  LoraShape few = shape(488, 484, 4, 4096, {4096});
+  few.b_runs = true;
+  EXPECT_EQ(choose(few, {}).expand.kernel, ExpandKernel::kDirect);
+  EXPECT_FALSE(bulk(plan(shape(4624, 160, 16, 1024, {512, 256, 256}))));
+  EXPECT_EQ(plan(shape(5841, 403, 16, 1024, {512, 256, 256})).shrink.shape, 0);
+}
+
 }  // namespace
 }  // namespace mortar::lora

@@ -117,6 +117,7 @@ LoraShape random_shape(std::mt19937& random) {
   s.aligned_y = random() % 4 != 0;
   s.ragged = random() % 4 == 0;
   s.boxes = s.op == Op::kApply && !s.ragged && s.max_rank % kWalkBoxRows == 0;
+  s.b_runs = s.op == Op::kApply && s.max_rank % 4 == 0;
   return s;
 }
 
@@ -169,6 +170,10 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
     if (s.op != Op::kExpand && shrink.kernel == ShrinkKernel::kStream) {
       EXPECT_TRUE(runs_stream(s, kMachines[i % 4]));
       EXPECT_TRUE(shrink.split());
+    }
+    if (s.op != Op::kShrink && expand.kernel == ExpandKernel::kBulk) {
+      EXPECT_TRUE(runs_bulk(s, kMachines[i % 4]));
+      EXPECT_NE(shrink.partials, Partials::kExpand);
     }
     if (plan.one_kernel()) {
       EXPECT_TRUE(runs_one(s, kMachines[i % 4], expand.cols));

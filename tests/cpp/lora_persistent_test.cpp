@@ -10,6 +10,7 @@
 
 #include "lora_case.h"
 #if MORTAR_HAS_CUDA
+#include "lora/launch_choice.h"
 #include "lora_every_plan.h"
 
 namespace mortar::testing {
@@ -134,6 +135,35 @@ TEST_P(LoraPersistent, PersistentWarpsTakeSeveralPieces) {
   LoraCase table = case_of(260, 4616, {40, 24, 8}, {16, 0, 40}, DType::kFloat16);
   table.table = true;
   expect(table, 30);
+}
+
+/// Persistent CTAs of the expand of low ranks take several steps each: full and short tiles, steps
+/// of several slices and of a part of their columns, adapters of other ranks and without weights, y
+/// overwritten.
+TEST_P(LoraPersistent, PersistentExpandOfLowRanksGivesTheSameBits) {
+  if (this_machine().arch != 90) return;
+  const auto expect = [&](LoraCase c, int adapters) {
+    c.adapters = adapters;
+    LoraOperands op(c, device_);
+    const GuardedTensor original = op.y;
+    expect_apply_matches(op);
+    const std::vector<std::uint8_t> want = bytes_of(op.y);
+    LaunchPlan plan = lora::choose(shape_of(op), this_machine());
+    if (plan.one_kernel()) plan.shrink = {};
+    if (plan.shrink.split()) plan.shrink.partials = lora::Partials::kFinish;
+    ASSERT_TRUE(lora::runs_bulk(plan.shape, this_machine()));
+    plan.expand = lora::bulk_expand(plan.shape, this_machine());
+    plan.workspace_bytes = lora::workspace_of(plan);
+    expect_plan_gives(want, plan, op, original);
+  };
+  LoraCase alike = case_of(700, 40, {1056, 32, 544}, {4});
+  alike.one_rank = true;
+  expect(alike, 90);
+  LoraCase full = case_of(400, 40, {1504}, {16}, DType::kFloat16);
+  full.one_rank = true;
+  full.add = false;
+  expect(full, 3);
+  expect(case_of(600, 40, {544, 96}, {12, 0, 3, 6}), 50);
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraPersistent);

@@ -22,6 +22,9 @@ inline lora::LoraShape shape_of(const LoraOperands& op) {
   s.float_weights = op.c.w == DType::kFloat32 && op.c.x == DType::kBFloat16 && op.c.y == op.c.x;
   s.aligned_x = s.aligned_y = !op.c.strided;
   s.b_by_8 = s.one_type && op.max_rank() % 8 == 4 && !op.c.strided;
+  s.b_runs = s.one_type && !op.c.table && !op.c.strided && op.max_rank() % 4 == 0 &&
+             std::all_of(op.c.widths.begin(), op.c.widths.end(),
+                         [](std::int64_t width) { return width % 32 == 0; });
   s.segments = op.c.segments;
   s.ragged = !op.c.table && !op.c.one_rank;
   s.boxes = op.c.one_rank && op.max_rank() % lora::kWalkBoxRows == 0 && s.one_type && !op.c.strided;

@@ -9,75 +9,17 @@
 #include <vector>
 
 #include "device/launch.cuh"
-#include "device/tensor_copy.cuh"
 #include "lora/cuda/backend.cuh"
+#include "lora/cuda/operand_layout.h"
 #include "lora/launch_plan.h"
 
 namespace mortar::lora::cuda {
 
 namespace {
 
-bool is_half(DType d) { return d == DType::kFloat16 || d == DType::kBFloat16; }
-bool is_aligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; }
-
 Machine machine() {
   const device::DeviceInfo& d = device::current_device();
   return {d.num_sms, d.arch, d.max_smem, d.sm_smem};
-}
-
-/// Whether every row of x and A starts at a multiple of 16 bytes and has no odd end. (The pointers
-/// of a table are 16-byte aligned by contract.)
-bool allows_vectors(const RowsView& x, const WeightsView& w) {
-  bool ok = w.hidden % 8 == 0 && is_aligned(x.data) && x.row_stride % 8 == 0;
-  for (int i = 0; i < w.num_slices && w.table == nullptr; ++i) {
-    const StackedSlice& a = w.slices[i];
-    ok = ok && is_aligned(a.a) && a.a_row_stride % 8 == 0 && a.a_adapter_stride % 8 == 0;
-  }
-  return ok;
-}
-
-bool allows_vectors(const RowsView& y, const WeightsView& w, std::int64_t offset) {
-  bool ok = is_aligned(y.data) && y.row_stride % 8 == 0 && offset % 8 == 0;
-  for (int i = 0; i < w.num_slices; ++i) ok = ok && w.widths[i] % 8 == 0;
-  return ok;
-}
-
-/// Whether all rows of stacked B, and not those of 16, start at multiples of 8 bytes: rank 4.
-bool rows_by_8(const WeightsView& w) {
-  bool by_8 = w.table == nullptr, by_16 = true;
-  for (int i = 0; i < w.num_slices && by_8; ++i) {
-    const StackedSlice& slice = w.slices[i];
-    const auto start = reinterpret_cast<std::uintptr_t>(slice.b);
-    const auto strides = static_cast<std::uint64_t>(slice.b_row_stride) |
-                         static_cast<std::uint64_t>(slice.b_adapter_stride);
-    by_8 = start % 8 == 0 && strides % 4 == 0;
-    by_16 = by_16 && start % 16 == 0 && strides % 8 == 0;
-  }
-  return by_8 && !by_16;
-}
-
-/// Whether the tensor copy engine takes A: stacked, of one rank, which has whole boxes.
-bool takes_boxes(const WeightsView& w) {
-  bool ok = w.table == nullptr && w.ranks == nullptr && is_half(w.dtype) && w.num_adapters > 0;
-  for (int i = 0; i < w.num_slices && ok; ++i) {
-    const StackedSlice& s = w.slices[i];
-    ok = s.rank > 0 && s.rank % kWalkBoxRows == 0 && s.a_row_stride > 0 &&
-         s.a_adapter_stride >= 0 && s.a_adapter_stride % s.a_row_stride == 0 &&
-         device::takes_tensor_map(s.a, w.hidden, lines_of_a(w, i), s.a_row_stride);
-  }
-  return ok;
-}
-
-/// Whether it takes B, where it takes A.
-bool takes_boxes_of_b(const WeightsView& w) {
-  bool ok = true;
-  for (int i = 0; i < w.num_slices && ok; ++i) {
-    const StackedSlice& s = w.slices[i];
-    ok = s.rank == w.max_rank && w.widths[i] % kWalkCols == 0 && s.b_row_stride > 0 &&
-         s.b_adapter_stride >= 0 && s.b_adapter_stride % (kWalkCols * s.b_row_stride) == 0 &&
-         device::takes_tensor_map(s.b, s.rank, lines_of_b(w, i), s.b_row_stride);
-  }
-  return ok;
 }
 
 LoraShape shape_of(Op op, std::int64_t num_tokens, const WeightsView& w, const GroupsView& groups) {
@@ -128,6 +70,7 @@ LoraShape shape_of(const ApplyProblem& p) {
   s.aligned_x = allows_vectors(p.x, p.weights);
   s.aligned_y = allows_vectors(p.y, p.weights, p.offset);
   s.b_by_8 = s.one_type && rows_by_8(p.weights);
+  s.b_runs = s.one_type && lies_in_runs(p.weights);
   return s;
 }
 
@@ -234,6 +177,8 @@ void run_expand(ExpandParams p, const LaunchPlan& plan, Stream stream) {
       return expand_wide(p, plan.expand, stream);
     case ExpandKernel::kParts:
       return expand_parts(p, stream);
+    case ExpandKernel::kBulk:
+      return expand_bulk(p, stream);
     case ExpandKernel::kOne:
       break;
   }

@@ -58,6 +58,8 @@ void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream);
 void expand_decode(const ExpandParams& p, Stream stream);
 /// The same for tiles of 16 tokens, aligned y and ranks up to kDirectMaxRank.
 void expand_direct(const ExpandParams& p, Stream stream);
+/// The same of lora_apply's own whole h, by persistent CTAs.
+void expand_bulk(const ExpandParams& p, Stream stream);
 /// The same of float32 weights that count as two parts.
 void expand_direct_parts(const ExpandParams& p, Stream stream);
 /// Both passes in one launch on sm_90: tiles of 16 tokens, ranks up to kOneMaxRank, a plan, one

@@ -298,12 +298,13 @@ void launch_traits(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
 }  // namespace
 
 void shrink_mma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
-  static_assert(std::size(kMmaShapes) == 3);
-  check(c.shape >= 0 && c.shape < 3, "lora_shrink: no shape ", c.shape, " of the mma kernel");
+  static_assert(std::size(kMmaShapes) == 4);
+  check(c.shape >= 0 && c.shape < 4, "lora_shrink: no shape ", c.shape, " of the mma kernel");
   device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (c.shape == 0) return launch_traits<Traits<T, 0>>(p, c, stream);
     if (c.shape == 1) return launch_traits<Traits<T, 1>>(p, c, stream);
+    if (c.shape == 3) return launch_traits<Traits<T, 3>>(p, c, stream);
     launch_traits<Traits<T, 2>>(p, c, stream);
   });
 }

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// When expand of low ranks is done by persistent CTAs, whose y the copy engine brings:
+// cuda/expand_bulk.cu.
+#include "lora/launch_choice.h"
+
+namespace mortar::lora {
+
+bool runs_bulk(const LoraShape& s, const Machine& m) {
+  return m.arch == 90 && s.op == Op::kApply && s.one_type && s.aligned_y && s.b_runs &&
+         !s.segments && s.max_rank > 0 && h_width(s) <= kDirectMaxRank &&
+         max_tiles(s.num_tokens, s.num_adapters, 16) <= kMostMmaTiles &&
+         bulk_expand(s, m).stages > 1;
+}
+
+ExpandPlan bulk_expand(const LoraShape& s, const Machine& m) {
+  ExpandPlan c;
+  c.kernel = ExpandKernel::kBulk;
+  c.cols = kBulkCols;
+  c.stages = bulk_stages(s.max_rank, static_cast<int>(h_width(s)) * s.num_slices, m.sm_smem);
+  return c;
+}
+
+namespace {
+
+bool has_light_partials(const LoraShape& s) { return partials_are_light(s) && partials_fit(s); }
+
+/// Whether a CTA of shrink that sums all of K of a tile waits for its steps longer than all of them
+/// read: x, and the rank rows of each tile, of which two in three are taken to be there. (us, all
+/// of K in one CTA and what was chosen otherwise: 488 tokens of 484 adapters, rank 4, 4,096 to
+/// 4,096, 23.1 and 14.2; on an H100 1,054 of 297, rank 16, 3,072 to 1,024, 18.4 and 17.0; 1,947 of
+/// 348, rank 16, 14,336 to 4,096, 95.0 and 91.9; 753 of 271, rank 8, 2,048 to 2,048, 15.0 and 13.3;
+/// but 2,089 of 214, rank 16, 2,048 to 1,024, 19.3 and 20.0; 435 of 210, rank 8, 1,024 to 2,048 + 2
+/// x 1,024, 15.4 and 16.6; 1,209 of 441, rank 16, 2,048 to 2,048, 22.6 and 27.0.)
+bool waits_for_steps(const LoraShape& s) {
+  constexpr double kStepUs = 0.35, kBytesPerUs = 4.2e6 / 0.8, kShortUs = 1.5;  // bytes of L2
+  const double steps = static_cast<double>(ceil_div<std::int64_t>(s.hidden, 128));
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
+  const auto rows = static_cast<double>(2 * tiles * s.rank_rows() / 3 + s.num_tokens);
+  return steps * kStepUs > 2 * static_cast<double>(s.hidden) * rows / kBytesPerUs + kShortUs;
+}
+
+/// Whether shrink would be on wgmma where there were no persistent expand. (us on an H100, this and
+/// tiles of 16 before it: 2,048 tokens of 128 adapters, qkv, rank 16, 58.3 and 59.9.)
+bool walks_on_wgmma(const LoraShape& s, const Machine& m) {
+  return !has_light_partials(s) && walking_shrink(s, m).kernel == ShrinkKernel::kWgmma;
+}
+
+/// Whether the expand is long enough for a kernel before it that adds the partials of K chunks,
+/// where shrink would wait for its steps otherwise. (us on an H100, three kernels and two: 846
+/// tokens of 71 adapters, rank 4, 5,120 to 3 x 5,120, 31.7 and 38.8; 911 of 53, rank 8, 3,584 to
+/// 2 x 4,736, 21.2 and 22.7; 6,074 of 457, rank 8, 2,048 to 2,048, 47.4 and 49.4; but 4,383 of 403,
+/// rank 8, 3,072 to 1,024, 36.3 and 35.2; 1,268 of 410, rank 4, 2,048 to 2 x 8,192, 51.0 and 50.7;
+/// 488 of 484, rank 4, 4,096 to 4,096, 20.4 and 15.3; behind persistent warps 2,548 of 421, rank
+/// 16, 3,072 to 1,024, 42.4 and 34.6.)
+bool is_long(const LoraShape& s) {
+  constexpr std::int64_t kLeastTokens = 9, kLongBytes = 24 << 20;  // of an adapter, and of y
+  return tokens_per_adapter(s) >= kLeastTokens && 4 * s.num_tokens * s.sum_widths() >= kLongBytes;
+}
+
+}  // namespace
+
+bool sums_whole(const LoraShape& s) {
+  return best_tile_tokens(s) == 64 || !has_light_partials(s) || !waits_for_steps(s);
+}
+
+/// Where shrink takes tiles of 16 tokens, too, as those of 64 would be mostly not full, and they
+/// have so many steps that they hide each other's trips to memory. (us on an H200, this and what
+/// was chosen otherwise, with its shrink: 10,871 tokens of 317 adapters, Zipf, rank 4, 1,024 to 2 x
+/// 3,072, 77 and 117; 8,896 of 414, 3,584 to 896 + 2 x 128, 55.0 and 64.4; 5,841 of 403, rank 16,
+/// 1,024 to 512 + 2 x 256, 34.8 and 39.3; 453 of 239, rank 16, 2,048 to 512 + 2 x 128, 14.3 and
+/// 16.5; on an H100 960 of 287, rank 16, 2,048 to 2 x 8,192, 91.6 and 104.5. Behind a shrink on
+/// wgmma, on an H100: 4,624 of 160, even, rank 16, 1,024 to 512 + 2 x 256, 25.1 and 24.2; 2,550 of
+/// 28, rank 8, 2,048 to 2,048 + 2 x 512, 17.8 and 17.6; 11,878 of 409, 3,584 to 896 + 2 x 128, 90.5
+/// and 91.2.)
+bool suits_bulk(const LoraShape& s, const Machine& m) {
+  constexpr std::int64_t kMostTokens = 45;  // of an adapter
+  if (!runs_bulk(s, m) || s.num_tokens <= kSmallTileTokens || tokens_per_adapter(s) > kMostTokens) {
+    return false;
+  }
+  if (best_tile_tokens(s) == 16) {
+    return sums_whole(s) ? !walks_on_wgmma(s, m) : is_long(s);
+  }
+  return runs_wgmma(s, m) && suits_mma(s, m, bulk_shrink(s, m), wgmma_shrink(s, m));
+}
+
+/// (us on an H200, of more rank rows than 16, with 16 and 32 of them a CTA: 453 tokens of 239
+/// adapters, Zipf, three slices of rank 16, K = 2,048, the call 14.3 and 17.0; 5,841 of 403, K =
+/// 1,024, 38.8 and 34.8.)
+ShrinkPlan bulk_shrink(const LoraShape& s, const Machine& m) {
+  constexpr std::int64_t kPerSm = 4;
+  ShrinkPlan c = mma_shrink(s);
+  const int rows = kMmaShapes[kNarrowMma].rows();
+  const std::int64_t narrow =
+      max_tiles(s.num_tokens, s.num_adapters, 16) * ceil_div(s.rank_rows(), rows);
+  if (2 * narrow <= 3 * kPerSm * m.sms) {  // as a rule there are fewer tiles than may be
+    c.shape = kNarrowMma;
+    c.rows = rows;
+  }
+  return c;
+}
+
+}  // namespace mortar::lora
