@@ -20,6 +20,9 @@ constexpr std::int64_t kPieces = 64, kLeaves = 32;
 /// Rank rows that the decode shrink multiplies side by side, at most: its ring of short leaves.
 const int kRowsAtOnce = decode_ring_rows(1);
 
+/// Ranks from which on the decode expand has kernels whose clusters make h together.
+constexpr int kLeastSharedRank = 33;
+
 /// Row of kWgmmaShapes: K chunks in the smallest CTAs.
 constexpr int kSmallLeaf = 7;
 static_assert(kWgmmaShapes[kSmallLeaf].rows == 16 &&
@@ -126,8 +129,7 @@ std::int64_t decode_shrink_ctas(const LoraShape& s, int rows, int chunks) {
 
 bool shares_h(const LoraShape& s, const Machine& m, const ShrinkPlan& shrink,
               const ExpandPlan& expand) {
-  constexpr int kLeastRank = 33;  // below, a CTA makes h in two trips
-  return s.op == Op::kApply && m.arch == 90 && s.aligned_y && h_width(s) >= kLeastRank &&
+  return s.op == Op::kApply && m.arch == 90 && s.aligned_y && h_width(s) >= kLeastSharedRank &&
          shrink.partials == Partials::kExpand && expand.kernel == ExpandKernel::kDecode;
 }
 
@@ -144,6 +146,7 @@ int h_cluster(const LoraShape& s, const Machine& m, const ExpandPlan& c) {
   constexpr std::int64_t kMostReads = 6 << 20;
   constexpr int kAlone = 2;
   if (s.op != Op::kApply || m.arch != 90 || c.kernel != ExpandKernel::kDecode || !s.aligned_y ||
+      h_width(s) < kLeastSharedRank ||
       trips(s) * ceil_div<std::int64_t>(num_leaves(s.hidden), kLeaves) <= kAlone ||
       trips(s) > kExpandCluster) {
     return 1;

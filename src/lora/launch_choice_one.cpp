@@ -93,17 +93,19 @@ double us_of_two(const LoraShape& s, double tiles) {
   return 2.6 + tiles * (0.4e-6 * a + 0.96e-6 * x + 0.48e-6 * b + 0.8e-6 * y) + 3.8e-5 * partials;
 }
 
-/// Most CTAs, unless each tile and slice has one cluster alone: after more, the next matrix product
-/// of a model takes longer. From how many tiles on there are as many of them as that allows: behind
-/// a matrix product they are the faster ones (8 tokens of 8 adapters, 4,096 to 4,096, rank 16, us a
-/// layer of bench/model.py on an H100: 2.1 less than two kernels with 128 CTAs, 0.9 more with 64).
-/// Of tiles that are half full as few as they like: 50 tokens of 4 adapters, rank 32, 8,192 to
-/// 2,048, 40 CTAs, take 3.6 us, two kernels 4.9; 36 of 5, rank 16, 2,048 to 1,024, 2.35 with 40
-/// CTAs, 2.55 with 80. (us, one cluster a tile and slice, and two kernels: 40 of 369, rank 8, 4,096
-/// to 4,096, 3.4 and 4.4; 30 of 11, rank 64, 768 to 1,024, 3.6 and 4.9; 32 of 32, rank 16, 4,096 to
-/// 4,096, behind a matrix product, 6.2 and 7.3.)
+/// Most CTAs, unless each tile and slice has one cluster alone: after more, the next matrix
+/// product of a model takes longer. (us, 50 tokens of 4 adapters, rank 32, 8,192 to 2,048, 40 CTAs
+/// 3.6, two kernels 4.9; 36 of 5, rank 16, 2,048 to 1,024, 40 CTAs 2.35, 80 2.55; on an H100 8 of
+/// 8, 4,096 to 4,096, 64 CTAs 2.75, 128 3.04, behind a matrix product 4.86 and 5.11. One cluster a
+/// tile and slice, and two kernels: 40 of 369, rank 8, 4,096 to 4,096, 3.4 and 4.4; 30 of 11, rank
+/// 64, 768 to 1,024, 3.6 and 4.9; 32 of 32, rank 16, 4,096 to 4,096, behind a matrix product, 6.2
+/// and 7.3.) Tiles of few tokens and long K, so many of which leave no room for those of the next
+/// call where an SM has one CTA. (us on an H100, rank 16, 14,336 to 4,096: 6 tokens of 6 adapters
+/// 3.6 and 4.35; 8 of 8 4.7 and 4.4, but behind a matrix product 5.4 and 6.5; 14 of 14 6.0 and
+/// 5.4; where an SM has more, 46 of 24, 8,192 to 2,048, 3.9 and 4.8; 9 of 29, 4,736 to 3,584, 3.0
+/// and 3.8.)
 constexpr std::int64_t kHalfTile = 8;
-constexpr double kMostCtas = 128, kSpreadTiles = 5, kMostTilesOfTurns = 4;
+constexpr double kMostCtas = 128, kMostTilesOfTurns = 8;
 constexpr int kRankOfTurns = 8;
 /// Ranks above which tiles of few tokens of long K take two kernels: every CTA that adds up a part
 /// of K reads all rank rows, which those of the decode shrink share out (1.1 to 1.4 times as long).
@@ -123,14 +125,13 @@ bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   const double tiles = likely_tiles(s);
   const bool fills = fills_chip(s), few = likely_tile(s) < kHalfTile;
   const bool turns = one_turns(s.hidden) > 1;
-  if (few && !fills && turns && s.max_rank > kRankOfTurns && tiles > kMostTilesOfTurns) {
-    return false;
-  }
   if (turns && s.max_rank > kMostRankOfFew && likely_tile(s) <= kFewTokens) return false;
   if (fills && s.max_rank <= kLowRank &&
       (one_turns(s.hidden) > 1 || tiles * static_cast<double>(s.sum_widths()) > kLowColumns)) {
     return false;
   }
+  const bool long_turns =
+      few && !fills && turns && s.max_rank > kRankOfTurns && tiles > kMostTilesOfTurns;
   double least = us_of_two(s, tiles);
   bool suits = false;
   for (int cols = 32; runs_one(s, m, cols); cols *= 2) {
@@ -138,12 +139,12 @@ bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c) {
         tiles * kOneCluster * static_cast<double>(column_blocks(s, cols * kOneCluster));
     const bool spread = column_blocks(s, cols * kOneCluster) > s.num_slices;
     if (ctas > room_for_one(s, m, cols) || (!fills && spread && ctas > kMostCtas)) continue;
+    if (long_turns && ones_per_sm(s, m, cols) == 1) continue;
     if (const double us = us_of_one(s, m, cols, ctas); us < least) {
       least = us;
       c = one_expand(cols);
       suits = true;
     }
-    if (few && !fills && !turns && tiles >= kSpreadTiles) break;
   }
   return suits;
 }

@@ -24,7 +24,7 @@ TEST(LoraChoice, OneKernelIsChosenWhereItIsFaster) {
   };
   for (const auto& [tokens, adapters, most] : {std::tuple{1, 1, 256},
                                                {4, 4, 512},
-                                               {8, 8, 256},
+                                               {8, 8, 512},
                                                {16, 1, 256},
                                                {64, 1, 512},
                                                {64, 16, 512},
@@ -36,11 +36,13 @@ TEST(LoraChoice, OneKernelIsChosenWhereItIsFaster) {
   EXPECT_EQ(cols(shape(146, 1, 64, 4096, o)), 512);
   EXPECT_EQ(cols(shape(23, 1, 64, 3584, {4736, 4736})), 512);
   EXPECT_EQ(cols(shape(1, 1, 16, 4096, gate_up)), 512);
-  EXPECT_EQ(cols(shape(30, 5, 4, 768, {1024})), 64);
+  EXPECT_EQ(cols(shape(30, 5, 4, 768, {1024})), 128);
   // A cluster for each tile and slice is no more than there must be.
   EXPECT_EQ(cols(shape(8, 8, 16, 4096, qkv)), 512);
   EXPECT_EQ(cols(shape(40, 369, 8, 4096, o)), 512);
   EXPECT_EQ(cols(shape(13, 7, 4, 18944, {3584})), 512);
+  EXPECT_EQ(cols(shape(8, 8, 16, 14336, o)), 512);
+  EXPECT_EQ(cols(shape(46, 24, 16, 8192, {2048})), 256);
   // As many CTAs as the chip holds, where a model's decode step has no such batch.
   EXPECT_EQ(cols(shape(146, 1, 32, 4096, {1024, 256, 256})), 128);
   EXPECT_EQ(cols(shape(415, 13, 64, 4096, o)), 0);
@@ -48,7 +50,7 @@ TEST(LoraChoice, OneKernelIsChosenWhereItIsFaster) {
   EXPECT_EQ(cols(shape(223, 1, 32, 8192, {2048})), 256);
   for (const LoraShape& s :
        {shape(32, 32, 16, 4096, qkv), shape(146, 1, 32, 4096, qkv), shape(32, 32, 64, 4096, qkv),
-        shape(5, 1, 64, 7168, o), shape(64, 1, 16, 4096, gate_up), shape(8, 8, 16, 14336, o),
+        shape(5, 1, 64, 7168, o), shape(64, 1, 16, 4096, gate_up), shape(14, 14, 16, 14336, o),
         shape(1, 1, 128, 4096, o), shape(88, 12, 4, 4096, qkv), shape(152, 6, 4, 14336, o),
         shape(256, 64, 16, 4096, o)}) {
     EXPECT_EQ(cols(s), 0) << describe(choose(s, {}));

@@ -201,6 +201,9 @@ TEST(LoraChoice, CtasOfSeveralTilesFindAnSmEach) {
   EXPECT_EQ(finished.rows, 32);
   EXPECT_EQ(finished.per_sm, 1);
   EXPECT_EQ(shrink(shape(60, 1, 128, 1024, {3072, 3072})).partials, Partials::kFinish);
+  // No clusters make h of low ranks.
+  EXPECT_EQ(shrink(shape(17, 1, 16, 53248, {16384})).partials, Partials::kFinish);
+  EXPECT_EQ(shrink(shape(1, 5, 32, 53248, {16384})).partials, Partials::kExpand);
 }
 
 /// Rank rows that a CTA of shrink multiplies at once: of long K where all CTAs run at once, of

@@ -83,7 +83,7 @@ __device__ __forceinline__ void send_leaf(const float (&sum)[4], float* leaf, in
 }
 
 /// The sum over all leaves of two values, in the order of leaf_size (problem.h): the two halves
-/// side by side.
+/// side by side. Of an odd number x lies behind the last one, and is read without a branch.
 template <class Ranks>
 __device__ __forceinline__ float2 sum_leaves(const float* from, int leaves) {
   constexpr int kPitchOfLeaves = Share<Ranks>::kLeafElts;
@@ -93,23 +93,57 @@ __device__ __forceinline__ float2 sum_leaves(const float* from, int leaves) {
 #pragma unroll 4
   for (int l = 0; l < middle; ++l, from += kPitchOfLeaves, behind += kPitchOfLeaves) {
     const float2 v = *reinterpret_cast<const float2*>(from);
+    const float2 u = *reinterpret_cast<const float2*>(behind);
     first = make_float2(first.x + v.x, first.y + v.y);
-    if (middle + l < leaves) {
-      const float2 u = *reinterpret_cast<const float2*>(behind);
-      second = make_float2(second.x + u.x, second.y + u.y);
-    }
+    if (middle + l < leaves) second = make_float2(second.x + u.x, second.y + u.y);
   }
   return make_float2(first.x + second.x, first.y + second.y);
 }
 
+/// With leaves of K, and how often a cluster takes its share of it: divisions.
+struct OneParams {
+  ApplyParams apply;
+  int leaves = 0, turns = 0;
+};
+
+/// The tile as find_cta_tile() finds it; with a plan the CTA does what it can `meanwhile`.
+template <class Meanwhile>
+__device__ __forceinline__ bool find_meanwhile(const ExpandParams& p, int index, Tile* tile,
+                                               Meanwhile&& meanwhile) {
+  const std::int32_t* plan = p.groups.plan;
+  int4 head = {}, entry = {};
+  if (plan != nullptr) head = __ldcg(reinterpret_cast<const int4*>(plan));
+  if (plan != nullptr) entry = __ldcg(reinterpret_cast<const int4*>(plan + p.tiles.list) + index);
+  meanwhile();
+  const std::int64_t adapters = p.weights.num_adapters;
+  if (plan == nullptr) return find_cta_tile(p.groups, p.tiles, adapters, index, tile);
+  *tile = {entry.x, entry.y, entry.z};
+  return is_plan_of(head, p.tiles, adapters) && index < head.z;
+}
+
+/// As weights_of(), of a slice that is known already, of stacked weights without ranks or scales.
+template <class T>
+__device__ __forceinline__ SliceWeights known_weights(const ExpandParams& p, int adapter, int slice,
+                                                      const StackedSlice& known) {
+  const WeightsView& all = p.weights;
+  const bool plain = all.table == nullptr && all.ranks == nullptr && all.scales == nullptr;
+  SliceWeights w{static_cast<const T*>(known.a) + adapter * known.a_adapter_stride,
+                 static_cast<const T*>(known.b) + adapter * known.b_adapter_stride,
+                 known.a_row_stride, known.b_row_stride, known.rank};
+  if (!plain) w = all.get(adapter, slice);
+  w.rank = min(w.rank, p.h.width);
+  w.scale *= p.scale;
+  return w;
+}
+
 template <class T, class Ranks>
 __global__ void __launch_bounds__(kThreads, kOnePerSm)
-    apply_decode_kernel(const __grid_constant__ ApplyParams params) {
+    apply_decode_kernel(const __grid_constant__ OneParams params) {
   using S = Share<Ranks>;
   constexpr int kRanks = Ranks::kPitch;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ device::Mbarrier all_sent, h_sent;
-  const ExpandParams& p = params.expand;
+  const ExpandParams& p = params.apply.expand;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int cta = static_cast<int>(blockIdx.y);
   device::pdl_begin(p.early);
@@ -118,21 +152,30 @@ __global__ void __launch_bounds__(kThreads, kOnePerSm)
   const int index = p.tiles.first + static_cast<int>(blockIdx.z);
   const int early = early_token(p.groups, p.tiles, index, lane % kTokens);
   Tile tile;
-  const bool live = find_cta_tile(p.groups, p.tiles, p.weights.num_adapters, index, &tile);
-  const int token = tile_token(p.groups, p.tiles, tile, lane % kTokens, early);
-  Block block = find_block(p, static_cast<int>(blockIdx.x));
-  const int own_cols =
-      (block.cols + kCtas * 32 - 1) / (kCtas * 32) * 32;  // of the last columns fewer
-  block.first += cta * own_cols;
-  block.y_col += cta * own_cols;
-  block.cols = min(block.cols - cta * own_cols, own_cols);
   const std::int64_t hidden = p.weights.hidden;
-  const int leaves = static_cast<int>(num_leaves(hidden));
-  const int turns = one_turns(hidden);
+  Block block;
+  StackedSlice slice;
+  int own_cols = 0;  // of the last columns fewer
+  const int leaves = params.leaves, turns = params.turns;
+  const bool live = find_meanwhile(p, index, &tile, [&] {
+    block = find_block(p, static_cast<int>(blockIdx.x));
+    own_cols = (block.cols + kCtas * 32 - 1) / (kCtas * 32) * 32;
+    block.first += cta * own_cols;
+    block.y_col += cta * own_cols;
+    block.cols = min(block.cols - cta * own_cols, own_cols);
+    slice = p.weights.slices[block.slice];
+    if (threadIdx.x == 0) {
+      all_sent.init(1);
+      h_sent.init(1);
+      device::Mbarrier::fence_init();
+    }
+  });
+  const int token = tile_token(p.groups, p.tiles, tile, lane % kTokens, early);
   const int leaf_steps = static_cast<int>(leaf_size(hidden)) / 16;
   const int log_turn_leaves = leaf_steps == kK / 16 ? 0 : 1, log_turns = 32 - __clz(turns - 1);
 
-  const SliceWeights w = weights_of(p, tile, block, live);
+  SliceWeights w;
+  if (live) w = known_weights<T>(p, tile.adapter, block.slice, slice);
   if (w.rank == 0) return device::pdl_wait();  // all CTAs of the cluster do
 
   // Load: A and B do not depend on the predecessor.
@@ -168,23 +211,34 @@ __global__ void __launch_bounds__(kThreads, kOnePerSm)
   const int own_octet = cta % S::kOctets, own_token = cta / S::kOctets * S::kOwned;
   const int own_count = max(min(tile.count - own_token, S::kOwned), 0);
   if (threadIdx.x == 0) {
-    all_sent.init(1);
-    h_sent.init(1);
-    device::Mbarrier::fence_init();
     const int sent = to_all ? tile.count * octets : own_octet < octets ? own_count : 0;
     all_sent.arrive_and_expect(leaves * sent * 32);
     if (!to_all) h_sent.arrive_and_expect(tile.count * steps * 32);
   }
   device::cluster_arrive_relaxed();  // fence_init has shown the barriers to the cluster
 
-  // All addresses before the wait.
+  // Addresses of x before the wait. A thread asks for 128 bytes of the token that it knows.
+  const T* own_x = static_cast<const T*>(params.apply.x.data);
+  own_x += token * params.apply.x.row_stride;
+  const unsigned own_tokens = __ballot_sync(0xffffffffu, token >= 0) >> row0;
   const T* x_rows[kTokens / kRowStep];
 #pragma unroll
   for (int i = 0; i < kTokens / kRowStep; ++i) {
-    const int t = __shfl_sync(0xffffffffu, token, i * kRowStep + row0);
-    x_rows[i] = t < 0 ? nullptr : static_cast<const T*>(params.x.data) + t * params.x.row_stride;
-    if (p.early && t >= 0 && k < hidden && piece % 8 == 0) device::prefetch_l2(x_rows[i] + k);
+    x_rows[i] = reinterpret_cast<const T*>(
+        __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(own_x), i * kRowStep + row0));
   }
+  const int line = static_cast<int>(threadIdx.x) / kTokens * 64, at = cta * kK + line;
+  if (p.early && token >= 0 && line < kK && at < hidden) device::prefetch_l2(own_x + at);
+  device::pdl_wait();
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn) {
+#pragma unroll
+    for (int i = 0; i < kTokens / kRowStep; ++i) {
+      if ((own_tokens >> (i * kRowStep) & 1) == 0) continue;
+      copy(x_tile + (turn * kTokens + i * kRowStep + row0) * kPitch, x_rows[i], turn);
+    }
+  }
+  device::cp_async_commit();
   const int lane_col = warp * 32 + lane % 4 * 8;
   T* y_at[2];
   bool there[2];
@@ -194,16 +248,6 @@ __global__ void __launch_bounds__(kThreads, kOnePerSm)
     there[half] = t >= 0;
     y_at[half] = static_cast<T*>(p.y.data) + t * p.y.row_stride + block.y_col + lane_col;
   }
-  device::pdl_wait();
-#pragma unroll 1
-  for (int turn = 0; turn < turns; ++turn) {
-#pragma unroll
-    for (int i = 0; i < kTokens / kRowStep; ++i) {
-      if (x_rows[i] == nullptr) continue;
-      copy(x_tile + (turn * kTokens + i * kRowStep + row0) * kPitch, x_rows[i], turn);
-    }
-  }
-  device::cp_async_commit();
   uint4 y[kPasses][2] = {};
   if (p.add_inputs) {
 #pragma unroll
@@ -322,17 +366,18 @@ __global__ void __launch_bounds__(kThreads, kOnePerSm)
 
 template <class T, class Ranks>
 void launch_ranks(const ApplyParams& p, Stream stream) {
+  const std::int64_t hidden = p.expand.weights.hidden;
+  const OneParams one{p, static_cast<int>(num_leaves(hidden)), one_turns(hidden)};
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(p.expand.block_start[p.expand.weights.num_slices]), kCtas,
                 static_cast<unsigned>(p.expand.tiles.num));
   l.cluster_y = kCtas;
   l.threads = kThreads;
-  l.smem = static_cast<std::size_t>(
-      one_smem(p.expand.weights.hidden, p.expand.cols / kCtas, Ranks::kPitch));
+  l.smem = static_cast<std::size_t>(one_smem(hidden, p.expand.cols / kCtas, Ranks::kPitch));
   l.per_sm = p.expand.per_sm;
   l.stream = stream;
   l.pdl = true;
-  device::launch<apply_decode_kernel<T, Ranks>>("lora_apply", l, p);
+  device::launch<apply_decode_kernel<T, Ranks>>("lora_apply", l, one);
 }
 
 }  // namespace
