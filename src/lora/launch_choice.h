@@ -189,6 +189,8 @@ Partials tile_partials(const LoraShape& s, const Machine& m, const ExpandPlan& e
 int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand);
 /// Rank rows of a CTA of it elsewhere, of so many CTAs a tile if each took all of them.
 int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile);
+/// Leaves of which the decode expand has the partials of a piece of h on their way at once.
+inline constexpr std::int64_t kLeavesAtOnce = 32;
 /// Whether the decode expand could add the partials of chunks of K, and so has no kernel for that.
 bool may_add_chunks(const LoraShape& s, const Machine& m);
 /// Whether the decode expand adds the partials of the wgmma shrink's chunks, two kernels in place

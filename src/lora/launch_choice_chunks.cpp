@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launch choices of LoRA's CUDA backend: K chunks that a CTA of the decode shrink takes.
+// Launch choices of LoRA's CUDA backend: K chunks that a CTA of the decode shrink takes, and those
+// of prefill whose partials the decode expand adds.
 #include <algorithm>
 
 #include "lora/launch_choice.h"
@@ -55,6 +56,64 @@ void take_chunks(const LoraShape& s, const Machine& m, const ExpandPlan& expand,
     }
   }
   if (decode_shrink_ctas(s, rows, 1) > kRound * m.sms) take(2, kHalfTile);
+}
+
+namespace {
+
+/// Row of kWgmmaShapes: K chunks in the smallest CTAs.
+constexpr int kSmallLeaf = 7;
+static_assert(kWgmmaShapes[kSmallLeaf].rows == 16 &&
+              kWgmmaShapes[kSmallLeaf].share == Share::kLeaf);
+
+/// Columns of a block of B of a CTA of expand that adds the partials of chunks.
+int adding_block(const LoraShape& s) { return h_width(s) > 16 ? 128 : 256; }
+
+/// Columns of a CTA of the decode expand that adds the partials of chunks, with which all of them
+/// run at once; in whole blocks.
+int adding_cols(const LoraShape& s, const Machine& m) {
+  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
+  return even_cols(s, ceil_div<std::int64_t>(s.sum_widths() * tiles, kExpandPerSm * m.sms),
+                   adding_block(s));
+}
+
+}  // namespace
+
+/// Up to rank 32 where all CTAs of expand, of so many columns, run at once. (us on an H100, two
+/// kernels and three: 1,024 tokens of 8 adapters, rank 16, qkv 17.9 and 19.1, down 22.7 and 23.8;
+/// 2,436 of 3, 3,072 to 1,024, 13.3 and 14.5; 409 of 7, rank 32, 1,280 to 5,120, 7.6 and 8.4; but
+/// 1,024 of 8, gate_up, 56.6 and 53.1; 458 of two, rank 8, 8,192 to 8,192 + 2 x 1,024, 17.1 and
+/// 15.9; of one and a half rounds 10,409 of 3, rank 16, 768 to 1,024, 31.7 and 26.0.)
+bool may_add_chunks(const LoraShape& s, const Machine& m) {
+  constexpr std::int64_t kMostElements = 1024 * 16;  // of B of a CTA
+  if (s.op != Op::kApply || !s.one_type || !s.aligned_y || h_width(s) <= 8 || h_width(s) > 32 ||
+      num_leaves(s.hidden) > kLeavesAtOnce) {
+    return false;
+  }
+  const int cols = adding_cols(s, m);
+  const std::int64_t ctas =
+      max_tiles(s.num_tokens, s.num_adapters, 16) * column_blocks(s, std::max(cols, 1));
+  return cols * h_width(s) <= kMostElements && 4 * ctas <= 5 * kExpandPerSm * m.sms;
+}
+
+bool adds_chunks(const LoraShape& s, const Machine& m, ShrinkPlan& shrink, ExpandPlan& expand) {
+  constexpr std::int64_t kSmallX = 16 << 20;
+  if (!may_add_chunks(s, m) || shrink.kernel != ShrinkKernel::kWgmma || !shrink.split() ||
+      expand.kernel != ExpandKernel::kPrefill) {
+    return false;
+  }
+  expand = decode_expand(s, m);
+  expand.block_cols = adding_block(s);
+  expand.cols = adding_cols(s, m);
+  shrink.partials = Partials::kExpand;
+  // As many CTAs as can be, unless x would be read twice and is large. (16 rows and 48: 943 tokens
+  // of 4 adapters, rank 32, 8,192 to 2,048, 12.4 and 13.9; but 1,481 of 7, 23.6 and 20.9.)
+  const int columns = ceil_div(s.rank_rows(), kWgmmaShapes[kSmallLeaf].rows);
+  if (columns <= 1 || (columns == 2 && 2 * s.num_tokens * s.hidden <= kSmallX)) {
+    shrink.shape = kSmallLeaf;
+    shrink.rows = kWgmmaShapes[kSmallLeaf].rows;
+    shrink.leaves = 1;
+  }
+  return true;
 }
 
 }  // namespace mortar::lora

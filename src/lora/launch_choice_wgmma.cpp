@@ -125,16 +125,15 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, co
   const double tokens = std::min(64.0 * shape.tiles, static_cast<double>(s.num_tokens) / runs);
   const double bytes = 128 * (tokens + columns.rows / columns.ctas);
   const double size = shape.rows * shape.tiles, steps = steps_of(s, c);
-  const int stages = shape.share == Share::kLeaf && shape.per_sm <= 2 ? shape.stages - 1
-                                                                      : shape.stages;
+  const int stages =
+      shape.share == Share::kLeaf && shape.per_sm <= 2 ? shape.stages - 1 : shape.stages;
   const double clocks = stage_clocks(costs, ctas, shape.per_sm, bytes, stages,
                                      costs.product * size + costs.step, costs.least) *
                             steps +
                         costs.start - costs.round +
                         std::ceil(ctas / shape.per_sm) * (costs.round + costs.shape * size);
   if (shape.share != Share::kLeaf) return clocks;
-  const std::int64_t partials =
-      partial_bytes(s, wgmma_partials(num_leaves(s.hidden), c.leaves));
+  const std::int64_t partials = partial_bytes(s, wgmma_partials(num_leaves(s.hidden), c.leaves));
   const bool added = may_add_chunks(s, m);
   return clocks + (added ? 0 : costs.finish) +
          2 * static_cast<double>(partials) / (m.sms * (added ? kAddedBytes : kPartialBytes));
@@ -169,9 +168,7 @@ double even_runs(const LoraShape& s, int tiles) {
 double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, const Choice& c) {
   const WgmmaShape& shape = c.shape;
   constexpr double kFew = 0.3, kEven = 0.5, kThree = 1.12, kPair = 1.05, kWidest = 1.06;
-  const double narrow = s.max_rank > kExpandPrefillMaxRank ? 0.9
-                        : s.ragged                         ? 1.05
-                                                           : 0.95;
+  const double narrow = s.max_rank > kExpandPrefillMaxRank ? 0.9 : s.ragged ? 1.05 : 0.95;
   const std::int64_t groups = used_adapters(s), tokens = 64 * shape.tiles;
   const auto least = static_cast<double>(std::max(groups, ceil_div(s.num_tokens, tokens)));
   const auto most = static_cast<double>((s.num_tokens - groups) / tokens + groups);
