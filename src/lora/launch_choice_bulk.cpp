@@ -45,15 +45,21 @@ bool walks_on_wgmma(const LoraShape& s, const Machine& m) {
   return !has_light_partials(s) && walking_shrink(s, m).kernel == ShrinkKernel::kWgmma;
 }
 
+/// Bytes of x, y and the weights of adapters in use.
+std::int64_t bytes_of_call(const LoraShape& s) {
+  const std::int64_t weights = s.rank_rows() * s.hidden + s.max_rank * s.sum_widths();
+  return 2 * s.num_tokens * (s.hidden + 2 * s.sum_widths()) + 2 * used_adapters(s) * weights;
+}
+
 /// Whether the expand is long enough for a kernel before it that adds the partials of K chunks,
 /// where shrink would wait for its steps otherwise. (us on an H100, three kernels and two: 846
 /// tokens of 71 adapters, rank 4, 5,120 to 3 x 5,120, 31.7 and 38.8; 911 of 53, rank 8, 3,584 to
 /// 2 x 4,736, 21.2 and 22.7; 6,074 of 457, rank 8, 2,048 to 2,048, 47.4 and 49.4; but 4,383 of 403,
 /// rank 8, 3,072 to 1,024, 36.3 and 35.2; 1,268 of 410, rank 4, 2,048 to 2 x 8,192, 51.0 and 50.7;
-/// 488 of 484, rank 4, 4,096 to 4,096, 20.4 and 15.3; behind persistent warps 2,548 of 421, rank
-/// 16, 3,072 to 1,024, 42.4 and 34.6.)
+/// 488 of 484, rank 4, 4,096 to 4,096, 20.4 and 15.3; 1,308 of 110, rank 4, 1,024 to 2 x 3,072,
+/// 18.0 and 15.9; behind persistent warps 2,548 of 421, rank 16, 3,072 to 1,024, 42.4 and 34.6.)
 bool is_long(const LoraShape& s) {
-  constexpr std::int64_t kLeastTokens = 9, kLongBytes = 24 << 20;  // of an adapter, and of y
+  constexpr std::int64_t kLeastTokens = 9, kLongBytes = 32 << 20;  // of an adapter, and of y
   return tokens_per_adapter(s) >= kLeastTokens && 4 * s.num_tokens * s.sum_widths() >= kLongBytes;
 }
 
@@ -71,10 +77,13 @@ bool sums_whole(const LoraShape& s) {
 /// 16.5; on an H100 960 of 287, rank 16, 2,048 to 2 x 8,192, 91.6 and 104.5. Behind a shrink on
 /// wgmma, on an H100: 4,624 of 160, even, rank 16, 1,024 to 512 + 2 x 256, 25.1 and 24.2; 2,550 of
 /// 28, rank 8, 2,048 to 2,048 + 2 x 512, 17.8 and 17.6; 11,878 of 409, 3,584 to 896 + 2 x 128, 90.5
-/// and 91.2.)
+/// and 91.2. These CTAs start later than others: 927 of 85, Zipf, rank 4, 512 to 2,048, 12 MB, 8.2
+/// and 6.7.)
 bool suits_bulk(const LoraShape& s, const Machine& m) {
   constexpr std::int64_t kMostTokens = 45;  // of an adapter
-  if (!runs_bulk(s, m) || s.num_tokens <= kSmallTileTokens || tokens_per_adapter(s) > kMostTokens) {
+  constexpr std::int64_t kLeastBytes = 16 << 20;
+  if (!runs_bulk(s, m) || s.num_tokens <= kSmallTileTokens || tokens_per_adapter(s) > kMostTokens ||
+      bytes_of_call(s) < kLeastBytes) {
     return false;
   }
   if (best_tile_tokens(s) == 16) {
