@@ -90,29 +90,6 @@ __device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap& ma
       : "memory");
 #endif
 }
-/// copy_box() and copy_box_to() of an array of five dimensions, from the elements `column` of the
-/// first and `line` of the last one on.
-__device__ __forceinline__ void copy_box5(std::uint32_t to, const CUtensorMap& map, int column,
-                                          int line, Mbarrier* barrier) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %5, %5, %5, %3}], [%4];" ::"r"(to),
-      "l"(&map), "r"(column), "r"(line), "r"(smem_address(&barrier->word)), "r"(0)
-      : "memory");
-#endif
-}
-__device__ __forceinline__ void copy_box5_to(std::uint16_t ctas, std::uint32_t to,
-                                             const CUtensorMap& map, int column, int line,
-                                             Mbarrier* barrier) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %6, %6, %6, %3}], [%4], %5;" ::"r"(to),
-      "l"(&map), "r"(column), "r"(line), "r"(smem_address(&barrier->word)), "h"(ctas), "r"(0)
-      : "memory");
-#endif
-}
 /// The same of what nobody reads again: it leaves L2 before other lines do.
 __device__ __forceinline__ void copy_box_once(std::uint32_t to, const CUtensorMap& map, int column,
                                               int line, Mbarrier* barrier) {
@@ -134,6 +111,29 @@ __device__ __forceinline__ void copy_box_to(std::uint16_t ctas, std::uint32_t to
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
       "l"(&map), "r"(column), "r"(line), "r"(smem_address(&barrier->word)), "h"(ctas)
+      : "memory");
+#endif
+}
+/// copy_box() and copy_box_to() of an array of five dimensions, from the elements `column` of the
+/// first and `line` of the last one on.
+__device__ __forceinline__ void copy_box5(std::uint32_t to, const CUtensorMap& map, int column,
+                                          int line, Mbarrier* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %5, %5, %5, %3}], [%4];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(line), "r"(smem_address(&barrier->word)), "r"(0)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_box5_to(std::uint16_t ctas, std::uint32_t to,
+                                             const CUtensorMap& map, int column, int line,
+                                             Mbarrier* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %6, %6, %6, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(line), "r"(smem_address(&barrier->word)), "h"(ctas), "r"(0)
       : "memory");
 #endif
 }
