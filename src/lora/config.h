@@ -270,7 +270,7 @@ inline int stream_warps(int rank_rows, int tiles, int max_smem) {
 inline constexpr int kBulkCols = 512, kBulkYPitch = 2 * kBulkCols + 64;
 inline constexpr int kBulkMostStages = 6, kBulkPerSm = 2;
 /// Bytes of a stage: y of 16 tokens, B of a step's columns, and rows of h.
-inline constexpr int bulk_stage(int max_rank, int h_row) {
+constexpr int bulk_stage(int max_rank, int h_row) {
   return 16 * kBulkYPitch + kBulkCols * max_rank * 2 + 16 * h_row * 2;
 }
 /// Stages where that many CTAs share an SM of so much shared memory.

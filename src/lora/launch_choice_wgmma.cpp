@@ -133,7 +133,7 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, co
                         costs.start - costs.round +
                         std::ceil(ctas / shape.per_sm) * (costs.round + costs.shape * size);
   if (shape.share != Share::kLeaf) return clocks;
-  const std::int64_t partials = partial_bytes(s, wgmma_partials(num_leaves(s.hidden), c.leaves));
+  const std::int64_t partials = partial_bytes(s, wgmma_partials(s, c.leaves));
   const bool added = may_add_chunks(s, m);
   return clocks + (added ? 0 : costs.finish) +
          2 * static_cast<double>(partials) / (m.sms * (added ? kAddedBytes : kPartialBytes));

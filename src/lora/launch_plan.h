@@ -86,11 +86,15 @@ inline std::int64_t partial_bytes(const LoraShape& s) {
   return partial_bytes(s, num_leaves(s.hidden));
 }
 
-/// Partials that a plan's shrink leaves.
-inline std::int64_t num_partials(const LoraShape& s, const ShrinkPlan& c) {
+/// Partials that wgmma leaves, so many leaves a CTA.
+inline std::int64_t wgmma_partials(const LoraShape& s, int leaves) {
   const std::int64_t num = num_leaves(s.hidden);
+  return s.one_type ? wgmma_partials(num, leaves) : num;
+}
+/// Those that a plan's shrink leaves.
+inline std::int64_t num_partials(const LoraShape& s, const ShrinkPlan& c) {
   if (!c.split()) return 0;
-  return c.kernel == ShrinkKernel::kWgmma && s.one_type ? wgmma_partials(num, c.leaves) : num;
+  return c.kernel == ShrinkKernel::kWgmma ? wgmma_partials(s, c.leaves) : num_leaves(s.hidden);
 }
 
 /// Bytes of h once it is complete: one value per token, slice and rank, no split-K partials.
@@ -125,15 +129,12 @@ inline bool partials_fit(const LoraShape& s) {
 }
 /// The same of wgmma, so many leaves a CTA.
 inline bool wgmma_partials_fit(const LoraShape& s, int leaves = 1) {
-  const std::int64_t num = num_leaves(s.hidden);
-  const std::int64_t partials = s.one_type ? wgmma_partials(num, leaves) : num;
-  return partials_fit(s, partial_bytes(s, partials), most_partials(s));
+  return partials_fit(s, partial_bytes(s, wgmma_partials(s, leaves)), most_partials(s));
 }
 /// Bytes of the most partials that it may leave.
 inline std::int64_t most_wgmma_bytes(const LoraShape& s) {
   for (int leaves = 1; leaves <= most_wgmma_leaves(num_leaves(s.hidden)); ++leaves) {
-    if (!wgmma_partials_fit(s, leaves)) continue;
-    return partial_bytes(s, wgmma_partials(num_leaves(s.hidden), leaves));
+    if (wgmma_partials_fit(s, leaves)) return partial_bytes(s, wgmma_partials(s, leaves));
   }
   return 0;
 }
