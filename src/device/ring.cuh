@@ -34,6 +34,10 @@ template <int kStages>
 struct RingCursor {
   int stage = 0;
   std::uint32_t round = 0;
+  RingCursor() = default;
+  /// Of the stage that is taken once `taken` have been.
+  __device__ __forceinline__ explicit RingCursor(int taken)
+      : stage(taken % kStages), round(static_cast<std::uint32_t>(taken / kStages)) {}
   __device__ __forceinline__ void next() {
     if (++stage == kStages) {
       stage = 0;

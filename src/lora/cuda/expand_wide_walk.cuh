@@ -41,6 +41,8 @@ struct Room {
   static constexpr int kParts = 1;
   static constexpr int kHBlocks = (kStaged ? kWideStagedMaxRank : kLoraMaxRank) / kStepRanks;
   static constexpr int kStages = kShapeOf<kStaged>.stages;  ///< of B
+  static constexpr bool kTurns = !kStaged;  ///< a step is one warpgroup's, the next one the other's
+  static constexpr int kWarps = (kTurns ? 128 : kConsumers) / 32;  ///< that multiply a step
   /// That are described ahead, with the one that is computed: y is copied once that is done for the
   /// second step after its own.
   static constexpr int kSteps = kStaged ? 6 : 4;
@@ -52,6 +54,8 @@ struct Room {
 template <>
 struct Room<false, float> {
   static constexpr int kParts = kSplitParts;
+  static constexpr bool kTurns = false;
+  static constexpr int kWarps = kConsumers / 32;
   static constexpr int kHBlocks = kWideWalkPartsMaxRank / kStepRanks;
   static constexpr int kStages = kWideShapes[kWideWalkPartsShape].stages;
   static constexpr int kSteps = 4;
@@ -72,11 +76,12 @@ struct Step {
   int count;  ///< tokens
   int cols;   ///< columns
   float scale;
-  bool fresh;     ///< h is not that of the step before
-  bool last;      ///< the next step has another h
-  bool vector;    ///< rows of B start at multiples of 16 bytes
-  const void* b;  ///< the first column's row
-  const void* h;  ///< the first token's row
+  bool fresh;            ///< h is not that of the step before
+  int leaves;            ///< arrivals of each warp that say that it needs h no longer
+  int b_taken, h_taken;  ///< blocks of B, and of h, that steps before took
+  bool vector;           ///< rows of B start at multiples of 16 bytes
+  const void* b;         ///< the first column's row
+  const void* h;         ///< the first token's row
   std::int64_t b_stride;
   // Of boxes: both CTAs of a cluster take these columns; groups of columns of B before them, rows
   // of h.
@@ -98,7 +103,8 @@ struct Shared {
   device::Mbarrier h_full[kMostHBlocks], h_empty[kMostHBlocks], full[kMostStages],
       empty[kMostStages];
   device::Mbarrier y_full[kYStages], y_empty[kYStages];
-  int first;  ///< tile of the first run
+  device::Mbarrier turn[kTiles];  ///< of warpgroups that take turns
+  int first;                      ///< tile of the first run
 };
 template <bool kStaged, class Element>
 inline constexpr int kSmem = Room<kStaged, Element>::kRing + int{sizeof(Shared<kStaged, Element>)};
@@ -121,7 +127,8 @@ struct Scout {
   int token = -1;
   Tile tile;
   SliceWeights weights;
-  int slice = -1;  ///< whose weights these are; negative: of other tokens
+  int slice = -1;                           ///< whose weights these are; negative: of other tokens
+  int b_taken = 0, h_taken = 0, h_end = 0;  ///< blocks; of h, before this one and with it
   device::RingCursor<Room<kStaged>::kSteps> at;
 
   __device__ __forceinline__ Scout(const WalkParams& params, Shared<kStaged, Element>& s,
@@ -185,6 +192,13 @@ struct Scout {
   }
   /// Whether the CTAs take as many steps as each other, of unlike columns.
   __device__ __forceinline__ bool in_step() const { return p.cluster > 1 && !run.both; }
+  /// Whether the step that comes `ahead` later has another h, or does not exist.
+  __device__ __forceinline__ bool ends(int ahead) const {
+    const int steps = ahead * share.stride, next = column_block(steps), blocks = all_blocks(p);
+    const bool goes_on = share.block + steps < share.blocks || stays();
+    return share.left <= ahead || !goes_on ||
+           (in_step() ? min(next, blocks - 1) : next) >= p.block_start[slice + 1];
+  }
   /// The next step that has weights; false: there is none.
   __device__ __forceinline__ bool tell() {
     const int thread = static_cast<int>(threadIdx.x) - kFirstScout;
@@ -217,10 +231,11 @@ struct Scout {
         to.cols = place < blocks ? columns.cols : 0;
         to.scale = weights.scale;
         to.fresh = fresh;
-        const int next = column_block(share.stride);
-        const bool goes_on = share.block + share.stride < share.blocks || stays();
-        to.last = share.left <= 1 || !goes_on ||
-                  (in_step() ? min(next, blocks - 1) : next) >= p.block_start[slice + 1];
+        // Of warpgroups that take turns each leaves h with its own last step.
+        constexpr int kOwnNext = Room<kStaged, Element>::kTurns ? 2 : 1;
+        to.leaves = !ends(kOwnNext) ? 0 : fresh && ends(1) ? kOwnNext : 1;
+        to.b_taken = b_taken;
+        to.h_taken = fresh ? h_end : h_taken;
         to.both = run.both;
         to.slice = slice;
         to.b_group =
@@ -232,6 +247,12 @@ struct Scout {
         to.b_stride = weights.b_row_stride;
         to.h = static_cast<const Element*>(p.h.data) + slice * p.h.slice_stride +
                tile.start * p.h.row_stride;
+      }
+      const int taken = ceil_div(weights.rank, kStepRanks);
+      b_taken += taken;
+      if (fresh) {
+        h_taken = h_end;
+        h_end += taken;
       }
       advance();
     } else if (thread == 0) {
