@@ -189,6 +189,8 @@ int decode_ring_stages(const LoraShape& s, const Machine& m, int rows) {
   return suits ? kFewDecodeStages : kDecodeStages;
 }
 
+}  // namespace
+
 ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
   ShrinkPlan c;
   // Above rank 128 a kernel adds partials. Without them there is one kernel less, and CTAs walk
@@ -199,7 +201,11 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
   const std::int64_t walks = max_tiles(s.num_tokens, s.num_adapters, 16) *
                              ceil_div<std::int64_t>(s.rank_rows(), kMmaShapes[0].rows());
   const bool whole = s.max_rank > kExpandPrefillMaxRank && 4 * walks >= 5 * m.sms;
-  if (!partials_are_light(s) || !partials_fit(s) || whole) return walking_shrink(s, m);
+  if (!partials_are_light(s) || !partials_fit(s) || whole) {
+    const ShrinkPlan walking = walking_shrink(s, m);
+    if (walking.kernel != ShrinkKernel::kMma || !streams_own_ranks(s, m)) return walking;
+    return stream_shrink(s, tile_partials(s, m, choose_expand(s, m)));
+  }
   const ExpandPlan expand = choose_expand(s, m);
   c.partials = tile_partials(s, m, expand);
   if (!s.aligned_x) {
@@ -229,8 +235,6 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
   }
   return c;
 }
-
-}  // namespace
 
 int decode_most_rows(const LoraShape& s, const Machine& m) {
   const int smem = (16 + decode_ring_rows(s.hidden)) * (kDecodeK + 8) * 2 + kDecodeStaticSmem;
@@ -369,7 +373,7 @@ ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
 
 ShrinkPlan choose_shrink(const LoraShape& s, const Machine& m) {
   if (!s.one_type) return choose_parts_shrink(s, m);
-  if (suits_bulk(s, m) && sums_whole(s)) return bulk_shrink(s, m);
+  if (suits_bulk(s, m)) return shrink_before_bulk(s, m);
   return best_tile_tokens(s) == 16 ? decode_shrink(s, m) : prefill_shrink(s, m);
 }
 

@@ -47,6 +47,11 @@ bool decode_ring_fits(const LoraShape& s, const Machine& m, std::int64_t cols, i
                       int stages = kDecodeExpandStages);
 /// Whether the decode expand in fewer registers takes such a problem.
 bool runs_dense(const LoraShape& s);
+/// Ranks up to which B goes straight into fragments faster than through shared memory: of rank 16
+/// its rows are one sector of memory each, and loads of 64 bytes in a row then limit it. (us,
+/// direct and decode: 512 tokens of 256 adapters, gate_up, rank 16, 133 and 100; 32 of 32 17.6 and
+/// 15.9; but 126 of one, 3,584 to 2 x 18,944, 10.0 and 12.2; ranks 4 and 8 in the README.)
+inline constexpr int kDirectRank = 8;
 /// Whether the expand that loads B into fragments takes such a problem.
 bool runs_direct(const LoraShape& s);
 /// The same of float32 weights.
@@ -131,11 +136,11 @@ bool suits_direct(const LoraShape& s);
 /// takes.
 bool runs_bulk(const LoraShape& s, const Machine& m);
 ExpandPlan bulk_expand(const LoraShape& s, const Machine& m);
-/// Whether they are faster; whether a CTA of shrink before them sums all of K, or a kernel adds the
-/// partials of the decode shrink; and that shrink.
+/// The shrink of tiles of 16 that leaves partials, where these suit.
+ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m);
+/// Whether they are faster, and the shrink before them.
 bool suits_bulk(const LoraShape& s, const Machine& m);
-bool sums_whole(const LoraShape& s);
-ShrinkPlan bulk_shrink(const LoraShape& s, const Machine& m);
+ShrinkPlan shrink_before_bulk(const LoraShape& s, const Machine& m);
 ExpandPlan parts_expand(const LoraShape& s, const Machine& m);
 /// The one that keeps B, with runs of 2^log_run tiles, and where it can.
 ExpandPlan kept_expand(int log_run);
@@ -164,6 +169,9 @@ bool runs_stream(const LoraShape& s, const Machine& m);
 ShrinkPlan stream_shrink(const LoraShape& s, Partials partials);
 /// Whether they are faster than the CTAs of the decode shrink `c`.
 bool suits_stream(const LoraShape& s, const Machine& m, const ShrinkPlan& c);
+/// Whether they pay where partials of the largest rank would not be light, but those of adapters'
+/// own ranks, half of it on average, are.
+bool streams_own_ranks(const LoraShape& s, const Machine& m);
 
 /// Of any.
 ShrinkPlan choose_shrink(const LoraShape& s, const Machine& m);

@@ -51,47 +51,6 @@ std::int64_t bytes_of_call(const LoraShape& s) {
   return 2 * s.num_tokens * (s.hidden + 2 * s.sum_widths()) + 2 * used_adapters(s) * weights;
 }
 
-/// Whether the expand is long enough for a kernel before it that adds the partials of K chunks,
-/// where shrink would wait for its steps otherwise. (us on an H100, three kernels and two: 846
-/// tokens of 71 adapters, rank 4, 5,120 to 3 x 5,120, 31.7 and 38.8; 911 of 53, rank 8, 3,584 to
-/// 2 x 4,736, 21.2 and 22.7; 6,074 of 457, rank 8, 2,048 to 2,048, 47.4 and 49.4; but 4,383 of 403,
-/// rank 8, 3,072 to 1,024, 36.3 and 35.2; 1,268 of 410, rank 4, 2,048 to 2 x 8,192, 51.0 and 50.7;
-/// 488 of 484, rank 4, 4,096 to 4,096, 20.4 and 15.3; 1,308 of 110, rank 4, 1,024 to 2 x 3,072,
-/// 18.0 and 15.9; behind persistent warps 2,548 of 421, rank 16, 3,072 to 1,024, 42.4 and 34.6.)
-bool is_long(const LoraShape& s) {
-  constexpr std::int64_t kLeastTokens = 9, kLongBytes = 32 << 20;  // of an adapter, and of y
-  return tokens_per_adapter(s) >= kLeastTokens && 4 * s.num_tokens * s.sum_widths() >= kLongBytes;
-}
-
-}  // namespace
-
-bool sums_whole(const LoraShape& s) {
-  return best_tile_tokens(s) == 64 || !has_light_partials(s) || !waits_for_steps(s);
-}
-
-/// Where shrink takes tiles of 16 tokens, too, as those of 64 would be mostly not full, and they
-/// have so many steps that they hide each other's trips to memory. (us on an H200, this and what
-/// was chosen otherwise, with its shrink: 10,871 tokens of 317 adapters, Zipf, rank 4, 1,024 to 2 x
-/// 3,072, 77 and 117; 8,896 of 414, 3,584 to 896 + 2 x 128, 55.0 and 64.4; 5,841 of 403, rank 16,
-/// 1,024 to 512 + 2 x 256, 34.8 and 39.3; 453 of 239, rank 16, 2,048 to 512 + 2 x 128, 14.3 and
-/// 16.5; on an H100 960 of 287, rank 16, 2,048 to 2 x 8,192, 91.6 and 104.5. Behind a shrink on
-/// wgmma, on an H100: 4,624 of 160, even, rank 16, 1,024 to 512 + 2 x 256, 25.1 and 24.2; 2,550 of
-/// 28, rank 8, 2,048 to 2,048 + 2 x 512, 17.8 and 17.6; 11,878 of 409, 3,584 to 896 + 2 x 128, 90.5
-/// and 91.2. These CTAs start later than others: 927 of 85, Zipf, rank 4, 512 to 2,048, 12 MB, 8.2
-/// and 6.7.)
-bool suits_bulk(const LoraShape& s, const Machine& m) {
-  constexpr std::int64_t kMostTokens = 45;  // of an adapter
-  constexpr std::int64_t kLeastBytes = 16 << 20;
-  if (!runs_bulk(s, m) || s.num_tokens <= kSmallTileTokens || tokens_per_adapter(s) > kMostTokens ||
-      bytes_of_call(s) < kLeastBytes) {
-    return false;
-  }
-  if (best_tile_tokens(s) == 16) {
-    return sums_whole(s) ? !walks_on_wgmma(s, m) : is_long(s);
-  }
-  return runs_wgmma(s, m) && suits_mma(s, m, bulk_shrink(s, m), wgmma_shrink(s, m));
-}
-
 /// (us on an H200, of more rank rows than 16, with 16 and 32 of them a CTA: 453 tokens of 239
 /// adapters, Zipf, three slices of rank 16, K = 2,048, the call 14.3 and 17.0; 5,841 of 403, K =
 /// 1,024, 38.8 and 34.8.)
@@ -106,6 +65,91 @@ ShrinkPlan bulk_shrink(const LoraShape& s, const Machine& m) {
     c.rows = rows;
   }
   return c;
+}
+
+std::int64_t bytes_of_y(const LoraShape& s) { return 4 * s.num_tokens * s.sum_widths(); }
+constexpr std::int64_t kLongBytes = 32 << 20;  // of y
+
+/// Whether the expand is long enough for a kernel before it that adds the partials of K chunks,
+/// where shrink would wait for its steps otherwise. (us on an H100, three kernels and two: 846
+/// tokens of 71 adapters, rank 4, 5,120 to 3 x 5,120, 31.7 and 38.8; 911 of 53, rank 8, 3,584 to
+/// 2 x 4,736, 21.2 and 22.7; 6,074 of 457, rank 8, 2,048 to 2,048, 47.4 and 49.4; but 4,383 of 403,
+/// rank 8, 3,072 to 1,024, 36.3 and 35.2; 1,268 of 410, rank 4, 2,048 to 2 x 8,192, 51.0 and 50.7;
+/// 488 of 484, rank 4, 4,096 to 4,096, 20.4 and 15.3; 1,308 of 110, rank 4, 1,024 to 2 x 3,072,
+/// 18.0 and 15.9; behind persistent warps 2,548 of 421, rank 16, 3,072 to 1,024, 42.4 and 34.6. On
+/// an H200, rank 16, where it takes the place of the slower decode kernel: 521 of 106, 8,192 to 2 x
+/// 7,168, 42.2 and 47.7; 705 of 30, 8,192 to 8,192 + 2 x 1,024, 28.0 and 30.9; but 818 of 50, 5,120
+/// to 5,120, 17.0 and 16.2.)
+bool is_long(const LoraShape& s) {
+  constexpr std::int64_t kLeastTokens = 9, kFewerTokens = 5, kFewerBytes = 24 << 20;
+  const bool direct = s.max_rank <= kDirectRank;
+  return tokens_per_adapter(s) >= (direct ? kLeastTokens : kFewerTokens) &&
+         bytes_of_y(s) >= (direct ? kLongBytes : kFewerBytes);
+}
+
+constexpr std::int64_t kFewTokens = 45, kMostTokens = 64;  // of an adapter
+
+/// Whether tiles of 64 tokens hold so few that shrink takes tiles of 16 and all of K.
+bool sums_few(const LoraShape& s, const Machine& m) {
+  return tokens_per_adapter(s) <= kFewTokens &&
+         suits_mma(s, m, bulk_shrink(s, m), wgmma_shrink(s, m));
+}
+
+/// Rows of x and A that all CTAs of shrink copy, where tokens are shared out evenly.
+std::int64_t copied_rows(const LoraShape& s, int tile_tokens) {
+  const std::int64_t tiles = ceil_div<std::int64_t>(tokens_per_adapter(s), tile_tokens);
+  return used_adapters(s) * tiles * s.rank_rows() + s.num_tokens;
+}
+
+/// Whether it takes tiles of 16 and K chunks, in place of such chunks on wgmma: of tiles of 64 that
+/// are not full a CTA has little of its ring on its way. Not where they would copy A too often.
+/// (us, both before this expand: 1,257 tokens of 32 adapters, rank 4, 16,384 to 16,384, 38.1 and
+/// 45.0; 1,244 of 39, 8,192 to 8,192, 21.5 and 25.4; 948 of 21, 18,944 to 3,584, 23.5 and 25.1; but
+/// 1,115 of 23, rank 16, 8,192 to 8,192, 25.7 and 24.2; 1,053 of 18, 7,168 to 8,192, 19.6 and 17.4;
+/// 1,283 of 26, rank 8, 8,192 to 2 x 28,672, 81.1 and 78.1.)
+bool takes_chunks_of_few(const LoraShape& s, const Machine& m, const ShrinkPlan& wgmma) {
+  constexpr std::int64_t kNearlyFull = 48;  // tokens of an adapter
+  return wgmma.split() && tokens_per_adapter(s) <= kNearlyFull && has_light_partials(s) &&
+         4 * copied_rows(s, 16) <= 5 * copied_rows(s, 64) && !may_add_chunks(s, m);
+}
+
+/// Of tiles of 16, whether a CTA of shrink sums all of K, or a kernel adds the partials of chunks.
+bool sums_whole(const LoraShape& s) { return !has_light_partials(s) || !waits_for_steps(s); }
+
+}  // namespace
+
+/// Where shrink takes tiles of 16 tokens, too, as those of 64 would be mostly not full, and they
+/// have so many steps that they hide each other's trips to memory. (us on an H200, this and what
+/// was chosen otherwise, with its shrink: 10,871 tokens of 317 adapters, Zipf, rank 4, 1,024 to 2 x
+/// 3,072, 77 and 117; 8,896 of 414, 3,584 to 896 + 2 x 128, 55.0 and 64.4; 5,841 of 403, rank 16,
+/// 1,024 to 512 + 2 x 256, 34.8 and 39.3; 453 of 239, rank 16, 2,048 to 512 + 2 x 128, 14.3 and
+/// 16.5; on an H100 960 of 287, rank 16, 2,048 to 2 x 8,192, 91.6 and 104.5. These CTAs start later
+/// than others: 927 of 85, Zipf, rank 4, 512 to 2,048, 12 MB, 8.2 and 6.7.) Behind a shrink on
+/// wgmma where an adapter has about a tile of 64 or less, and y is long. (us on an H200, this and
+/// the prefill kernel: 9,445 of 322, rank 8, 5,120 to 3 x 1,280, 87.8 and 107.6; 11,676 of 193,
+/// 1,024 to 2,048 + 2 x 1,024, 58.3 and 66.0; 4,376 of 110, 8,192 to 8,192 + 2 x 1,024, 74.7 and
+/// 78.5; 1,053 of 18, rank 16, 7,168 to 8,192, 17.4 and 18.2; but 1,115 of 23, 8,192 to 8,192, 24.2
+/// and 23.9; of less y 4,624 of 160, rank 16, 1,024 to 512 + 2 x 256, 22.0 and 21.7; of more tokens
+/// 4,884 of 51, rank 4, 16.4 and 15.5; 2,389 of 3, rank 16, 5,120 to 3 x 1,280, 20.4 and 19.0.)
+bool suits_bulk(const LoraShape& s, const Machine& m) {
+  constexpr std::int64_t kLeastBytes = 16 << 20;
+  const std::int64_t tokens = tokens_per_adapter(s);
+  if (!runs_bulk(s, m) || s.num_tokens <= kSmallTileTokens || tokens > kMostTokens ||
+      bytes_of_call(s) < kLeastBytes) {
+    return false;
+  }
+  if (best_tile_tokens(s) == 16) {
+    return tokens <= kFewTokens && (sums_whole(s) ? !walks_on_wgmma(s, m) : is_long(s));
+  }
+  return runs_wgmma(s, m) && (sums_few(s, m) || bytes_of_y(s) >= kLongBytes ||
+                              takes_chunks_of_few(s, m, wgmma_shrink(s, m)));
+}
+
+ShrinkPlan shrink_before_bulk(const LoraShape& s, const Machine& m) {
+  if (best_tile_tokens(s) == 16) return sums_whole(s) ? bulk_shrink(s, m) : decode_shrink(s, m);
+  if (sums_few(s, m)) return bulk_shrink(s, m);
+  const ShrinkPlan wgmma = sm90_shrink(s, m);
+  return takes_chunks_of_few(s, m, wgmma) ? decode_shrink(s, m) : wgmma;
 }
 
 }  // namespace mortar::lora

@@ -8,11 +8,6 @@
 namespace mortar::lora {
 namespace {
 
-/// Ranks up to which B goes straight into fragments faster than through shared memory: of rank 16
-/// its rows are one sector of memory each, and loads of 64 bytes in a row then limit it. (us,
-/// direct and decode: 512 tokens of 256 adapters, gate_up, rank 16, 133 and 100; 32 of 32 17.6 and
-/// 15.9; but 126 of one, 3,584 to 2 x 18,944, 10.0 and 12.2; ranks 4 and 8 in the README.)
-constexpr int kDirectRank = 8;
 /// Columns of all tiles from which on it does: below, what counts is the time to the first result.
 /// (us, direct and decode, rank 8: one token, 8,192 to 2 x 28,672, 5.0 and 3.8; 10 tokens of 76
 /// adapters, 2,048 to 2 x 8,192, 4.4 and 5.2; on an H100 119 of 119, 1,024 to 512 + 2 x 256, 6.7

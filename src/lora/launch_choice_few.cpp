@@ -185,13 +185,14 @@ int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand) {
 /// that would stream for long. Of long K no fewer, where all CTAs run at once or nearly so, as
 /// their chains of MMAs are long. (us, 64 rows and all: ragged ranks up to 64, 32 tokens of 32
 /// adapters, qkv, 16.7 and 18.6; 209 of 51, 2,048 to 512 + 2 x 128, 10.6 and 14.5; 77 of 469, 1,024
-/// to 2 x 768, 8.4 and 9.6; but rank 64, 32 of 32, qkv, 25.7 and 22.2, 256 of 64 45.2 and 44.6. Of
-/// long K, 64 and 32: 6 of 12, ranks up to 64, 18,944 to 3,584, 5.0 and 5.6; one token, 16,384 to 2
-/// x 53,248, 5.4 and 6.4; but 15 of 18, 18,944 to 3,584, 8.4 and 8.3; rank 64, 32 of 32, down, 27.7
-/// and 26.0. Of very many rows, 32 and all: 9 of 191, rank 512, 5,120 to 3 x 1,280, 71 and 85; 8 of
-/// 11, rank 256, 1,024 to 2,048 + 2 x 1,024, 13.6 and 20.4.) Ragged ranks of one slice leave half
-/// of 64 rows empty. (On an H200, 32 and 64: 108 of 20, 3,584 to 3,584, 6.5 and 7.8; 83 of 228 10.5
-/// and 11.8; but of more tokens 218 of 9 8.9 and 8.3, of more CTAs 135 of 432 9.1 and 8.6.)
+/// to 2 x 768, 8.4 and 9.6; 740 of 84, 1,024 to 2,048 + 2 x 1,024, 20.2 and 22.4; but rank 64, 32
+/// of 32, qkv, 25.7 and 22.2, 256 of 64 45.2 and 44.6. Of long K, 64 and 32: 6 of 12, ranks up to
+/// 64, 18,944 to 3,584, 5.0 and 5.6; one token, 16,384 to 2 x 53,248, 5.4 and 6.4; but 15 of 18,
+/// 18,944 to 3,584, 8.4 and 8.3; rank 64, 32 of 32, down, 27.7 and 26.0. Of very many rows, 32 and
+/// all: 9 of 191, rank 512, 5,120 to 3 x 1,280, 71 and 85; 8 of 11, rank 256, 1,024 to 2,048 + 2 x
+/// 1,024, 13.6 and 20.4.) Ragged ranks of one slice leave half of 64 rows empty. (On an H200, 32
+/// and 64: 108 of 20, 3,584 to 3,584, 6.5 and 7.8; 83 of 228 10.5 and 11.8; but of more tokens 218
+/// of 9 8.9 and 8.3, of more CTAs 135 of 432 9.1 and 8.6.)
 int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile) {
   constexpr int kManyRows = 192, kFewRows = 32, kLongRows = 48, kLongRank = 64, kMoreRows = 96;
   constexpr std::int64_t kHalfTile = 8;
@@ -199,7 +200,8 @@ int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile
   const std::int64_t chunks = tiles * ceil_div<std::int64_t>(s.hidden, kDecodeK);
   const auto ctas = [&](int rows) { return chunks * ceil_div(s.rank_rows(), rows); };
   const bool small = s.num_tokens <= kSmallTileTokens;
-  int least = 16, most = small ? kRowsAtOnce : decode_most_rows(s, m);
+  const bool at_once = small || (s.ragged && s.op == Op::kApply);
+  int least = 16, most = at_once ? kRowsAtOnce : decode_most_rows(s, m);
   if (s.op == Op::kApply && leaf_size(s.hidden) == kDecodeK && s.rank_rows() > kLongRows) {
     const bool all_run = small && s.max_rank <= kLongRank && chunks <= four;
     most = all_run ? kRowsAtOnce : kFewRows;

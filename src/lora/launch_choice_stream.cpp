@@ -27,6 +27,24 @@ ShrinkPlan stream_shrink(const LoraShape& s, Partials partials) {
   return c;
 }
 
+namespace {
+
+constexpr std::int64_t kFewTokens = 8, kRounds = 3, kShortRounds = 4;
+/// CTAs of the decode shrink in a round.
+std::int64_t round_of(const Machine& m) { return 4 * m.sms; }
+
+}  // namespace
+
+/// (us, persistent warps, CTAs that sum all of K, and wgmma: 920 tokens of 298 adapters, Zipf,
+/// ranks up to 64, 13,824 to 5,120, 77.1, 98.1 and 83.0; of short chunks, persistent warps and CTAs
+/// that sum all of K, 2,616 of 229, 2,048 to 2,048, 36.1 and 34.1.)
+bool streams_own_ranks(const LoraShape& s, const Machine& m) {
+  return s.ragged && s.op == Op::kApply && leaf_size(s.hidden) == kDecodeK && runs_stream(s, m) &&
+         tokens_per_adapter(s) <= kFewTokens &&
+         partial_bytes(s) / 2 + finished_bytes(s) <= light_partials(s) &&
+         decode_shrink_ctas(s, s.rank_rows(), 1) > kRounds * round_of(m);
+}
+
 /// From some rounds of CTAs on: many are of tiles that may be and are not, or of rank rows that an
 /// adapter does not have, and each waits for a place and for the plan. Of short chunks of K they
 /// hold more rank rows. (us on an H200, persistent warps and CTAs: 296 tokens of 434 adapters,
@@ -36,10 +54,9 @@ ShrinkPlan stream_shrink(const LoraShape& s, Partials partials) {
 /// rounds, 72.4 and 58.1, as expand starts later; on an H100 256 of 64, rank 64, qkv, 3.5 rounds,
 /// 62.7 and 59.7.)
 bool suits_stream(const LoraShape& s, const Machine& m, const ShrinkPlan& c) {
-  constexpr std::int64_t kFewTokens = 8, kPerSm = 4, kRounds = 3, kShortRounds = 4;
   const std::int64_t rounds = leaf_size(s.hidden) == kDecodeK ? kRounds : kShortRounds;
   return runs_stream(s, m) && tokens_per_adapter(s) <= kFewTokens &&
-         decode_shrink_ctas(s, c.rows, 1) > rounds * kPerSm * m.sms;
+         decode_shrink_ctas(s, c.rows, 1) > rounds * round_of(m);
 }
 
 }  // namespace mortar::lora

@@ -189,15 +189,29 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, co
 /// two calls do not fit the chip otherwise. (us on an H100, 48 rows, 7 stages and 14: 200 tokens of
 /// one adapter, rank 256, 1,024 to 2,048 + 2 x 1,024, 128 CTAs, 9.1 and 12.4; 775 of 20, rank 64,
 /// 512 to 2,048, 80 CTAs, 9.0 and 10.2; but 1,211 of two, rank 32, 512 to 2,048, 40 CTAs, 9.3 and
-/// 8.5.)
+/// 8.5.) Or, up to rank 64, where the shape has not all rank rows, others hold nearly all steps,
+/// and all of their CTAs run at once: CTAs of expand find room beside them. (us, 64 rows and 6
+/// stages, 96 and 10, 48, two tiles and 9: 1,638 tokens of one, rank 64, 1,024 to 2,048 + 2 x
+/// 1,024, 14.3, 15.3 and 15.7; 48 and 7, 96 and 10, 48, two tiles and 9: 1,822 of 8, ranks up to
+/// 64, 1,024 to 2 x 768, 10.1, 10.8 and 11.2; but of more steps 64 and 6, 64 and 13, 510 of 15,
+/// rank 64, 2,048 to 2,048 + 2 x 512, 12.8 and 12.5.)
 bool wastes_stages(const LoraShape& s, const Machine& m, const Choice& c) {
+  constexpr int kMore = 2, kMostRank = 64;  // steps than stages
   const WgmmaShape& shape = c.shape;
   if (2 * even_runs(s, shape.tiles) * ctas_of(s, c) <= m.sms) return false;
   return std::any_of(
       std::begin(kWgmmaShapes), std::end(kWgmmaShapes), [&](const WgmmaShape& other) {
-        return other.rows == shape.rows && other.tiles == shape.tiles &&
-               other.share == shape.share && other.float_weights == shape.float_weights &&
-               other.per_sm > shape.per_sm && steps_of(s, {other, c.leaves}) <= other.stages + 1;
+        if (other.share != shape.share || other.float_weights != shape.float_weights ||
+            other.per_sm <= shape.per_sm) {
+          return false;
+        }
+        const Choice o{other, c.leaves};
+        if (other.rows == shape.rows && other.tiles == shape.tiles) {
+          return steps_of(s, o) <= other.stages + 1;
+        }
+        return s.op == Op::kApply && shape.share == Share::kHalf && shape.rows < s.rank_rows() &&
+               s.max_rank <= kMostRank && steps_of(s, o) <= other.stages + kMore &&
+               even_runs(s, other.tiles) * ctas_of(s, o) <= other.per_sm * m.sms;
       });
 }
 

@@ -179,6 +179,9 @@ TEST(LoraChoice, CtasOfRaggedRanksMakeOneRound) {
   EXPECT_EQ(plan(shape(135, 432, 64, 2048, {2048}), true).shrink.rows, 64);
   EXPECT_EQ(plan(shape(218, 9, 64, 4096, {4096}), true).shrink.rows, 64);
   EXPECT_EQ(plan(shape(77, 469, 64, 1024, {768, 768}), true).shrink.rows, 64);
+  const LoraShape more = shape(740, 84, 64, 1024, {2048, 1024, 1024});
+  EXPECT_EQ(plan(more, true).shrink.rows, 64);
+  EXPECT_EQ(plan(more, false).shrink.rows, 192);
 }
 
 /// Persistent warps of shrink take tiles that may be and are not, of few tokens each.
@@ -193,6 +196,10 @@ TEST(LoraChoice, ManyTilesOfShrinkHavePersistentWarps) {
   EXPECT_TRUE(streams(shape(557, 374, 8, 14336, {4096})));
   EXPECT_FALSE(streams(shape(8, 8, 16, 4096, {4096, 1024, 1024})));
   EXPECT_FALSE(streams(shape(1024, 64, 32, 14336, {4096})));
+  LoraShape heavy = shape(920, 298, 64, 13824, {5120});  // partials of the largest rank
+  EXPECT_FALSE(streams(heavy));
+  heavy.ragged = true;
+  EXPECT_TRUE(streams(heavy));
   s.segments = true;
   EXPECT_FALSE(streams(s));
 }
@@ -234,6 +241,32 @@ TEST(LoraChoice, LowRanksOfManyAdaptersHavePersistentCtas) {
   EXPECT_EQ(choose(few, {}).expand.kernel, ExpandKernel::kDirect);
   EXPECT_FALSE(bulk(plan(shape(4624, 160, 16, 1024, {512, 256, 256}))));
   EXPECT_EQ(plan(shape(5841, 403, 16, 1024, {512, 256, 256})).shrink.shape, 0);
+}
+
+/// So do they behind a shrink on wgmma, of tiles of 64 that are mostly not full and of much y;
+/// where that would take K chunks of such tiles, tiles of 16 do, if they do not read A too often.
+TEST(LoraChoice, PersistentCtasExpandWhatTilesOf64HaveShrunk) {
+  const auto plan = [](LoraShape s) {
+    s.b_runs = true;
+    return choose(s, {});
+  };
+  const auto shrink = [&](const LoraShape& s) {
+    const LaunchPlan p = plan(s);
+    EXPECT_EQ(p.expand.kernel, ExpandKernel::kBulk);
+    EXPECT_NE(p.shrink.partials, Partials::kExpand);
+    return p.shrink.kernel;
+  };
+  EXPECT_EQ(shrink(shape(11676, 193, 8, 1024, {2048, 1024, 1024})), ShrinkKernel::kWgmma);
+  EXPECT_EQ(shrink(shape(9445, 322, 8, 5120, {1280, 1280, 1280})), ShrinkKernel::kWgmma);
+  EXPECT_EQ(shrink(shape(1053, 18, 16, 7168, {8192})), ShrinkKernel::kWgmma);
+  EXPECT_EQ(shrink(shape(1257, 32, 4, 16384, {16384})), ShrinkKernel::kDecode);
+  EXPECT_EQ(shrink(shape(948, 21, 4, 18944, {3584})), ShrinkKernel::kDecode);
+  EXPECT_EQ(shrink(shape(521, 106, 16, 8192, {7168, 7168})), ShrinkKernel::kStream);
+  for (const LoraShape& s :
+       {shape(2389, 3, 16, 5120, {1280, 1280, 1280}), shape(4884, 51, 4, 1024, {512, 256, 256}),
+        shape(818, 50, 16, 5120, {5120})}) {
+    EXPECT_NE(plan(s).expand.kernel, ExpandKernel::kBulk);
+  }
 }
 
 }  // namespace

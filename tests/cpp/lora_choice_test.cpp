@@ -284,6 +284,8 @@ TEST(LoraChoice, CtasAreNoLargerThanTheirWork) {
   const LaunchPlan ring = choose(shape(900, 40, 128, 512, {2048}), {});
   EXPECT_EQ(ring.shrink.kernel, ShrinkKernel::kWgmma);
   EXPECT_EQ(kWgmmaShapes[ring.shrink.shape].stages, 6);
+  const ShrinkPlan two = choose(shape(1638, 1, 64, 1024, {2048, 1024, 1024}), {}).shrink;
+  EXPECT_EQ(kWgmmaShapes[two.shape].per_sm, 2);
   const auto run = [](const LoraShape& s) { return choose(s, {}).expand.log_run; };
   EXPECT_EQ(run(shape(541, 12, 128, 3584, {18944, 18944})), 1);
   EXPECT_EQ(run(shape(1126, 3, 64, 3072, {1024})), 0);
