@@ -38,6 +38,8 @@ TEST(LoraChoice, HighRanksOfManyTokensWalk) {
   EXPECT_EQ(rows(shape(4096, 1, 256, 4096, {4096, 1024, 1024})), 192);
   EXPECT_EQ(rows(shape(3358, 16, 512, 3584, {4736, 4736})), 128);
   EXPECT_EQ(rows(shape(2298, 13, 512, 8192, {7168, 7168})), 128);
+  EXPECT_EQ(rows(shape(3996, 7, 512, 2048, {1024})), 192);
+  EXPECT_EQ(rows(shape(4177, 27, 512, 2048, {2048})), 128);
   EXPECT_EQ(rows(shape(4083, 31, 512, 1024, {2048, 1024, 1024})), 0);
   EXPECT_EQ(rows(shape(4145, 1, 128, 2048, {512, 128, 128})), 0);
   EXPECT_EQ(rows(shape(1404, 1, 256, 1024, {2048, 1024, 1024})), 0);
