@@ -268,14 +268,15 @@ TEST(LoraChoice, ExpandAddsChunksOfK) {
 }
 
 /// Where adapters have ranks of their own, most fill no CTA of as many rank rows as the largest
-/// has.
-TEST(LoraChoice, RaggedRanksTakeNarrowCtas) {
+/// has: rank rows of all tiles of a CTA.
+TEST(LoraChoice, RaggedRanksTakeSmallCtas) {
   const auto rows = [](LoraShape s, bool ragged) {
     s.ragged = ragged;
-    return choose(s, {}).shrink.rows;
+    const WgmmaShape& shape = kWgmmaShapes[choose(s, {}).shrink.shape];
+    return shape.rows * shape.tiles;
   };
   for (const LoraShape& s : {shape(2975, 40, 64, 2048, {2048, 512, 512}),
-                             shape(12612, 27, 64, 4096, {4096, 1024, 1024})}) {
+                             shape(8000, 100, 64, 4096, {4096, 1024, 1024})}) {
     EXPECT_EQ(rows(s, false), 192);
     EXPECT_EQ(rows(s, true), 96);
   }
@@ -378,7 +379,7 @@ TEST(LoraChoice, ChunksOfManyRowsShareCtas) {
     EXPECT_EQ(c.partials, Partials::kFinish) << describe(choose(s, {}));
     return c.leaves;
   };
-  EXPECT_EQ(leaves(shape(76, 1, 256, 53248, {16384})), 2);
+  EXPECT_EQ(leaves(shape(76, 1, 256, 53248, {16384})), 4);
   EXPECT_EQ(leaves(shape(471, 1, 64, 28672, {8192})), 2);
   EXPECT_EQ(leaves(shape(663, 1, 64, 53248, {16384})), 5);
   EXPECT_EQ(leaves(shape(106, 1, 512, 53248, {16384})), 18);

@@ -32,9 +32,8 @@ struct Traits {
   static constexpr int kMinCtas = kOf.per_sm;
   static constexpr Share kShare = kOf.share;
   static constexpr int kConsumers = 128 * kTiles;
-  /// Twice as many where an SM has one CTA and float32 rows are split, or many rows are copied and
-  /// registers suffice.
-  static constexpr bool kManyRows = kOf.float_weights || (kTokens + kRows >= 160 && kRows <= 144);
+  /// Twice as many where an SM has one CTA and float32 rows are split, or many rows are copied.
+  static constexpr bool kManyRows = kOf.float_weights || kTokens + kRows >= 160;
   static constexpr int kProducers = kMinCtas == 1 && kManyRows ? 256 : 128;
   static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kFillers = 128;     ///< of them, of a stage whose float32 rows they split
