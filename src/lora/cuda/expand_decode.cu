@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
 
 template <class T, bool kVectorY, int kLogPieces, bool kDense = false, bool kShared = false>
 void launch_ranks(ExpandParams p, Stream stream) {
-  if constexpr (kVectorY && kLogPieces >= 3 && !kShared) {
+  if constexpr (kVectorY && kLogPieces >= 3 && !kDense && !kShared) {
     if (p.cluster > 1) return launch_ranks<T, kVectorY, kLogPieces, kDense, true>(p, stream);
   }
   if constexpr (kVectorY && kLogPieces <= 4 && !kDense && !kShared) {
