@@ -357,12 +357,13 @@ ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
   if (!direct && suits_prefill(s, m)) return prefill_expand(s, m);
   if (suits_wide(s, m)) {
     if (rounds_h(s)) return wide_expand(kWideRoundedShape);
-    // Two tiles share B, if their CTAs fill the chip. (us on an H100, one tile and two: 249 tokens
-    // of 3 adapters, rank 256, 96 CTAs of two, 13.1 and 16.0; 378 of one, rank 512, 192, 31.8 and
-    // 25.8.)
-    const bool pairs =
-        tokens_per_adapter(s) > 64 &&
-        likely_runs(s, 2) * static_cast<double>(column_blocks(s, kWideShapes[1].cols)) > m.sms;
+    // Two tiles share B where CTAs of one do not all run at once. (us, one tile and two: 551 tokens
+    // of 3 adapters, rank 256, 252 CTAs of one, 13.0 and 16.3; 916 of 4, 256, 11.0 and 13.3; 604 of
+    // one, rank 512, 320, 23.5 and 20.8; on an H100 378 of one, 384, 31.8 and 25.8.)
+    const std::int64_t tokens = tokens_per_adapter(s);
+    const std::int64_t ctas = used_adapters(s) * ceil_div<std::int64_t>(tokens, 64) *
+                              column_blocks(s, kWideShapes[0].cols);
+    const bool pairs = s.aligned_y && tokens > 64 && ctas > kWideShapes[0].per_sm * m.sms;
     return wide_expand(pairs ? 1 : 0);
   }
   ExpandPlan c = direct ? choose_direct(s, m) : decode_expand(s, m);

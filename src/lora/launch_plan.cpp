@@ -101,6 +101,7 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
   std::vector<ExpandPlan> plans;
   for (int i = 0; i < static_cast<int>(std::size(kWideShapes)) && runs_wide(s, m); ++i) {
     if (kWideShapes[i].float_weights != s.float_weights) continue;
+    if (kWideShapes[i].tiles > 1 && !s.aligned_y) continue;
     if (kWideShapes[i].walks && i != kWideKeptShape && !runs_wide_walk(s, m)) continue;
     if (i == kWideStagedShape && !has_room_for_y(s)) continue;
     if (i == kWideWalkPartsShape && h_width(s) > kWideWalkPartsMaxRank) continue;

@@ -386,11 +386,16 @@ TEST(LoraChoice, ChunksOfManyRowsShareCtas) {
   EXPECT_EQ(leaves(shape(1281, 9, 4, 13312, {16384})), 1);
 }
 
-/// One tile a CTA where CTAs of two would leave SMs idle.
+/// One tile a CTA where all of these run at once, and of rows of y of any address.
 TEST(LoraChoice, WideExpandFillsTheChip) {
   const auto expand = [](const LoraShape& s) { return choose(s, {}).expand; };
   EXPECT_EQ(expand(shape(249, 3, 256, 4096, {4096})), wide_expand(0));
   EXPECT_EQ(expand(shape(378, 1, 512, 4096, {8192})), wide_expand(1));
+  EXPECT_EQ(expand(shape(604, 1, 512, 4096, {4096})), wide_expand(1));
+  EXPECT_EQ(expand(shape(551, 3, 256, 896, {3584})), wide_expand(0));
+  LoraShape any_y = shape(604, 1, 512, 4096, {4096});
+  any_y.aligned_y = false;
+  EXPECT_EQ(expand(any_y), wide_expand(0));
   EXPECT_EQ(expand(shape(54, 1, 256, 4096, {4096})), wide_expand(0));
 }
 

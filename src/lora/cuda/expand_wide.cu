@@ -14,9 +14,7 @@
 // further warpgroup streams ranks through a ring of cp.async stages, 64 of them in the swizzle that
 // wgmma reads. Two CTAs fit an SM: one reads and writes y while the other computes. The sum is one
 // chain over ranks from zero, as in the other kernels; the permutation of columns is theirs too.
-#include <cstddef>
 #include <iterator>
-#include <utility>
 
 #include "device/wgmma.cuh"
 #include "lora/cuda/backend.cuh"
@@ -26,31 +24,21 @@ namespace mortar::lora::cuda {
 namespace {
 
 using namespace wide_expand;
-using Launch = void (*)(const ExpandParams&, Stream);
 
-/// Others are those of expand_wide_parts.cu, expand_wide_walk.cu and expand_wide_kept.cu.
-template <class T, int kShape, bool kVectorY>
-constexpr Launch launch_of() {
-  if constexpr (kWideShapes[kShape].float_weights || kWideShapes[kShape].walks) {
-    return nullptr;
-  } else {
-    return launch_traits<Traits<T, kShape, kVectorY>>;
-  }
-}
-
-template <class T, std::size_t... kShapes>
-void launch_shape(int shape, const ExpandParams& p, Stream stream,
-                  std::index_sequence<kShapes...>) {
-  static constexpr Launch kLaunches[] = {launch_of<T, static_cast<int>(kShapes), true>()...};
-  static constexpr Launch kAnyY[] = {launch_of<T, static_cast<int>(kShapes), false>()...};
-  (p.vector_y ? kLaunches : kAnyY)[shape](p, stream);
+/// Others are those of expand_wide_parts.cu, expand_wide_walk.cu and expand_wide_kept.cu; and rows
+/// of y of any address have one for all, which saves more megabytes than anyone's microseconds.
+template <class T>
+void launch_shape(int shape, const ExpandParams& p, Stream stream) {
+  check(shape == 0 || (shape == 1 && p.vector_y), "lora_expand: no wide kernel of shape ", shape);
+  if (shape == 1) return launch_traits<Traits<T, 1, true>>(p, stream);
+  p.vector_y ? launch_traits<Traits<T, 0, true>>(p, stream)
+             : launch_traits<Traits<T, 0, false>>(p, stream);
 }
 
 }  // namespace
 
 void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
-  constexpr std::size_t kCount = std::size(kWideShapes);
-  check(!p.h.raw && p.tiles.tile_tokens == 64 && static_cast<std::size_t>(c.shape) < kCount,
+  check(!p.h.raw && p.tiles.tile_tokens == 64 && c.shape < static_cast<int>(std::size(kWideShapes)),
         "lora_expand: the wide kernel needs tiles of 64 tokens and a finished h");
   if (c.shape == kWideKeptShape) return expand_wide_kept(p, stream);
   if (kWideShapes[c.shape].walks) return expand_wide_walk(p, c, stream);
@@ -58,8 +46,7 @@ void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
   if (p.h.dtype == DType::kFloat32) return expand_wide_rounded(p, c, stream);
   check(p.h.vector, "lora_expand: the wide kernel needs an h of aligned 16-bit rows");
   device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
-    launch_shape<typename decltype(tag)::type>(c.shape, p, stream,
-                                               std::make_index_sequence<kCount>());
+    launch_shape<typename decltype(tag)::type>(c.shape, p, stream);
   });
 }
 
