@@ -171,14 +171,9 @@ template <class S>
 void launch_shape(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {
   const Params p = make_params<S>(op, product, plan);
   const int most = device::current_device().num_sms / kProductCluster;
-  device::Launch l;
-  l.grid = dim3(std::min(p.units, plan.clusters > 0 ? plan.clusters : most), kProductCluster);
-  l.cluster_y = kProductCluster;
-  l.threads = kThreads;
-  l.smem = S::kSmem;
-  l.stream = stream;
-  l.pdl = true;
-  device::launch<product_kernel<S>>(op, l, p);
+  const int clusters = std::min(p.units, plan.clusters > 0 ? plan.clusters : most);
+  device::launch<product_kernel<S>>(
+      op, cluster_launch(clusters, kProductCluster, kThreads, S::kSmem, stream), p);
 }
 
 struct Launcher {

@@ -272,7 +272,7 @@ template <class S>
 void launch_shape(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
                   Stream stream) {
   const ForwardParams q = make_forward_params<S>(op, product, plan);
-  device::launch<forward_kernel<S>>(op, forward_launch<S>(q, plan, stream), q);
+  device::launch<forward_kernel<S>>(op, forward_launch<S>(q, plan, kForwardThreads, stream), q);
 }
 
 template <class T>

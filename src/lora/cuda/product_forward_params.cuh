@@ -111,14 +111,9 @@ ForwardParams make_forward_params(const char* op, const ForwardProduct& product,
 }
 
 template <class S>
-device::Launch forward_launch(const ForwardParams& q, const ForwardPlan& plan, Stream stream) {
-  device::Launch l;
-  l.grid = dim3(q.h.units, plan.parts);
-  l.cluster_y = plan.parts;
-  l.threads = kForwardThreads;
-  l.smem = S::kSmem;
-  l.stream = stream;
-  l.pdl = true;
+device::Launch forward_launch(const ForwardParams& q, const ForwardPlan& plan, int threads,
+                              Stream stream) {
+  device::Launch l = cluster_launch(q.h.units, plan.parts, threads, S::kSmem, stream);
   l.carve_out = true;
   return l;
 }

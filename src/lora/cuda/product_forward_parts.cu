@@ -25,6 +25,7 @@
 #include "device/stmatrix.cuh"
 #include "device/wgmma.cuh"
 #include "lora/cuda/product_forward_parts.cuh"
+#include "lora/cuda/product_params.cuh"
 #include "lora/cuda/product_split.cuh"
 
 namespace mortar::lora::cuda {
@@ -279,13 +280,8 @@ void launch_shape(const char* op, const PartsForward& f, const ForwardPlan& plan
   p.factor = f.factor;
   p.h = f.h;
   p.h_stride = f.h_stride;
-  device::Launch l;
-  l.grid = dim3(static_cast<unsigned>(ceil_div<std::int64_t>(f.rows, plan.rows)), plan.parts);
-  l.cluster_y = plan.parts;
-  l.threads = kPartsThreads;
-  l.smem = S::kSmem;
-  l.stream = stream;
-  l.pdl = true;
+  const auto tiles = static_cast<int>(ceil_div<std::int64_t>(f.rows, plan.rows));
+  device::Launch l = cluster_launch(tiles, plan.parts, kPartsThreads, S::kSmem, stream);
   l.carve_out = true;
   device::launch<forward_parts_kernel<S>>(op, l, p);
 }

@@ -27,6 +27,7 @@
 #include "lora/cuda/product_forward_helpers.cuh"
 #include "lora/cuda/product_forward_segments.cuh"
 #include "lora/cuda/product_forward_segments_y.cuh"
+#include "lora/cuda/product_params.cuh"
 
 namespace mortar::lora::cuda {
 namespace {
@@ -297,15 +298,10 @@ void launch_shape(const char* op, const SegmentForward& f, const ForwardPlan& pl
   p.h_stride = h.out_stride;
   p.y_data = static_cast<unsigned short*>(f.y);
   p.y_stride = f.y_stride;
-  device::Launch l;
   // Tiles of segments apart are as many more as leave their last one half empty.
   const int most = p.tiles + p.segments - 1;
-  l.grid = dim3(plan.clusters > 0 ? std::min(most, plan.clusters) : p.tiles, plan.parts);
-  l.cluster_y = plan.parts;
-  l.threads = kSegmentThreads;
-  l.smem = S::kSmem;
-  l.stream = stream;
-  l.pdl = true;
+  const int clusters = plan.clusters > 0 ? std::min(most, plan.clusters) : p.tiles;
+  device::Launch l = cluster_launch(clusters, plan.parts, kSegmentThreads, S::kSmem, stream);
   l.carve_out = true;
   device::launch<forward_segments_kernel<S>>(op, l, p);
 }

@@ -16,7 +16,6 @@
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
-#include "device/quad_transpose.cuh"
 #include "device/stmatrix.cuh"
 #include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
@@ -110,12 +109,7 @@ __device__ __forceinline__ void share_hidden(const Params& p, const Unit<S>& uni
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       std::uint32_t words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* v = sum + 4 * (4 * g + j) + 2 * half;
-        words[j] = device::pack2<typename S::T>(v[0], v[1]);
-      }
-      device::transpose_quad(words);
+      round_row<typename S::T>(words, sum + 16 * g + 2 * half);
       const int row = 16 * warp + 8 * half + lane / 4;
       auto* to = reinterpret_cast<float*>(hidden + octet / 8 * S::kRankBlock +
                                           device::swizzled(row, octet % 8));
@@ -334,9 +328,7 @@ void launch_type(const char* op, const ForwardProduct& product, const ForwardPla
                  Stream stream) {
   using S = WideForwardShape<T>;
   const ForwardParams q = make_forward_params<S>(op, product, plan);
-  device::Launch l = forward_launch<S>(q, plan, stream);
-  l.threads = kThreads;
-  device::launch<wide_forward_kernel<S>>(op, l, q);
+  device::launch<wide_forward_kernel<S>>(op, forward_launch<S>(q, plan, kThreads, stream), q);
 }
 
 }  // namespace

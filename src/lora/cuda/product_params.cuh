@@ -6,6 +6,7 @@
 
 #include "core/check.h"
 #include "core/int_math.h"
+#include "device/launch.cuh"
 #include "lora/cuda/product_shape.cuh"
 
 namespace mortar::lora::cuda::product {
@@ -27,6 +28,19 @@ inline bool dense_rows_of_b(const Product& product) {
     if (product.b[i].data != nullptr) return product.b[i].rows_dense;
   }
   return false;
+}
+
+/// A launch of so many clusters, of so many thread blocks each.
+inline device::Launch cluster_launch(int clusters, int blocks, int threads, int smem,
+                                     Stream stream) {
+  device::Launch l;
+  l.grid = dim3(static_cast<unsigned>(clusters), static_cast<unsigned>(blocks));
+  l.cluster_y = static_cast<unsigned>(blocks);
+  l.threads = static_cast<unsigned>(threads);
+  l.smem = static_cast<std::size_t>(smem);
+  l.stream = stream;
+  l.pdl = true;
+  return l;
 }
 
 /// The parameters of a launch of shape S.

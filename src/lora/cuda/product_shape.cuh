@@ -8,6 +8,8 @@
 
 #include "core/int_math.h"
 #include "device/barrier.cuh"
+#include "device/convert.cuh"
+#include "device/quad_transpose.cuh"
 #include "device/ring.cuh"
 #include "device/swizzle.cuh"
 #include "device/tensor_copy.cuh"
@@ -195,6 +197,15 @@ struct Ring {
     return stages + at.stage * S::kStageBytes;
   }
 };
+
+/// Rounds a row's sums of four neighbouring MMA tiles of 8 columns, of which a thread has pairs:
+/// lanes of a quad trade these for eight neighbouring columns each.
+template <class T>
+__device__ __forceinline__ void round_row(std::uint32_t (&words)[4], const float* sum) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) words[j] = device::pack2<T>(sum[4 * j], sum[4 * j + 1]);
+  device::transpose_quad(words);
+}
 
 /// Waits for the other threads of one of the two warpgroups that multiply, at named barrier 1 or 2.
 __device__ __forceinline__ void meet_warpgroup(int warpgroup) {

@@ -112,14 +112,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class S>
 void launch_shape(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {
   const Params p = make_params<S>(op, product, plan);
-  device::Launch l;
-  l.grid = dim3(p.units, plan.parts);
-  l.cluster_y = plan.parts;
-  l.threads = kThreads;
-  l.smem = S::kSmem;
-  l.stream = stream;
-  l.pdl = true;
-  device::launch<split_product_kernel<S>>(op, l, p);
+  device::launch<split_product_kernel<S>>(
+      op, cluster_launch(p.units, plan.parts, kThreads, S::kSmem, stream), p);
 }
 
 template <class T, Major kB>

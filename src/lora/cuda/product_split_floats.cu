@@ -153,14 +153,8 @@ void launch_split_floats(const char* op, const Product& product, const ProductPl
   // Boxes of 32 floats are boxes of 64 elements of 16 bits.
   device::set_tensor_map(q.h.b[0], DType::kBFloat16, b.data, 2 * b.depth, b.rows, 2 * b.stride,
                          kRanks);
-  device::Launch l;
-  l.grid = dim3(q.h.units, plan.parts);
-  l.cluster_y = plan.parts;
-  l.threads = kPartsThreads;
-  l.smem = S::kSmem;
-  l.stream = stream;
-  l.pdl = true;
-  device::launch<split_floats_kernel>(op, l, q);
+  device::launch<split_floats_kernel>(
+      op, cluster_launch(q.h.units, plan.parts, kPartsThreads, S::kSmem, stream), q);
 }
 
 }  // namespace mortar::lora::cuda

@@ -7,7 +7,6 @@
 
 #include "device/barrier.cuh"
 #include "device/convert.cuh"
-#include "device/quad_transpose.cuh"
 #include "device/stmatrix.cuh"
 #include "device/tensor_copy.cuh"
 #include "lora/cuda/product_shape.cuh"
@@ -143,7 +142,7 @@ __device__ __forceinline__ void store_boxes(const Params& p, const Unit<S>& unit
   }
 }
 
-/// Four tiles of the MMA are 32 columns: lanes of a quad trade their pairs of columns for eight.
+/// Rounds rows straight to where they belong, 16 bytes of a thread at a time.
 template <class S>
 __device__ __forceinline__ void store_rows(const Params& p, const Unit<S>& unit, int row,
                                            const float (&sum)[S::kSums]) {
@@ -164,12 +163,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const Unit<S>& unit,
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       std::uint32_t words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* v = sum + 4 * (4 * g + j) + 2 * half;
-        words[j] = device::pack2<typename S::T>(v[0], v[1]);
-      }
-      device::transpose_quad(words);
+      round_row<typename S::T>(words, sum + 16 * g + 2 * half);
       if (!there[half] || 32 * g >= columns) continue;
       __stcs(to[half] + 4 * g, make_uint4(words[0], words[1], words[2], words[3]));
     }
