@@ -119,7 +119,7 @@ struct ShrinkPlan {
   int rows = 32;  ///< rank rows of a CTA
   Partials partials = Partials::kNone;
   int per_sm = 0;              ///< CTAs per SM, decode kernel; 0: as many as fit; or in fewer
-                               ///< registers, kDenseShrinkPerSm
+                               ///< registers, kDenseShrinkPerSm; those that share warps, stream
   int stages = kDecodeStages;  ///< of its ring of rank rows: that, or kFewDecodeStages
   int leaves = 1;              ///< K chunks whose partials a CTA makes, kernels of parts, of wgmma,
                                ///< and the decode kernel
@@ -244,16 +244,16 @@ inline std::int64_t decode_cluster_smem(std::int64_t hidden, int rows) {
   return (16 * turns + ring) * (kDecodeK + 8) * 2 + sums + decode_list_bytes(rows);
 }
 
-/// shrink_stream.cu: rank rows and tokens of a piece of work, threads of a CTA, of which an SM has
-/// one, and tiles that it can list, at most.
+/// shrink_stream.cu: rank rows and tokens of a piece of work, threads of a CTA and tiles that it
+/// can list, at most.
 inline constexpr int kStreamRows = 16, kStreamTokens = 8;
 inline constexpr int kStreamThreads = 512, kStreamTiles = 1024;
 /// Shared memory of a warp of it with so many rank rows of all slices, bytes.
 inline int stream_warp_smem(int rank_rows) {
   return (std::min(rank_rows, kStreamRows) + kStreamTokens) * (kDecodeK + 8) * 2;
 }
-/// Shared memory of the list of tiles, and the warps that fit a CTA beside it such that a CTA of
-/// expand still finds room on the SM: it has its B on the way then when shrink ends. (us, six warps
+/// Shared memory of the list of tiles, and the warps that fit an SM beside it such that a CTA of
+/// expand still finds room there: it has its B on the way then when shrink ends. (us, six warps
 /// and nine: 114 tokens of 50 adapters, ranks up to 64, 8,192 to 8,192, 19.0 and 22.2; 334 of 251,
 /// rank 32, 3,584 to 4,096, 24.2 and 27.6; but 267 of 330, rank 8, three slices, 35.9 and 33.0.)
 inline int stream_list_smem(int tiles) { return 16 * tiles; }

@@ -204,7 +204,7 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
   if (!partials_are_light(s) || !partials_fit(s) || whole) {
     const ShrinkPlan walking = walking_shrink(s, m);
     if (walking.kernel != ShrinkKernel::kMma || !streams_own_ranks(s, m)) return walking;
-    return stream_shrink(s, tile_partials(s, m, choose_expand(s, m)));
+    return stream_shrink(s, tile_partials(s, m, choose_expand(s, m)), stream_per_sm(s, m));
   }
   const ExpandPlan expand = choose_expand(s, m);
   c.partials = tile_partials(s, m, expand);
@@ -229,7 +229,7 @@ ShrinkPlan decode_shrink(const LoraShape& s, const Machine& m) {
     c.partials = Partials::kNone;
   } else {
     c.rows = shared_rows(s, m, ceil_div<std::int64_t>(s.hidden, kDecodeK));
-    if (suits_stream(s, m, c)) return stream_shrink(s, c.partials);
+    if (suits_stream(s, m, c)) return stream_shrink(s, c.partials, stream_per_sm(s, m));
     c.stages = decode_ring_stages(s, m, c.rows);
     take_chunks(s, m, expand, c);
   }

@@ -166,7 +166,10 @@ bool suits_one(const LoraShape& s, const Machine& m, ExpandPlan& c);
 
 /// Whether persistent warps of shrink can: of aligned x and A, and a plan of not too many tiles.
 bool runs_stream(const LoraShape& s, const Machine& m);
-ShrinkPlan stream_shrink(const LoraShape& s, Partials partials);
+/// They, in so many CTAs an SM; such as suit, and the most that leave no warp of an SM out.
+ShrinkPlan stream_shrink(const LoraShape& s, Partials partials, int per_sm);
+int stream_per_sm(const LoraShape& s, const Machine& m);
+int stream_most_per_sm(const LoraShape& s, const Machine& m);
 /// Whether they are faster than the CTAs of the decode shrink `c`.
 bool suits_stream(const LoraShape& s, const Machine& m, const ShrinkPlan& c);
 /// Whether they pay where partials of the largest rank would not be light, but those of adapters'

@@ -70,11 +70,14 @@ bool knows_tiles(const LoraShape& s) {
 /// which some come last, 12.8; 54 of one, 8,192 to 2 x 28,672, 304 CTAs 8.8, 224 9.6; 321 of one,
 /// rank 8, 1,024 to 2,048 + 2 x 1,024, 168 CTAs 5.9, 336 6.3; but 30 of one, rank 16, 28,672 to
 /// 8,192, 64 CTAs 7.3, 128 of half a stage 7.0; 162 of two, 8,192 to 2 x 28,672, fewer CTAs of more
-/// columns 26.5 and 23.8.)
+/// columns 26.5 and 23.8. On an H200 159 of two, 16,384 to 16,384, 48 of them without an
+/// adapter, 512 columns 7.6, 768, of which some SMs had two CTAs and others one, 8.6.)
 void fit_round(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   constexpr int kStage = 256, kMostCols = 1024, kMostRank = 16;
   if (!knows_tiles(s) || s.max_rank > kMostRank) return;
-  const std::int64_t tiles = max_tiles(s.num_tokens, s.num_adapters, 16);
+  // Tiles where tokens are shared out evenly: of few adapters there are hardly more.
+  const std::int64_t even = used_adapters(s) * ceil_div<std::int64_t>(tokens_per_adapter(s), 16);
+  const std::int64_t tiles = std::min(max_tiles(s.num_tokens, s.num_adapters, 16), even);
   if (tiles * column_blocks(s, kStage) < m.sms) return;
   for (int cols = kStage; cols <= kMostCols; cols += kStage) {
     if (2 * tiles * column_blocks(s, cols) > 5 * m.sms) continue;

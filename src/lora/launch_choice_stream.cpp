@@ -19,12 +19,23 @@ bool runs_stream(const LoraShape& s, const Machine& m) {
          stream_warps(s.rank_rows(), static_cast<int>(tiles), m.max_smem) > 0;
 }
 
-ShrinkPlan stream_shrink(const LoraShape& s, Partials partials) {
+ShrinkPlan stream_shrink(const LoraShape& s, Partials partials, int per_sm) {
   ShrinkPlan c;
   c.kernel = ShrinkKernel::kStream;
   c.rows = std::min(s.rank_rows(), kStreamRows);
   c.partials = partials;
+  c.per_sm = per_sm;
   return c;
+}
+
+int stream_most_per_sm(const LoraShape& s, const Machine& m) {
+  constexpr int kMost = 3;
+  if (s.num_tokens > kSmallTileTokens) return 1;  // each CTA lists all tiles
+  const auto tiles = static_cast<int>(max_tiles(s.num_tokens, s.num_adapters, 16));
+  const int warps = stream_warps(s.rank_rows(), tiles, m.max_smem);
+  int per_sm = kMost;
+  while (warps % per_sm != 0) --per_sm;
+  return per_sm;
 }
 
 namespace {
@@ -32,6 +43,12 @@ namespace {
 constexpr std::int64_t kFewTokens = 8, kRounds = 3, kShortRounds = 4;
 /// CTAs of the decode shrink in a round.
 std::int64_t round_of(const Machine& m) { return 4 * m.sms; }
+
+/// Whether there may well be fewer rank rows than the host has to assume, or, of ranks that are one
+/// piece of work, fewer tiles.
+bool may_be_fewer(const LoraShape& s) {
+  return s.ragged || (s.max_rank <= kStreamRows && s.num_adapters > s.num_tokens);
+}
 
 }  // namespace
 
@@ -45,6 +62,19 @@ bool streams_own_ranks(const LoraShape& s, const Machine& m) {
          decode_shrink_ctas(s, s.rank_rows(), 1) > kRounds * round_of(m);
 }
 
+/// CTAs of few warps start and end one by one as those of expand do, not when an SM has room for
+/// all of them. (us on an H200, three CTAs of two warps and one of six: ragged ranks, 36 tokens of
+/// 261 adapters, 8,192 to 8,192, 13.1 and 15.4; 50 of 259, 5,120 to 2 x 3,456, 17.2 and 19.0; 15 of
+/// 11, 53,248 to 16,384, 18.8 and 20.2; 24 of 150, 8,192 to 2 x 7,168, 16.2 and 18.1; rank 16, 34
+/// of 164, 16,384 to 16,384, 10.5 and 11.9; two of five and one of ten, rank 8, 111 of 334, 15.8
+/// and 16.7; but rank 64, 21 of 13, 53,248 to 16,384, 34.3 and 32.7; rank 32, 74 of 7, 23.5 and
+/// 22.9.) Not where expand is the longer part: those of its CTAs that find room beside large ones
+/// have the first tiles, and start first. (Rank 16, 51 of 18, 16,384 to 2 x 53,248, 35.0 and 28.1.)
+int stream_per_sm(const LoraShape& s, const Machine& m) {
+  const bool long_expand = s.sum_widths() > s.num_slices * s.hidden;
+  return may_be_fewer(s) && !long_expand ? stream_most_per_sm(s, m) : 1;
+}
+
 /// From some rounds of CTAs on: many are of tiles that may be and are not, or of rank rows that an
 /// adapter does not have, and each waits for a place and for the plan. Of short chunks of K they
 /// hold more rank rows. (us on an H200, persistent warps and CTAs: 296 tokens of 434 adapters,
@@ -52,11 +82,26 @@ bool streams_own_ranks(const LoraShape& s, const Machine& m) {
 /// rounds, 34.1 and 47.0; 114 of 50, 8,192 to 8,192, three rounds, 19.0 and 21.7; 159 of 132, rank
 /// 64, qkv of 3,584, short chunks, five rounds, 53.4 and 56.0; but 249 of 99, rank 32, gate_up, 1.6
 /// rounds, 72.4 and 58.1, as expand starts later; on an H100 256 of 64, rank 64, qkv, 3.5 rounds,
-/// 62.7 and 59.7.)
+/// 62.7 and 59.7.) Several CTAs of them an SM from a little more than one round of what finds room
+/// at once, where a token is likely to be alone in its tile. (36 of 261, ragged ranks, 13.1 and
+/// 14.7; 24 of 150, 8,192 to 2 x 7,168, 16.2 and 17.1; 50 of 259 17.2 and 19.0; 34 of 164, rank 16,
+/// 10.5 and 12.7; but 46 of 11, ragged, 15.8 and 15.3; more bytes were not timed.)
 bool suits_stream(const LoraShape& s, const Machine& m, const ShrinkPlan& c) {
-  const std::int64_t rounds = leaf_size(s.hidden) == kDecodeK ? kRounds : kShortRounds;
-  return runs_stream(s, m) && tokens_per_adapter(s) <= kFewTokens &&
-         decode_shrink_ctas(s, c.rows, 1) > rounds * round_of(m);
+  constexpr std::int64_t kMostBytes = 64 << 20, kMostPerSm = 8, kSystem = 1024;
+  constexpr int kLeastRank = 9;  // of lower ranks CTAs take several K chunks
+  if (!runs_stream(s, m) || tokens_per_adapter(s) > kFewTokens) return false;
+  const bool long_chunks = leaf_size(s.hidden) == kDecodeK;
+  const std::int64_t ctas = decode_shrink_ctas(s, c.rows, 1);
+  const std::int64_t bytes =
+      max_tiles(s.num_tokens, s.num_adapters, 16) * s.rank_rows() * s.hidden * 2;
+  if (long_chunks && s.max_rank >= kLeastRank && s.num_adapters > s.num_tokens &&
+      stream_per_sm(s, m) > 1 && bytes <= kMostBytes) {
+    const int smem = decode_smem(s.hidden, std::min(c.rows, s.rank_rows()), c.stages);
+    const std::int64_t room =
+        std::min(kMostPerSm, m.sm_smem / (smem + kDecodeStaticSmem + kSystem)) * m.sms;
+    if (10 * ctas > 11 * room) return true;
+  }
+  return ctas > (long_chunks ? kRounds : kShortRounds) * round_of(m);
 }
 
 }  // namespace mortar::lora

@@ -85,7 +85,12 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
       }
     }
   }
-  if (runs_stream(s, m)) plans.push_back(stream_shrink(s, Partials::kFinish));
+  if (runs_stream(s, m)) {
+    for (int per_sm = 1; per_sm <= stream_most_per_sm(s, m); ++per_sm) {
+      if (stream_most_per_sm(s, m) % per_sm != 0) continue;
+      plans.push_back(stream_shrink(s, Partials::kFinish, per_sm));
+    }
+  }
   for (int i = 0; i < static_cast<int>(std::size(kMmaShapes)); ++i) {
     const MmaShape& shape = kMmaShapes[i];
     if (shape.smem() + kMmaStaticSmem > m.max_smem || (shape.tokens() == 16 && !few)) continue;

@@ -202,6 +202,16 @@ TEST(LoraChoice, ManyTilesOfShrinkHavePersistentWarps) {
   EXPECT_TRUE(streams(heavy));
   s.segments = true;
   EXPECT_FALSE(streams(s));
+  // Several CTAs an SM, where tiles or rank rows may be fewer than the host has to assume.
+  LoraShape ragged = shape(36, 261, 64, 8192, {8192});
+  EXPECT_FALSE(streams(ragged));
+  ragged.ragged = true;
+  EXPECT_TRUE(streams(ragged));
+  EXPECT_EQ(choose(ragged, {}).shrink.per_sm, 3);
+  EXPECT_TRUE(streams(shape(34, 164, 16, 16384, {16384})));
+  EXPECT_FALSE(streams(shape(32, 32, 16, 14336, {4096})));
+  EXPECT_EQ(choose(shape(111, 334, 8, 8192, {8192}), {}).shrink.per_sm, 2);
+  EXPECT_EQ(choose(shape(21, 13, 64, 53248, {16384}), {}).shrink.per_sm, 1);
 }
 
 /// CTAs of expand run in fewer registers where that lets all of them start beside those of shrink.

@@ -241,6 +241,7 @@ TEST(LoraChoice, CtasOfFewAdaptersAreOneRound) {
   };
   EXPECT_EQ(cols(shape(126, 1, 16, 3584, {18944, 18944})), 1024);
   EXPECT_EQ(cols(shape(160, 1, 16, 13312, {16384})), 512);
+  EXPECT_EQ(cols(shape(159, 2, 16, 16384, {16384})), 512);
   LoraShape by_8 = shape(47, 3, 4, 8192, {8192, 1024, 1024});
   by_8.b_by_8 = true;
   EXPECT_EQ(cols(by_8), 256);

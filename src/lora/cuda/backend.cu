@@ -137,7 +137,7 @@ void run_shrink(ShrinkParams p, const LaunchPlan& plan, Stream stream, void* par
     case ShrinkKernel::kWalk:
       return shrink_walk(p, c, parked, stream);
     case ShrinkKernel::kStream:
-      return shrink_stream(p, stream);
+      return shrink_stream(p, c, stream);
   }
 }
 

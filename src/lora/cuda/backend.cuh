@@ -31,7 +31,7 @@ void read_plan_header(const std::int32_t* plan, std::int32_t* header, Stream str
 /// Slabs of h = x A^T for tiles of 16 tokens, on tensor cores: x and A of one 16-bit type, aligned.
 void shrink_decode(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
 /// The same on sm_90 for many tiles of few tokens, of a plan: by persistent warps.
-void shrink_stream(const ShrinkParams& p, Stream stream);
+void shrink_stream(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);
 /// h, whole or in slabs, for tiles of 64 tokens, on the tensor cores of sm_90a: aligned x and A, of
 /// one type, or float32 A under a bfloat16 x.
 void shrink_wgmma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream);

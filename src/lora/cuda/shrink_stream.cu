@@ -10,12 +10,13 @@
 // wrong  : so few tiles that all CTAs of shrink_decode.cu run at once, and many tokens of an
 //          adapter, for every 8 of which A is read
 //
-// The grid is a CTA an SM. A piece of work is up to 8 tokens of a tile, 16 of its adapter's rank
-// rows and 512 elements of K: rows of 1 KB of A and of x, which cp.async brings to a part of shared
-// memory that is the warp's own. A warp waits for its own copies alone, and looks up its next piece
-// meanwhile. Tiles that are not there, where the host has to assume more than there are, and rank
-// rows that an adapter does not have cost nothing (tile_list.cuh). What limits a warp is the chain
-// of its instructions, some 600 a piece, so there are many, and none copies two pieces at a time.
+// An SM has one to three CTAs. A piece of work is up to 8 tokens of a tile, 16 rank rows of its
+// adapter and 512 elements of K: rows of 1 KB of A and of x, which cp.async brings to a part of
+// shared memory that is the warp's own. A warp waits for its own copies alone, and looks up its
+// next piece meanwhile. Tiles that are not there, where the host has to assume more than there are,
+// and rank rows that an adapter does not have cost nothing (tile_list.cuh). What limits a warp is
+// the chain of its instructions, some 600 a piece, so there are many, and none copies two pieces at
+// a time.
 //
 // Rank rows are the rows of the MMA and tokens its columns.
 #include <algorithm>
@@ -249,13 +250,13 @@ __global__ void __launch_bounds__(kStreamThreads)
 // ---- host ---------------------------------------------------------------------------------------
 
 template <class T>
-void launch_typed(ShrinkParams p, Stream stream) {
+void launch_typed(ShrinkParams p, int per_sm, Stream stream) {
   const int rows = rank_rows(p);
   p.rows_per_cta = std::min(rows, kStreamRows);
   const device::DeviceInfo& device = device::current_device();
-  const int warps = stream_warps(rows, p.tiles.num, device.max_smem);
+  const int warps = stream_warps(rows, p.tiles.num, device.max_smem) / per_sm;
   device::Launch l;
-  l.grid = dim3(static_cast<unsigned>(device.num_sms));
+  l.grid = dim3(static_cast<unsigned>(per_sm * device.num_sms));
   l.threads = static_cast<unsigned>(32 * warps);
   l.smem = static_cast<std::size_t>(stream_list_smem(p.tiles.num) + warps * stream_warp_smem(rows));
   l.stream = stream;
@@ -265,13 +266,13 @@ void launch_typed(ShrinkParams p, Stream stream) {
 
 }  // namespace
 
-void shrink_stream(const ShrinkParams& p, Stream stream) {
-  check(p.vector && p.h.raw && p.groups.plan != nullptr && p.tiles.first == 0 &&
+void shrink_stream(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
+  check(c.per_sm > 0 && p.vector && p.h.raw && p.groups.plan != nullptr && p.tiles.first == 0 &&
             p.tiles.num <= kStreamTiles && !p.pad,
         "lora_shrink: persistent warps leave partial sums of aligned x and A, by a plan of up to ",
         kStreamTiles, " tiles");
   device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
-    launch_typed<typename decltype(tag)::type>(p, stream);
+    launch_typed<typename decltype(tag)::type>(p, c.per_sm, stream);
   });
 }
 
