@@ -64,6 +64,28 @@ struct ForwardShape : Shape<T_, kRanks, Major::kDepth, Major::kDepth, ProductEnd
                                static_cast<int>(sizeof(Segments));
 };
 
+/// Octets of columns of h whose sums, and then h, pass between thread blocks: all, or (of up to 64
+/// rows) those that h has.
+template <class S>
+__device__ __forceinline__ int sent_octets(const Params& p) {
+  return S::kCopiesSums ? S::kColumns / 8 : min((p.columns[0] + 7) / 8, S::kColumns / 8);
+}
+
+/// Zeros for the others, which MMAs read as well.
+template <class S>
+__device__ __forceinline__ void clear_hidden(unsigned char* hidden, int octets) {
+  constexpr int kOctets = S::kColumns / 8;
+  if (octets == kOctets) return;
+  for (int i = static_cast<int>(threadIdx.x); i < S::kTileRows * kOctets; i += kConsumers) {
+    if (i % kOctets < octets) continue;
+    auto* to = hidden + i / kOctets / kForwardRows * kBlockBytes +
+               device::swizzled(i / kOctets % kForwardRows, i % kOctets);
+    *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+  }
+  device::fence_async_proxy();
+  meet_consumers();
+}
+
 /// Sums this thread block's rows of h, stores them and sends them to the whole cluster.
 template <class S>
 __device__ __forceinline__ void share_hidden(const ForwardParams& q, const Unit<S>& unit,
@@ -73,9 +95,10 @@ __device__ __forceinline__ void share_hidden(const ForwardParams& q, const Unit<
   constexpr int kOctets = S::kColumns / 8;
   const int own_rows = p.tile_rows / p.parts;
   const float factor = p.factor[0];
-  const int live = p.live[0];
+  const int live = p.live[0], octets = sent_octets<S>(p);
   for (int i = threadIdx.x; i < own_rows * kOctets; i += kConsumers) {
     const int own_row = i / kOctets, octet = i % kOctets;
+    if (octet >= octets) continue;
     const int tile_row = unit.part * own_rows + own_row;
     std::uint32_t words[4];
 #pragma unroll
@@ -231,8 +254,15 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   __shared__ device::Mbarrier received, came;
   const Params& p = q.h;
   Ring<S> ring(smem);
+  const int octets = sent_octets<S>(p);
+  make_barriers(q, ring, received, p.tile_rows * (S::kCopiesSums ? S::kSumsPitch : 8 * octets) * 4,
+                came, 8 * octets);
+  // fence_init() has shown the barriers: an arrival that releases would wait for all memory.
+  device::cluster_arrive_relaxed();
   const Unit<S> unit(p, *ring.segments, static_cast<int>(blockIdx.x));
-  start_forward(q, unit, ring, received, p.tile_rows * S::kSumsPitch * 4, came);
+  ask(q, unit);
+  device::cluster_wait();  // all blocks run, and their barriers are there
+  device::pdl_begin(false);
   if (threadIdx.x >= kConsumers) {
     if (threadIdx.x == kConsumers) {
       produce<S, true, S::kHalves>(p, ring, unit);
@@ -243,12 +273,13 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   unsigned char* const hidden = smem + S::kStages * S::kStageBytes;
   auto* const out = reinterpret_cast<float*>(hidden + S::kHiddenBytes);
   float* const sums = out + S::kOutBytes / 4;
+  clear_hidden<S>(hidden, octets);
   float sum[S::kSums];
   multiply(p, unit, &ring, sum);
   if constexpr (S::kCopiesSums) {
     copy_sums<S>(unit.part, p.parts, sums, out, sum, &received, p.tile_rows);
   } else {
-    send_sums<S>(unit.part, p.parts, sums, sum, &received, p.tile_rows);
+    send_sums<S>(unit.part, p.parts, sums, sum, &received, p.tile_rows, octets);
   }
   received.wait(0);
   share_hidden(q, unit, sums, hidden, &came);

@@ -6,9 +6,7 @@
 #include <algorithm>
 
 #include "device/cache_policy.cuh"
-#include "device/cluster.cuh"
 #include "device/launch.cuh"
-#include "device/pdl.cuh"
 #include "device/tensor_copy.cuh"
 #include "lora/cuda/product_forward.h"
 #include "lora/cuda/product_params.cuh"
@@ -31,9 +29,32 @@ struct ForwardParams {
   std::int64_t x_stride, a_stride;
 };
 
+/// What a cluster needs before its thread blocks look anything up: barriers for so many bytes of
+/// sums and for `columns` of a tile of h. A barrier of the cluster must follow.
+template <class S>
+__device__ __forceinline__ void make_barriers(const ForwardParams& q, const Ring<S>& ring,
+                                              device::Mbarrier& received, int sum_bytes,
+                                              device::Mbarrier& came, int columns = S::kColumns) {
+  if (threadIdx.x == 0) {
+    ring.init_barriers();
+    received.init(1);
+    came.init(1);
+    device::Mbarrier::fence_init();
+    received.arrive_and_expect(sum_bytes);
+    came.arrive_and_expect(q.h.tile_rows * columns * 2);
+  }
+  if (threadIdx.x == kConsumers) {
+    device::prefetch_tensor_map(q.h.a[0]);
+    device::prefetch_tensor_map(q.h.b[0]);
+    device::prefetch_tensor_map(q.weights);
+    device::prefetch_tensor_map(q.out);
+  }
+}
+
 /// Asks for the first steps of x and A in L2, before what is before this kernel has ended.
 template <class S>
 __device__ __forceinline__ void ask(const ForwardParams& q, const Unit<S>& unit) {
+  if (threadIdx.x >= kConsumers) return;
   const int lines = min(unit.steps, q.ahead_steps);
   const std::int64_t first = unit.first_step * kProductStep;
   for (int i = threadIdx.x; i < (S::kRows + S::kColumns) * kMostAheadSteps; i += kConsumers) {
@@ -45,32 +66,6 @@ __device__ __forceinline__ void ask(const ForwardParams& q, const Unit<S>& unit)
                        (rank < 0 ? (unit.row + row) * q.x_stride : rank * q.a_stride) + first;
     device::prefetch_l2(from + line * kProductStep);
   }
-}
-
-/// What all threads of a cluster do first: barriers for so many bytes of sums and for a tile of h,
-/// and what may come before the kernel before has ended.
-template <class S>
-__device__ __forceinline__ void start_forward(const ForwardParams& q, const Unit<S>& unit,
-                                              Ring<S>& ring, device::Mbarrier& received,
-                                              int sum_bytes, device::Mbarrier& came) {
-  if (threadIdx.x == 0) {
-    ring.init_barriers();
-    received.init(1);
-    came.init(1);
-    device::Mbarrier::fence_init();
-    received.arrive_and_expect(sum_bytes);
-    came.arrive_and_expect(q.h.tile_rows * S::kColumns * 2);
-  }
-  if (threadIdx.x == kConsumers) {
-    device::prefetch_tensor_map(q.h.a[0]);
-    device::prefetch_tensor_map(q.h.b[0]);
-    device::prefetch_tensor_map(q.weights);
-    device::prefetch_tensor_map(q.out);
-  }
-  if (threadIdx.x < kConsumers) ask(q, unit);
-  device::cluster_arrive();
-  device::cluster_wait();  // all blocks run, and their barriers are there
-  device::pdl_begin(false);
 }
 
 /// The parameters of a launch of shape S, whose x and base come in S::kBoxes boxes of rows.

@@ -109,8 +109,9 @@ __device__ __forceinline__ void share_hidden(const PartsParams& p, const Work& w
   }
 }
 
-/// y of this thread block's columns.
-template <class S>
+/// y of this thread block's columns, of an h of kOctets: no branch may lie within a group of MMAs,
+/// else the compiler waits for each.
+template <class S, int kOctets>
 __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, const float* hidden,
                                        std::uint32_t smem, Barriers<S>* bars) {
   constexpr int kSums = 64 / 2, kSteps = kPartSteps;
@@ -118,11 +119,11 @@ __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, c
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4,
             lane = static_cast<int>(threadIdx.x) % 32;
   const bool asks = threadIdx.x % kWarpgroup == 0;
-  std::uint32_t h[S::kHalves][S::kOctets][kSteps][4];
+  std::uint32_t h[S::kHalves][kOctets][kSteps][4];
 #pragma unroll
   for (int half = 0; half < S::kHalves; ++half) {
 #pragma unroll
-    for (int octet = 0; octet < S::kOctets; ++octet) {
+    for (int octet = 0; octet < kOctets; ++octet) {
       const auto at = [&](int row) {
         const float* own = hidden + (half * p.half_rows + row) * S::kRanks;
         return *reinterpret_cast<const float2*>(own + 8 * octet + lane % 4 * 2);
@@ -145,8 +146,7 @@ __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, c
 #pragma unroll
     for (int half = 0; half < S::kHalves; ++half) {
 #pragma unroll
-      for (int octet = 0; octet < S::kOctets; ++octet) {
-        if (8 * octet >= p.width) break;
+      for (int octet = 0; octet < kOctets; ++octet) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           device::wgmma<64>(sums[half], h[half][octet][step],
@@ -194,17 +194,20 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ Barriers<S> bars;
-  const Work work(p);
-  if (threadIdx.x == 0) {
-    bars.init();
-    bars.received.arrive_and_expect(p.tile_rows * S::kSumsPitch * 4);
-    bars.came.arrive_and_expect(p.tile_rows * S::kRanks * 4);
-  }
+  const int octets = p.width / 8 * kSumCopies;  // of columns that h has
   if (threadIdx.x == kCopyAt) {
     device::prefetch_tensor_map(p.x);
     device::prefetch_tensor_map(p.a);
     device::prefetch_tensor_map(p.y);
+    bars.init_copies();
   }
+  if (threadIdx.x == 0) {
+    bars.init_others();
+    bars.received.arrive_and_expect(p.tile_rows * octets * 32);
+    bars.came.arrive_and_expect(p.tile_rows * S::kRanks * 4);
+  }
+  device::cluster_arrive_relaxed();  // fence_init() has shown the barriers
+  const Work work(p);
   for (int i = threadIdx.x; i < 4 * S::kRows; i += kPartsThreads) {
     const int row = i / 4, line = i % 4;
     if (line < min(kAheadSteps, work.steps) && row < p.tile_rows && work.row + row < p.rows) {
@@ -212,7 +215,6 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
                           (work.row + row) * p.x_stride + (work.first_step + line) * kProductStep);
     }
   }
-  device::cluster_arrive();
   device::cluster_wait();  // all blocks run, and their barriers are there
   device::pdl_begin(false);
   const std::uint32_t own = device::smem_address(smem);
@@ -231,11 +233,12 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
   auto* const hidden = reinterpret_cast<float*>(smem + S::kHiddenAt);
   float sum[S::kSums];
   multiply<S>(p, work, own, &bars, sum);
-  send_sums<S>(work.part, p.parts, sums, sum, &bars.received, p.tile_rows);
+  send_sums<S>(work.part, p.parts, sums, sum, &bars.received, p.tile_rows, octets);
   bars.received.wait(0);
   share_hidden<S>(p, work, sums, hidden, &bars.came);
   bars.came.wait(0);
-  make_y<S>(p, work, hidden, own, &bars);
+  p.width > 8 ? make_y<S, S::kOctets>(p, work, hidden, own, &bars)
+              : make_y<S, 1>(p, work, hidden, own, &bars);
 #endif
 }
 

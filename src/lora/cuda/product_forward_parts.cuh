@@ -75,15 +75,22 @@ struct Barriers {
   device::Mbarrier b_ready[kSlots], b_empty[kSlots];
   device::Mbarrier received, came;
 
-  __device__ __forceinline__ void init() {
+  /// Half of them, which are a hundred, by one thread.
+  __device__ __forceinline__ void init_copies() {
     for (int i = 0; i < S::kStages; ++i) {
       x_full[i].init(1);
       x_empty[i].init(kConsumers / 32);
     }
     for (int i = 0; i < kSlots; ++i) {
       a_full[i].init(1);
-      a_ready[i].init(32);
       a_empty[i].init(kConsumers / 32);
+    }
+    device::Mbarrier::fence_init();
+  }
+  /// The others, by another thread.
+  __device__ __forceinline__ void init_others() {
+    for (int i = 0; i < kSlots; ++i) {
+      a_ready[i].init(32);
       b_ready[i].init(32);
       b_empty[i].init(kWarpgroup / 32);
     }

@@ -190,9 +190,13 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
   if (threadIdx.x == kCopyAt) {
     device::prefetch_tensor_map(p.x);
     device::prefetch_tensor_map(p.y);
+    for (int i = 0; i < p.segments; ++i) {
+      device::prefetch_tensor_map(p.a[i]);
+      if (p.b_data[i] == nullptr) device::prefetch_tensor_map(p.b[i]);
+    }
   }
+  device::cluster_arrive_relaxed();  // fence_init() has shown the barriers
   if (threadIdx.x < kConsumers) ask(p);
-  device::cluster_arrive();
   device::cluster_wait();  // all blocks run, and their barriers are there
   device::pdl_begin(false);
   rows.read(p);

@@ -121,7 +121,9 @@ struct Unit {
   int row, end, group, first_b, column, columns, part, first_step, steps;
 
   __device__ __forceinline__ Unit(const Params& p, const Segments& segments, int index) {
-    const int own = static_cast<int>(blockIdx.y), tile = index % p.tiles, rest = index / p.tiles;
+    const bool one = p.tiles == 1;  // a division takes some 100 clocks of a start
+    const int own = static_cast<int>(blockIdx.y);
+    const int tile = one ? 0 : index % p.tiles, rest = one ? index : index / p.tiles;
     part = S::kSplit ? own : rest % p.parts;
     int tile_of_rows = S::kSplit ? rest : rest / p.parts, segment = 0, first_row = 0;
     end = static_cast<int>(p.rows);

@@ -86,11 +86,12 @@ __device__ __forceinline__ void meet_consumers() { device::named_barrier<3, kCon
 
 /// A thread's sums, to the thread blocks whose rows they are of, [part][own row] there: two
 /// neighbouring lanes make 16 bytes of either half of an MMA's rows. `rows`: of a tile, which the
-/// thread blocks share; each 64 rows of an MMA have as many of them.
+/// thread blocks share; each 64 rows of an MMA have as many of them. `octets`: of columns that
+/// somebody reads; a packet takes some 1.8 clocks.
 template <class S>
 __device__ __forceinline__ void send_sums(int part, int parts, float* sums,
                                           const float (&sum)[S::kSums], device::Mbarrier* received,
-                                          int rows = S::kRows) {
+                                          int rows = S::kRows, int octets = S::kColumns / 8) {
   constexpr int kWarps = S::kRows / 16, kHalves = S::kRows / 64;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const bool upper = lane % 2 == 1;
@@ -102,6 +103,7 @@ __device__ __forceinline__ void send_sums(int part, int parts, float* sums,
               lane % 4 / 2 * 4;
 #pragma unroll
   for (int j = 0; j < S::kSums / 4; ++j) {
+    if (column * (S::kMmaColumns / 8) + j >= octets) break;
     float v[4] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
     device::wgmma_keep(v);  // else all sums are words from the start, copied beside MMAs in flight
     const float own0 = upper ? v[2] : v[0], own1 = upper ? v[3] : v[1];

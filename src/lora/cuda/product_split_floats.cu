@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
     device::prefetch_tensor_map(p.a[0]);
     device::prefetch_tensor_map(p.b[0]);
   }
+  device::cluster_arrive_relaxed();  // fence_init() has shown the barriers
   const int index = static_cast<int>(blockIdx.x);
   const Unit<S> unit(p, *ring.segments, index);
   for (int i = threadIdx.x; i < S::kRows * kAheadLines; i += kPartsThreads) {
@@ -109,7 +110,6 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
     device::prefetch_l2(static_cast<const unsigned short*>(q.x) + (unit.row + row) * q.x_stride +
                         (unit.first_step + line) * kProductStep);
   }
-  device::cluster_arrive();
   device::cluster_wait();  // all blocks run, and their barriers are there
   device::pdl_begin(false);
   if (threadIdx.x >= kCopyAt) {

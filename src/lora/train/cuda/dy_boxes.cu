@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(2 * kPipeThreads, 2)
   __shared__ Pairs pairs;
   __shared__ DyBarriers<kRanks> barriers;
   const ShrinkParams& p = params.ds;
+  if (threadIdx.x == 0) device::prefetch_tensor_map(params.dy);
 
   // Coordinates
   const int ds_blocks = params.ds_tiles * p.plan.parts, all = ds_blocks + params.db_panels;

@@ -232,7 +232,7 @@ __device__ __forceinline__ void store_products(const InputBoxParams& p, const Pa
 #pragma unroll
     for (int i = 0; i < kStep; ++i) next();
   }
-  if (asks) device::store_boxes_wait();
+  if (asks) device::store_boxes_wait_read();
 }
 
 /// Draws masks, drops elements of x in its stages, and leaves bits for dx; by S::kDroppers

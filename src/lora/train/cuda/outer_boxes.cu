@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(OuterPipe<kRanks, kGroups>::kThreads, 1)
   const OuterParams& p = params.p;
   extern __shared__ __align__(1024) char smem[];
   __shared__ PipeBarriers<OuterPipe<kRanks, kGroups>> barriers;
+  if (threadIdx.x == 0) device::prefetch_tensor_map(params.wide);
   device::pdl_begin(p.early);
 
   // Coordinates

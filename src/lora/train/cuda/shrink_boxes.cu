@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(ShrinkPipe<kRanks, kGroups>::kThreads, 1)
   __shared__ Pairs pairs;
   __shared__ PipeBarriers<ShrinkPipe<kRanks, kGroups>> barriers;
   __shared__ Octet octets[kRanks / 8];
+  if (threadIdx.x == 0) device::prefetch_tensor_map(params.wide);
   if (!p.ahead) device::pdl_begin(false);
 
   // Coordinates
