@@ -174,18 +174,6 @@ TEST(LoraChoice, FloatWeightsOfFewTokensFillTheChip) {
   EXPECT_EQ(plan(shape(720, 125, 64, 1024, {2048, 1024, 1024})).expand.cols, 512);
 }
 
-/// Chunks of K on wgmma for few tokens of several slices, read by expand in tiles of 16.
-TEST(LoraChoice, FewTokensOfSeveralSlicesTakeChunksOnWgmma) {
-  const auto chunks = [](const LoraShape& s, const Machine& m = {}) {
-    const ShrinkPlan c = choose(s, m).shrink;
-    return c.kernel == ShrinkKernel::kWgmma && kWgmmaShapes[c.shape].share == Share::kLeaf;
-  };
-  EXPECT_TRUE(chunks(shape(122, 1, 64, 16384, {16384, 1024, 1024})));
-  EXPECT_FALSE(chunks(shape(122, 8, 64, 16384, {16384, 1024, 1024})));
-  EXPECT_FALSE(chunks(shape(141, 1, 32, 14336, {4096})));
-  EXPECT_FALSE(chunks(shape(122, 1, 64, 16384, {16384, 1024, 1024}), kMachines[1]));
-}
-
 /// Several tiles of an adapter take few CTAs, an SM each.
 TEST(LoraChoice, CtasOfSeveralTilesFindAnSmEach) {
   const auto shrink = [](const LoraShape& s) { return choose(s, {}).shrink; };

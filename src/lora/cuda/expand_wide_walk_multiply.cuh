@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the warps of expand_wide_walk.cu do that multiply: the products of a step, and their way to y.
+// What the warps of expand_wide_walk.cu do that multiply: products of a step, and their way to y.
 #pragma once
 
 #include <cstdint>
