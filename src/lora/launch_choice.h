@@ -90,7 +90,7 @@ bool runs_wgmma(const LoraShape& s, const Machine& m);
 /// all adapters to be there and the last run of each to be half full.
 double likely_runs(const LoraShape& s, int tiles);
 /// K chunks that a CTA of it takes one after the other, of float32 weights, at most.
-inline constexpr int kMostLeaves = 3;
+inline constexpr int kMostLeaves = 8;
 /// It in a shape, of K chunks with so many a CTA.
 ShrinkPlan wgmma_plan(int shape, int leaves);
 /// The shape of it that takes one 16-bit type the fewest clocks.

@@ -24,6 +24,7 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
   constexpr double kFinish = 1200;              // of the kernel that adds partials
   const bool splits = num_leaves(s.hidden) > 1 && wgmma_partials_fit(s);
   const double stages = static_cast<double>(ceil_div<std::int64_t>(s.hidden, 64));
+  const double leaf_stages = static_cast<double>(leaf_size(s.hidden)) / 64;
   ShrinkPlan best;
   double least = 0;
   for (int i = 0; i < static_cast<int>(std::size(kWgmmaShapes)); ++i) {
@@ -42,8 +43,9 @@ ShrinkPlan wgmma_parts_shrink(const LoraShape& s, const Machine& m) {
                                     (128.0 * 64 * shape.tiles + 256.0 * rows) / kBytesAClock);
       const int ahead = shape.ahead > 0 ? shape.ahead : 2;
       const double trip = kLeast + kTrip / ahead;
-      double clocks =
-          stages / shares * std::max(an_sm * stage, rounds * trip) + (rounds - 1) * kBehind;
+      // The CTA of the last K chunks may have fewer.
+      const double own = leaf ? std::min(stages, leaves * leaf_stages) : stages / shares;
+      double clocks = own * std::max(an_sm * stage, rounds * trip) + (rounds - 1) * kBehind;
       if (leaf) {
         clocks += kFinish + 2.0 * static_cast<double>(partial_bytes(s)) / (m.sms * kBytesAClock);
       }

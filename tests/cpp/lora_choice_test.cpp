@@ -151,6 +151,23 @@ TEST(LoraChoice, FloatWeightsAreKeptForSeveralTiles) {
   EXPECT_EQ(expand(shape(2656, 60, 128, 3584, {3584})).shape, kWidePartsShape);
 }
 
+/// Float32 adapters under long K leave partials of K chunks where CTAs are too few without, up to
+/// what the workspace has room for, several chunks a CTA.
+TEST(LoraChoice, FloatWeightsShareLongKOfFewTokens) {
+  const auto share = [](LoraShape s) {
+    s.one_type = false;
+    s.float_weights = true;
+    const ShrinkPlan c = choose(s, {}).shrink;
+    EXPECT_EQ(c.kernel, ShrinkKernel::kWgmma);
+    return std::pair(kWgmmaShapes[c.shape].share, c.leaves);
+  };
+  EXPECT_EQ(share(shape(411, 1, 256, 28672, {8192})), std::pair(Share::kLeaf, 7));
+  EXPECT_EQ(share(shape(673, 1, 256, 16384, {16384})), std::pair(Share::kLeaf, 3));
+  EXPECT_EQ(share(shape(1846, 2, 8, 18944, {3584})), std::pair(Share::kLeaf, 5));
+  EXPECT_EQ(share(shape(1547, 1, 64, 4096, {4096, 1024, 1024})).first, Share::kHalf);
+  EXPECT_EQ(share(shape(11599, 1, 64, 7168, {8192})).first, Share::kHalf);
+}
+
 /// Few tokens of float32 adapters: tiles of 16 wherever their kernels start sooner, rank rows for
 /// as many CTAs as run at once, chunks of K together where those are more, B straight into
 /// fragments for low ranks, wgmma for high ones, and else fewer columns of those.
