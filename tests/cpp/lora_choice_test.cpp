@@ -168,29 +168,6 @@ TEST(LoraChoice, FloatWeightsShareLongKOfFewTokens) {
   EXPECT_EQ(share(shape(11599, 1, 64, 7168, {8192})).first, Share::kHalf);
 }
 
-/// Few tokens of float32 adapters: tiles of 16 wherever their kernels start sooner, rank rows for
-/// as many CTAs as run at once, chunks of K together where those are more, B straight into
-/// fragments for low ranks, wgmma for high ones, and else fewer columns of those.
-TEST(LoraChoice, FloatWeightsOfFewTokensFillTheChip) {
-  const auto plan = [](LoraShape s) {
-    s.one_type = false;
-    s.float_weights = true;
-    return choose(s, {});
-  };
-  EXPECT_EQ(plan(shape(1262, 26, 16, 3072, {1024})).expand.tile_tokens, 16);
-  EXPECT_EQ(plan(shape(1934, 67, 32, 5120, {1280, 1280, 1280})).expand.tile_tokens, 64);
-  EXPECT_EQ(plan(shape(839, 24, 16, 53248, {16384})).shrink.tile_tokens, 64);
-  EXPECT_EQ(plan(shape(79, 7, 64, 8192, {8192})).shrink.rows, 32);
-  EXPECT_EQ(plan(shape(60, 74, 4, 4096, {4096, 1024, 1024})).shrink.leaves, 2);
-  EXPECT_EQ(plan(shape(57, 81, 64, 4096, {4096})).shrink.leaves, 1);
-  EXPECT_EQ(plan(shape(720, 288, 4, 18944, {3584})).shrink.leaves, 4);
-  EXPECT_EQ(plan(shape(29, 172, 4, 3584, {18944, 18944})).expand.kernel, ExpandKernel::kDirect);
-  EXPECT_EQ(plan(shape(28, 1, 512, 1024, {2048, 1024, 1024})).expand.shape, kWidePairPartsShape);
-  EXPECT_EQ(plan(shape(59, 1, 512, 5120, {13824, 13824})).expand.shape, kWidePartsShape);
-  EXPECT_EQ(plan(shape(111, 139, 256, 896, {3584})).expand.cols, 128);
-  EXPECT_EQ(plan(shape(720, 125, 64, 1024, {2048, 1024, 1024})).expand.cols, 512);
-}
-
 /// Several tiles of an adapter take few CTAs, an SM each.
 TEST(LoraChoice, CtasOfSeveralTilesFindAnSmEach) {
   const auto shrink = [](const LoraShape& s) { return choose(s, {}).shrink; };
