@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int copiers = p.b_boxes ? 1 : kProducers;
     for (int i = 0; i < Own::kSteps; ++i) {
       shared.told[i].init(kScouts);
-      shared.used[i].init(Own::kWarps + copiers);
+      shared.used[i].init(32 * Own::kWarps + copiers);
     }
     for (int i = 0; i < Own::kHBlocks; ++i) {
       shared.h_full[i].init(copiers);

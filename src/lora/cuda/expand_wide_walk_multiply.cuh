@@ -203,12 +203,6 @@ struct Consumer {
     }
   }
 
-  /// Says that a step is computed.
-  __device__ __forceinline__ void end(int slot) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) shared.used[slot].arrive();
-  }
-
   /// Every other step, of all its tokens: the other warpgroup multiplies while this one adds to y.
   __device__ __forceinline__ void take_turns() {
     const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
@@ -232,7 +226,7 @@ struct Consumer {
         if (tile + 1 < kMine) own[tile + 1].load(p, y, t, (tile + 1) * 64 + row0, col0);
         store(t, tile * 64, own[tile]);
       }
-      end(now.stage);
+      shared.used[now.stage].arrive();
     }
   }
 
@@ -267,7 +261,7 @@ struct Consumer {
       }
       add(t, own, acc[0]);
       store(t, 0, own);
-      end(slot);
+      shared.used[slot].arrive();
       // Of two steps in registers at once the compiler waits for both.
       if constexpr (!kStaged) {
         if (more) own.load(p, y, coming, row0, col0);
