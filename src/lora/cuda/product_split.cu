@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     device::prefetch_tensor_map(p.b[0]);
   }
   device::cluster_arrive_relaxed();  // fence_init() has shown the barriers
-  device::cluster_wait();  // all blocks run, and their barriers are there
+  device::cluster_wait();            // all blocks run, and their barriers are there
   const bool ahead = kAsksAhead<S> && p.offsets == nullptr && threadIdx.x >= kConsumers;
   if (!ahead) device::pdl_begin(false);
   const int index = static_cast<int>(blockIdx.x);
