@@ -58,6 +58,19 @@ class LaunchTest : public ::testing::Test {
  protected:
   explicit LaunchTest(Device device) : device_(device) {}
 
+  /// A problem, its y before, and the bits that the plan which is chosen makes of it, which agree
+  /// with fp64.
+  struct Solved {
+    LoraOperands op;
+    GuardedTensor original;
+    std::vector<std::uint8_t> want;
+
+    Solved(const LoraCase& c, Device device) : op(c, device), original(op.y) {
+      expect_apply_matches(op);
+      want = bytes_of(op.y);
+    }
+  };
+
   /// lora_apply by this plan makes `want` of the `original` y.
   static void expect_plan_gives(const std::vector<std::uint8_t>& want, const LaunchPlan& plan,
                                 LoraOperands& op, const GuardedTensor& original) {
@@ -68,18 +81,18 @@ class LaunchTest : public ::testing::Test {
     EXPECT_TRUE(op.y.guards_intact()) << describe(plan);
     EXPECT_TRUE(bytes_of(op.y) == want) << describe(plan);
   }
+  static void expect_plan_gives(const LaunchPlan& plan, Solved& problem) {
+    expect_plan_gives(problem.want, plan, problem.op, problem.original);
+  }
 
   /// y after each candidate, with this form of groups: all have the bits of the plan that is chosen
   /// for the other form, or this one, which agrees with fp64. Adds what ran to `ran_`.
   void expect_same_bits(LoraCase c, bool segments) {
-    LoraOperands op(c, device_);
-    const GuardedTensor original = op.y;
-    expect_apply_matches(op);
-    const std::vector<std::uint8_t> want = bytes_of(op.y);
-    if (!segments) return expect_candidates_give(want, op, original);
+    Solved problem(c, device_);
+    if (!segments) return expect_candidates_give(problem.want, problem.op, problem.original);
     c.segments = true;
     LoraOperands by_segments(c, device_);
-    expect_candidates_give(want, by_segments, original);
+    expect_candidates_give(problem.want, by_segments, problem.original);
   }
 
   void expect_same_bits(const LoraCase& c) {

@@ -28,14 +28,11 @@ TEST_P(LoraPersistent, PersistentShrinkGivesTheSameBits) {
   const auto expect = [&](LoraCase c, Map map) {
     c.one_rank = true;
     c.map = map;
-    LoraOperands op(c, device_);
-    const GuardedTensor original = op.y;
-    expect_apply_matches(op);
-    const std::vector<std::uint8_t> want = bytes_of(op.y);
+    Solved problem(c, device_);
     int walk = 0;
-    for (const LaunchPlan& plan : plans_to_run(op)) {
+    for (const LaunchPlan& plan : plans_to_run(problem.op)) {
       if (plan.shrink.kernel != lora::ShrinkKernel::kWalk) continue;
-      expect_plan_gives(want, plan, op, original);
+      expect_plan_gives(plan, problem);
       ++walk;
     }
     EXPECT_GE(walk, 2);
@@ -57,24 +54,22 @@ TEST_P(LoraPersistent, PersistentCtasTakeSeveralSteps) {
         ceil_div<std::int64_t>(c.widths[0], 128) +
         (c.widths.size() > 1 ? ceil_div<std::int64_t>(c.widths[1], 128) : 0);
     c.tokens += 128 * ceil_div<std::int64_t>(least_steps * this_machine().sms, blocks);
-    LoraOperands op(c, device_);
-    const GuardedTensor original = op.y;
-    expect_apply_matches(op);
-    const std::vector<std::uint8_t> want = bytes_of(op.y);
-    LaunchPlan plan = lora::choose(shape_of(op), this_machine());
+    Solved problem(c, device_);
+    LaunchPlan plan = lora::choose(shape_of(problem.op), this_machine());
     if (plan.shrink.split()) plan.shrink.partials = lora::Partials::kFinish;
     for (int i = 0; i < static_cast<int>(std::size(lora::kWideShapes)); ++i) {
       const lora::WideShape& shape = lora::kWideShapes[i];
       if (!has_wide || shape.float_weights != plan.shape.float_weights) continue;
-      if (i == lora::kWideStagedShape && op.max_rank() > lora::kWideStagedMaxRank) continue;
-      if (i == lora::kWideWalkPartsShape && op.max_rank() > lora::kWideWalkPartsMaxRank) continue;
-      if (i == lora::kWideKeptShape && op.max_rank() > lora::kWideKeptMaxRank) continue;
+      if (i == lora::kWideStagedShape && problem.op.max_rank() > lora::kWideStagedMaxRank) continue;
+      if (i == lora::kWideWalkPartsShape && problem.op.max_rank() > lora::kWideWalkPartsMaxRank)
+        continue;
+      if (i == lora::kWideKeptShape && problem.op.max_rank() > lora::kWideKeptMaxRank) continue;
       plan.expand = {lora::ExpandKernel::kWide, i, 64, shape.cols};
       plan.workspace_bytes = lora::workspace_of(plan);
       for (const int cluster : {1, 2}) {
         plan.expand.cluster = cluster;
         if (cluster > 1 && !(shape.walks && plan.shape.b_boxes)) continue;
-        expect_plan_gives(want, plan, op, original);
+        expect_plan_gives(plan, problem);
       }
     }
   };
@@ -119,16 +114,13 @@ TEST_P(LoraPersistent, PersistentCtasTakeSeveralSteps) {
 TEST_P(LoraPersistent, PersistentWarpsTakeSeveralPieces) {
   const auto expect = [&](LoraCase c, int adapters) {
     c.adapters = adapters;
-    LoraOperands op(c, device_);
-    const GuardedTensor original = op.y;
-    expect_apply_matches(op);
-    const std::vector<std::uint8_t> want = bytes_of(op.y);
+    Solved problem(c, device_);
     int stream = 0;
-    for (const LaunchPlan& plan : lora::candidates(shape_of(op), this_machine())) {
+    for (const LaunchPlan& plan : lora::candidates(shape_of(problem.op), this_machine())) {
       // One plan of each number of CTAs an SM, which come in order.
       if (plan.shrink.kernel != lora::ShrinkKernel::kStream || plan.shrink.per_sm <= stream)
         continue;
-      expect_plan_gives(want, plan, op, original);
+      expect_plan_gives(plan, problem);
       stream = plan.shrink.per_sm;
     }
     EXPECT_EQ(stream > 0, this_machine().arch >= 90);
@@ -147,17 +139,14 @@ TEST_P(LoraPersistent, PersistentExpandOfLowRanksGivesTheSameBits) {
   if (this_machine().arch != 90) return;
   const auto expect = [&](LoraCase c, int adapters) {
     c.adapters = adapters;
-    LoraOperands op(c, device_);
-    const GuardedTensor original = op.y;
-    expect_apply_matches(op);
-    const std::vector<std::uint8_t> want = bytes_of(op.y);
-    LaunchPlan plan = lora::choose(shape_of(op), this_machine());
+    Solved problem(c, device_);
+    LaunchPlan plan = lora::choose(shape_of(problem.op), this_machine());
     if (plan.one_kernel()) plan.shrink = {};
     if (plan.shrink.split()) plan.shrink.partials = lora::Partials::kFinish;
     ASSERT_TRUE(lora::runs_bulk(plan.shape, this_machine()));
     plan.expand = lora::bulk_expand(plan.shape, this_machine());
     plan.workspace_bytes = lora::workspace_of(plan);
-    expect_plan_gives(want, plan, op, original);
+    expect_plan_gives(plan, problem);
   };
   LoraCase alike = case_of(700, 40, {1056, 32, 544}, {4});
   alike.one_rank = true;
