@@ -25,8 +25,8 @@ namespace {
 
 using namespace wide_expand;
 
-/// Others are those of expand_wide_parts.cu, expand_wide_walk.cu and expand_wide_kept.cu; and rows
-/// of y of any address have one for all, which saves more megabytes than anyone's microseconds.
+/// Other shapes are those of expand_wide_parts.cu, expand_wide_walk.cu and expand_wide_kept.cu.
+/// Rows of y that are not aligned are rare, and have a kernel of one shape alone.
 template <class T>
 void launch_shape(int shape, const ExpandParams& p, Stream stream) {
   check(shape == 0 || (shape == 1 && p.vector_y), "lora_expand: no wide kernel of shape ", shape);

@@ -77,7 +77,7 @@ struct Step {
   int cols;   ///< columns
   float scale;
   bool fresh;            ///< h is not that of the step before
-  int leaves;            ///< arrivals of each warp that say that it needs h no longer
+  int h_arrivals;        ///< of each warp, which say that it needs h no longer
   int b_taken, h_taken;  ///< blocks of B, and of h, that steps before took
   bool vector;           ///< rows of B start at multiples of 16 bytes
   const void* b;         ///< the first column's row
@@ -233,7 +233,7 @@ struct Scout {
         to.fresh = fresh;
         // Of warpgroups that take turns each leaves h with its own last step.
         constexpr int kOwnNext = Room<kStaged, Element>::kTurns ? 2 : 1;
-        to.leaves = !ends(kOwnNext) ? 0 : fresh && ends(1) ? kOwnNext : 1;
+        to.h_arrivals = !ends(kOwnNext) ? 0 : fresh && ends(1) ? kOwnNext : 1;
         to.b_taken = b_taken;
         to.h_taken = fresh ? h_end : h_taken;
         to.both = run.both;

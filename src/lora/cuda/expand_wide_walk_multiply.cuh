@@ -97,7 +97,7 @@ struct Consumer {
   __device__ __forceinline__ void multiply_tiles(const Step& t, Sums& acc, Meanwhile meanwhile) {
     const int warpgroup =
         Own::kTurns ? 0 : __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
-    const int rank = __shfl_sync(0xffffffffu, t.rank, 0), leaves = t.leaves;
+    const int rank = __shfl_sync(0xffffffffu, t.rank, 0), h_arrivals = t.h_arrivals;
 #pragma unroll
     for (auto& tile : acc) {
 #pragma unroll
@@ -146,7 +146,7 @@ struct Consumer {
       }
       if (last >= 0) {
         leave(last);
-        leave_h(last_h, leaves);
+        leave_h(last_h, h_arrivals);
       }
       last = at.stage;
       last_h = h_at.stage;
@@ -157,7 +157,7 @@ struct Consumer {
       for (int tile = 0; tile < kLive; ++tile) device::wgmma_keep(acc[tile]);
     }
     leave(last);
-    leave_h(last_h, leaves);
+    leave_h(last_h, h_arrivals);
   }
 
   /// y of a step to L2, whatever a predecessor may still write there: two lines a row.
