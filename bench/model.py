@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -83,13 +84,15 @@ class ModelCase(Case):
         self.traffic = Traffic(*total)
         step = "lora_model_step" if tokens <= 256 else "lora_model_prefill"
         self.targets = {"mortar": step}
-        self._step: Step | None = None
+        self._step: Callable[[], Step | None] = lambda: None  # weak: rows share one GPU's memory
 
     def make_buffers(self, device: torch.device, seed: int) -> Step:
-        """The same model for every set: its own weights exceed any cache."""
-        if self._step is None:
-            self._step = Step(list(self._make_linears(device)))
-        return self._step
+        """The same model for every set of a row: its own weights exceed any cache."""
+        step = self._step()
+        if step is None:
+            step = Step(list(self._make_linears(device)))
+            self._step = weakref.ref(step)
+        return step
 
     def _make_linears(self, device: torch.device) -> Iterator[Linear]:
         generator = torch.Generator(device).manual_seed(1)
