@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "device/convert.cuh"
+
 namespace mortar::device {
 
 /// Stores four 8x8 matrices of 16-bit elements, of which a lane has two neighbours of row l / 4
@@ -14,6 +16,16 @@ __device__ __forceinline__ void stmatrix_x4(std::uint32_t row, const std::uint32
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 #endif
+}
+
+/// Rounds and stores two neighbouring MMA tiles of 16 rows by 8 columns each: a thread's four sums
+/// of the first, then those of the second. `row`: of stmatrix_x4(), in pieces of 8 columns.
+template <class T>
+__device__ __forceinline__ void store_rounded(std::uint32_t row, const float* sum) {
+  std::uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = pack2<T>(sum[2 * i], sum[2 * i + 1]);
+  stmatrix_x4(row, words);
 }
 
 }  // namespace mortar::device

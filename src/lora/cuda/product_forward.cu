@@ -100,26 +100,18 @@ __device__ __forceinline__ void share_hidden(const ForwardParams& q, const Unit<
     const int own_row = i / kOctets, octet = i % kOctets;
     if (octet >= octets) continue;
     const int tile_row = unit.part * own_rows + own_row;
-    std::uint32_t words[4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float4 all = sum_received<S>(sums, p.parts, own_rows, own_row, 8 * octet + 4 * half);
-      const auto scaled = [&](float one, int k) {
-        return octet * 8 + 4 * half + k < live ? factor * one : 0.0f;
-      };
-      words[2 * half] = device::pack2<typename S::T>(scaled(all.x, 0), scaled(all.y, 1));
-      words[2 * half + 1] = device::pack2<typename S::T>(scaled(all.z, 2), scaled(all.w, 3));
-    }
+    const uint4 words =
+        round_received<S>(sums, p.parts, own_rows, own_row, 8 * octet, factor, live);
     const int half = tile_row < q.half_rows ? 0 : 1;
     auto* to = reinterpret_cast<float*>(hidden + half * kBlockBytes +
                                         device::swizzled(tile_row - half * q.half_rows, octet));
-    const float4 four = make_float4(__uint_as_float(words[0]), __uint_as_float(words[1]),
-                                    __uint_as_float(words[2]), __uint_as_float(words[3]));
-    for (int rank = 0; rank < p.parts; ++rank) device::send_to_cluster(to, four, came, rank);
+    for (int rank = 0; rank < p.parts; ++rank) {
+      device::send_to_cluster(to, as_floats(words), came, rank);
+    }
     if (unit.row + tile_row >= unit.end || 8 * octet >= unit.columns) continue;
     auto* out = static_cast<unsigned short*>(p.out) + (unit.row + tile_row) * p.out_stride +
                 p.groups[0].first_column + 8 * octet;
-    *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
+    *reinterpret_cast<uint4*>(out) = words;
   }
 }
 
@@ -182,14 +174,7 @@ __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& un
         take_stage();
         const unsigned char* base =
             smem + ring->at.stage * S::kStageBytes + warpgroup * kBlockBytes + lane % 4 * 4;
-#pragma unroll
-        for (int i = 0; i < kSums / 2; ++i) {
-          const auto* two = reinterpret_cast<const std::uint32_t*>(
-              base + device::swizzled(row + i % 2 * 8, i / 2));
-          const float2 v = device::unpack2<T>(*two);
-          sum[2 * i] = v.x + sum[2 * i];
-          sum[2 * i + 1] = v.y + sum[2 * i + 1];
-        }
+        add_base<T>(base, row, sum);
         __syncwarp();
         free_stage();
       }
@@ -199,13 +184,7 @@ __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& un
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
           if (16 * warp >= q.half_rows) break;
-          std::uint32_t words[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float* v = sum + 4 * j + 2 * i;
-            words[i] = device::pack2<T>(v[0], v[1]);
-          }
-          device::stmatrix_x4((block + put) ^ j * 16, words);
+          device::store_rounded<T>((block + put) ^ j * 16, sum + 4 * j);
         }
       }
       device::fence_async_proxy();

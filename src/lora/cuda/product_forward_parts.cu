@@ -168,13 +168,7 @@ __device__ __forceinline__ void make_y(const PartsParams& p, const Work& work, c
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         if (16 * warp >= p.half_rows) break;
-        std::uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* v = sum + 4 * j + 2 * i;
-          words[i] = device::pack2<__nv_bfloat16>(v[0], v[1]);
-        }
-        device::stmatrix_x4((block + put) ^ j * 16, words);
+        device::store_rounded<__nv_bfloat16>((block + put) ^ j * 16, sum + 4 * j);
       }
       device::fence_async_proxy();
       meet_warpgroup(warpgroup);

@@ -125,13 +125,7 @@ __device__ __forceinline__ void send_own(const SegmentParams& p, const Tile& til
   const bool sends = row < p.tile_rows && (kAdapters == 1 || (row < tile.cut) == (warpgroup == 0));
 #pragma unroll
   for (int j = 0; j < kAdapters * S::kSums / 4; ++j) {
-    float v[4] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
-    device::wgmma_keep(v);  // else all sums are words from the start, copied beside MMAs in flight
-    const float own0 = upper ? v[2] : v[0], own1 = upper ? v[3] : v[1];
-    const float other0 = __shfl_xor_sync(0xffffffffu, upper ? v[0] : v[2], 1);
-    const float other1 = __shfl_xor_sync(0xffffffffu, upper ? v[1] : v[3], 1);
-    const float4 four =
-        upper ? make_float4(other0, other1, own0, own1) : make_float4(own0, own1, other0, other1);
+    const float4 four = trade_pairs(sum + 4 * j, upper);
     if (sends) device::send_to_cluster(to + 8 * j, four, received, owner);
   }
 }
@@ -142,35 +136,19 @@ __device__ __forceinline__ void share_hidden(const SegmentParams& p, const Tile&
                                              const float* sums, unsigned char* hidden,
                                              device::Mbarrier* came) {
   constexpr int kOctets = S::kColumns / 8;
-  const int own_rows = p.tile_rows / p.parts, plane = own_rows * S::kColumns;
+  const int own_rows = p.tile_rows / p.parts;
   for (int i = static_cast<int>(threadIdx.x); i < own_rows * kOctets; i += kConsumers) {
     const int own_row = i / kOctets, octet = i % kOctets;
     const int at = static_cast<int>(blockIdx.y) * own_rows + own_row;
-    const float factor = p.factor[tile.owner(at)];
-    const int live = p.rank[tile.owner(at)] - 8 * octet;
-    std::uint32_t words[4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float4 v[kMostProductParts];
-      const float* from = sums + own_row * S::kColumns + octet * 8 + 4 * half;
-#pragma unroll
-      for (int part = 0; part < kMostProductParts; ++part) {
-        if (part < p.parts) v[part] = *reinterpret_cast<const float4*>(from + part * plane);
-      }
-      const float4 all = device::sum_of_parts(v, p.parts);
-      const auto scaled = [&](float one, int k) {
-        return 4 * half + k < live ? factor * one : 0.0f;
-      };
-      words[2 * half] = device::pack2<typename S::T>(scaled(all.x, 0), scaled(all.y, 1));
-      words[2 * half + 1] = device::pack2<typename S::T>(scaled(all.z, 2), scaled(all.w, 3));
-    }
+    const int owner = tile.owner(at);
+    const uint4 words = round_received<S>(sums, p.parts, own_rows, own_row, 8 * octet,
+                                          p.factor[owner], p.rank[owner]);
     auto* to = reinterpret_cast<float*>(hidden + device::swizzled(at, octet));
-    const float4 four = make_float4(__uint_as_float(words[0]), __uint_as_float(words[1]),
-                                    __uint_as_float(words[2]), __uint_as_float(words[3]));
-    for (int rank = 0; rank < p.parts; ++rank) device::send_to_cluster(to, four, came, rank);
+    for (int rank = 0; rank < p.parts; ++rank) {
+      device::send_to_cluster(to, as_floats(words), came, rank);
+    }
     if (at >= tile.count || 8 * octet >= p.h_columns) continue;
-    *reinterpret_cast<uint4*>(p.h + (tile.row + at) * p.h_stride + 8 * octet) =
-        make_uint4(words[0], words[1], words[2], words[3]);
+    *reinterpret_cast<uint4*>(p.h + (tile.row + at) * p.h_stride + 8 * octet) = words;
   }
 }
 

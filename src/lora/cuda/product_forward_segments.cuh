@@ -27,7 +27,7 @@ struct SegmentShape {
   static constexpr int kRanks = kRanks_, kShare = kShare_, kAdapters = kRanks == 32 ? 2 : 1;
   static constexpr int kLines = kForwardColumns / kShare;
   // As the products' shapes say it, for what they share.
-  static constexpr int kRows = kForwardRows, kColumns = kRanks;
+  static constexpr int kRows = kForwardRows, kColumns = kRanks, kSumsPitch = kColumns;
   static constexpr int kMmaColumns = kColumns / 2, kSums = kMmaColumns / 2;
   static constexpr int kABytes = kRanks * device::kSwizzleBytes;  ///< of an adapter
   static constexpr int kStageBytes = kBlockBytes + kAdapters * kABytes;

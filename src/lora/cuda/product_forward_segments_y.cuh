@@ -8,6 +8,7 @@
 #include "device/wgmma.cuh"
 #include "lora/cuda/product_forward_lines.cuh"
 #include "lora/cuda/product_forward_segments.cuh"
+#include "lora/cuda/product_split.cuh"
 
 namespace mortar::lora::cuda::forward_segments {
 
@@ -96,14 +97,7 @@ __device__ __forceinline__ void make_y(const SegmentParams& p, const Tile& tile,
       bars.full[at.stage].wait(at.round & 1);
       const unsigned char* from =
           smem + at.stage * S::kStageBytes + warpgroup * kBlockBytes + lane % 4 * 4;
-#pragma unroll
-      for (int n = 0; n < kSums / 2; ++n) {
-        const auto* two =
-            reinterpret_cast<const std::uint32_t*>(from + device::swizzled(row + n % 2 * 8, n / 2));
-        const float2 v = device::unpack2<T>(*two);
-        sum[2 * n] = v.x + sum[2 * n];
-        sum[2 * n + 1] = v.y + sum[2 * n + 1];
-      }
+      add_base<T>(from, row, reinterpret_cast<float(&)[kSums]>(sum));
       __syncwarp();
       release(at.stage);
       at.next();
@@ -114,13 +108,7 @@ __device__ __forceinline__ void make_y(const SegmentParams& p, const Tile& tile,
       } else {
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
-          std::uint32_t words[4];
-#pragma unroll
-          for (int n = 0; n < 4; ++n) {
-            const float* v = sum + 4 * j + 2 * n;
-            words[n] = device::pack2<T>(v[0], v[1]);
-          }
-          device::stmatrix_x4((base + block + put) ^ j * 16, words);
+          device::store_rounded<T>((base + block + put) ^ j * 16, sum + 4 * j);
         }
       }
     }

@@ -37,20 +37,11 @@ __device__ __forceinline__ void store_share(const Params& p, const Unit<S>& unit
   for (int i = threadIdx.x; i < own_rows * kOctets; i += kConsumers) {
     const int row = unit.row + unit.part * own_rows + i / kOctets, column = i % kOctets * 8;
     if (row >= unit.end || unit.column + column >= unit.columns) continue;
-    std::uint32_t words[4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float4 all = sum_received<S>(sums, p.parts, own_rows, i / kOctets, column + 4 * half);
-      // Past b's rows the copies' zeros may have met Inf or NaN.
-      const auto scaled = [&](float one, int k) {
-        return column + 4 * half + k < live ? factor * one : 0.0f;
-      };
-      words[2 * half] = device::pack2<typename S::T>(scaled(all.x, 0), scaled(all.y, 1));
-      words[2 * half + 1] = device::pack2<typename S::T>(scaled(all.z, 2), scaled(all.w, 3));
-    }
+    const uint4 words =
+        round_received<S>(sums, p.parts, own_rows, i / kOctets, column, factor, live);
     auto* to = static_cast<unsigned short*>(p.out) + row * p.out_stride +
                p.groups[unit.group].first_column + unit.column + column;
-    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    *reinterpret_cast<uint4*>(to) = words;
   }
 }
 

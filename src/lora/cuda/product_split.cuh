@@ -5,6 +5,7 @@
 
 #include "device/bulk_copy.cuh"
 #include "device/cluster.cuh"
+#include "device/convert.cuh"
 #include "device/leaf_sums.cuh"
 #include "device/pdl.cuh"
 #include "device/tensor_copy.cuh"
@@ -84,6 +85,18 @@ __device__ __forceinline__ void copy_to_cluster(float* to, const float* from, in
 /// Waits for all threads that multiply.
 __device__ __forceinline__ void meet_consumers() { device::named_barrier<3, kConsumers>(); }
 
+/// Of an MMA tile of 8 columns a thread has pairs of a row and of one eight rows further: four
+/// neighbours of the second (`upper`: odd lanes) or of the first, half of which its neighbour had.
+__device__ __forceinline__ float4 trade_pairs(const float* sum, bool upper) {
+  float v[4] = {sum[0], sum[1], sum[2], sum[3]};
+  device::wgmma_keep(v);  // else all sums are words from the start, copied beside MMAs in flight
+  const float own0 = upper ? v[2] : v[0], own1 = upper ? v[3] : v[1];
+  const float other0 = __shfl_xor_sync(0xffffffffu, upper ? v[0] : v[2], 1);
+  const float other1 = __shfl_xor_sync(0xffffffffu, upper ? v[1] : v[3], 1);
+  return make_float4(upper ? other0 : own0, upper ? other1 : own1, upper ? own0 : other0,
+                     upper ? own1 : other1);
+}
+
 /// A thread's sums, to the thread blocks whose rows they are of, [part][own row] there: two
 /// neighbouring lanes make 16 bytes of either half of an MMA's rows. `rows`: of a tile, which the
 /// thread blocks share; each 64 rows of an MMA have as many of them. `octets`: of columns that
@@ -104,13 +117,7 @@ __device__ __forceinline__ void send_sums(int part, int parts, float* sums,
 #pragma unroll
   for (int j = 0; j < S::kSums / 4; ++j) {
     if (column * (S::kMmaColumns / 8) + j >= octets) break;
-    float v[4] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
-    device::wgmma_keep(v);  // else all sums are words from the start, copied beside MMAs in flight
-    const float own0 = upper ? v[2] : v[0], own1 = upper ? v[3] : v[1];
-    const float other0 = __shfl_xor_sync(0xffffffffu, upper ? v[0] : v[2], 1);
-    const float other1 = __shfl_xor_sync(0xffffffffu, upper ? v[1] : v[3], 1);
-    const float4 four =
-        upper ? make_float4(other0, other1, own0, own1) : make_float4(own0, own1, other0, other1);
+    const float4 four = trade_pairs(sum + 4 * j, upper);
     if (rows == S::kRows || half_row < most) {
       device::send_to_cluster(to + 8 * j, four, received, owner);
     }
@@ -160,6 +167,42 @@ __device__ __forceinline__ float4 sum_received(const float* sums, int parts, int
     if (part < parts) v[part] = *reinterpret_cast<const float4*>(from + part * plane);
   }
   return device::sum_of_parts(v, parts);
+}
+
+/// Eight of these, times `factor` and rounded; zeros from the `live`-th column on, where the copies'
+/// zeros may have met Inf or NaN.
+template <class S>
+__device__ __forceinline__ uint4 round_received(const float* sums, int parts, int own_rows,
+                                                int own_row, int column, float factor, int live) {
+  std::uint32_t words[4];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float4 all = sum_received<S>(sums, parts, own_rows, own_row, column + 4 * half);
+    const auto scaled = [&](float one, int k) {
+      return column + 4 * half + k < live ? factor * one : 0.0f;
+    };
+    words[2 * half] = device::pack2<typename S::T>(scaled(all.x, 0), scaled(all.y, 1));
+    words[2 * half + 1] = device::pack2<typename S::T>(scaled(all.z, 2), scaled(all.w, 3));
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+/// 16 bytes as they are sent to other thread blocks.
+__device__ __forceinline__ float4 as_floats(const uint4& words) {
+  return make_float4(__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z),
+                     __uint_as_float(words.w));
+}
+
+/// Adds columns of a base, a swizzled block of shared memory for each 64, to a thread's sums of
+/// `row` and of eight rows further. `base`: where its first pair lies in a piece of row 0.
+template <class T, int kBytes = kBlockBytes, int kSums>
+__device__ __forceinline__ void add_base(const unsigned char* base, int row, float (&sum)[kSums]) {
+#pragma unroll
+  for (int i = 0; i < kSums / 2; ++i) {
+    const float2 v = device::unpack2<T>(*reinterpret_cast<const std::uint32_t*>(
+        base + i / 16 * kBytes + device::swizzled(row + i % 2 * 8, i / 2 % 8)));
+    sum[2 * i] = v.x + sum[2 * i];
+    sum[2 * i + 1] = v.y + sum[2 * i + 1];
+  }
 }
 
 }  // namespace mortar::lora::cuda::product

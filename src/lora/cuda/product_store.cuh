@@ -121,14 +121,9 @@ __device__ __forceinline__ void store_boxes(const Params& p, const Unit<S>& unit
     meet_warpgroup(warpgroup);
 #pragma unroll
     for (int j = 0; j < 8 * kBlocks; j += 2) {
-      std::uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* v = sum + 4 * (first / 8 + j) + 2 * i;
-        words[i] = device::pack2<typename S::T>(v[0], v[1]);
-      }
-      device::stmatrix_x4(own + j / 8 * kBlockBytes + device::swizzled(row, j % 8 + lane / 16),
-                          words);
+      device::store_rounded<typename S::T>(
+          own + j / 8 * kBlockBytes + device::swizzled(row, j % 8 + lane / 16),
+          sum + 4 * (first / 8 + j));
     }
     device::fence_async_proxy();
     meet_warpgroup(warpgroup);

@@ -222,13 +222,7 @@ __device__ __forceinline__ void store(const ExpandParams& p, const Draws& draws,
   __syncwarp();
 #pragma unroll
   for (int j = 0; j < kHalf / 8; j += 2) {
-    std::uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* v = sum + 4 * j + 2 * i;
-      words[i] = device::pack2<__nv_bfloat16>(v[0], v[1]);
-    }
-    device::stmatrix_x4(put ^ j * 16, words);
+    device::store_rounded<__nv_bfloat16>(put ^ j * 16, sum + 4 * j);
   }
   __syncwarp();
   row += lane / 16;

@@ -199,14 +199,9 @@ __device__ __forceinline__ void store_parts(const InputPartsParams& p, const Pan
     device::wgmma_keep(sum);
 #pragma unroll
     for (int j = 0; j < kBlockColumns / 8; j += 2) {
-      std::uint32_t words[4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float* v = sum + 4 * j + 2 * n;
-        words[n] = device::pack2<__nv_bfloat16>(v[0], v[1]);
-      }
-      device::stmatrix_x4(
-          stored + device::swizzled(warp_row + lane / 8 % 2 * 8 + lane % 8, j + lane / 16), words);
+      device::store_rounded<__nv_bfloat16>(
+          stored + device::swizzled(warp_row + lane / 8 % 2 * 8 + lane % 8, j + lane / 16),
+          sum + 4 * j);
     }
     device::fence_async_proxy();
     meet();
