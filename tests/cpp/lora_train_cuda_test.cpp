@@ -75,6 +75,23 @@ std::vector<TrainCase> cases() {
       c.add = half;
     });
   }
+  // Products of which either x, or y and dy, are dropped: in tiles of each width.
+  for (const LoraDropoutOn on : {LoraDropoutOn::kInput, LoraDropoutOn::kDelta}) {
+    for (const int rank : {40, 104, 260}) {
+      const bool input = on == LoraDropoutOn::kInput;
+      add(concat(input ? "products_drop_input_rank_" : "products_drop_delta_rank_", rank),
+          [&](TrainCase& c) {
+            c.x = c.w = c.y = c.grad = c.dx = rank == 104 ? kF16 : kBF16;
+            c.rows = 403;
+            c.hidden = 1104;
+            c.widths = {528, 272};
+            c.ranks = {rank, 24};
+            c.add = rank == 104;
+            c.p = {0.3f};
+            c.on = on;
+          });
+    }
+  }
   add("float16_added", [](TrainCase& c) {
     c.x = c.w = c.y = c.grad = c.dx = kF16;
     c.add = true;

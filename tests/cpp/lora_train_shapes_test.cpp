@@ -250,6 +250,7 @@ TEST_P(LoraTrainShapes, NoFusionOfPartsChangesABit) {
 }
 
 /// Products of h and of y leave the bits of `first`; numbers of parts grow by the factor `step`.
+/// With dropout h is made in clusters, of rows that these have whole.
 void expect_products_keep_bits(const TrainCase& c, TrainStep* first, int step) {
   const auto expect = [&](const ForcedPlans& forced, const std::string& what) {
     TrainStep other(c, first->device);
@@ -257,13 +258,13 @@ void expect_products_keep_bits(const TrainCase& c, TrainStep* first, int step) {
     expect_same_forward(*first, other, what);
   };
   for (const int columns : {64, 128}) {
-    for (int parts = columns / 64; parts <= kLeaves; parts *= step) {
+    for (int parts = columns / 64; parts <= kLeaves && c.p.empty(); parts *= step) {
       const ShrinkPlan product = product_shrink(c.hidden, {columns, parts});
       expect({&product, nullptr}, describe(product));
     }
     for (int parts = kLeaves / most_split_leaves(columns); parts <= kLeaves; parts *= step) {
       for (const int rows : {128, 64}) {
-        if (columns == 128 && rows == 64) break;
+        if (rows == 64 && (columns == 128 || !c.p.empty())) break;
         const ShrinkPlan split = product_shrink(c.hidden, {columns, parts, 0, true, rows});
         expect({&split, nullptr}, describe(split));
       }
@@ -290,6 +291,30 @@ TEST_P(LoraTrainShapes, NoProductChangesABit) {
       const ShrinkPlan streamed =
           choose_shrink(c.rows, c.hidden, rank + 40, 0, false, true, kOneType, kH200Strided);
       const ExpandPlan copied = choose_expand(c.rows, 520, rank, 0, 2, Policy::kBFloat16, kA100);
+      TrainStep first(c, GetParam());
+      run_planned(&first, {&streamed, &copied});
+      expect_products_keep_bits(c, &first, 2);
+    }
+  }
+}
+
+// The same with dropout on x, or on what y has beside its base.
+TEST_P(LoraTrainShapes, NoProductWithDropoutChangesABit) {
+  for (const int rank : {64, 104, 200}) {
+    for (const LoraDropoutOn on : {LoraDropoutOn::kInput, LoraDropoutOn::kDelta}) {
+      TrainCase c;
+      c.rows = 333;
+      c.hidden = 1104;
+      c.widths = {528, 272};
+      c.ranks = {rank, 40};
+      c.x = c.w = c.y = rank == 104 ? DType::kFloat16 : DType::kBFloat16;
+      c.base = rank == 64 ? BaseIs::kNone : BaseIs::kApart;
+      c.p = {0.1f};
+      c.on = on;
+      const bool input = on == LoraDropoutOn::kInput;
+      const ShrinkPlan streamed =
+          choose_shrink(c.rows, c.hidden, rank + 40, 0, input, true, kOneType, kH200Strided);
+      const ExpandPlan copied = choose_expand(c.rows, 528, rank, 0, 2, Policy::kBFloat16, kA100);
       TrainStep first(c, GetParam());
       run_planned(&first, {&streamed, &copied});
       expect_products_keep_bits(c, &first, 2);

@@ -16,8 +16,9 @@
 // under way while the sums of this one are stored. Rounded tiles leave by TMA, through 32 KB of
 // shared memory, while the next unit is multiplied. A part of the depth is one MMA chain, or some
 // leaves that are one each and are added in pairs. Rows may be of segments, each with its own b: a
-// unit then has rows of one segment, and those past its end are multiplied but not stored. Wrong
-// where there are few rows: half of the SMs then have nothing to do.
+// unit then has rows of one segment, and those past its end are multiplied but not stored. Dropout
+// on a is drawn as its stages pass (product_drop.cuh), that on what is stored before a base is
+// added. Wrong where there are few rows: half of the SMs then have nothing to do.
 #include "lora/cuda/product.h"
 
 #include <algorithm>
@@ -134,6 +135,8 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   } else {
     device::more_registers<S::kConsumerRegisters>();
     const int first_row = static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
+    [[maybe_unused]] lora::train::cuda::Draws draws{};
+    if (S::kDropsStored && p.rng != nullptr) draws.read(p.rng);
     for (int u = blockIdx.x; u < units; u += static_cast<int>(gridDim.x)) {
       const Unit<S> unit(p, *ring.segments, u);
       float sum[S::kSums];
@@ -147,6 +150,9 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
       } else {
         if (p.scaled) scale_sums<S>(p, unit, sum);
         if constexpr (S::kA == Major::kRows) add_to_zero(sum);
+        if constexpr (S::kDropsStored) {
+          if (p.rng != nullptr) drop_sums(p, draws, unit, unit.row + first_row, sum);
+        }
         if constexpr (S::kBase) {
           if (p.base != nullptr) add_base(&ring, smem, first_row, sum);
         }
@@ -187,12 +193,16 @@ struct Launcher {
     launch_shape<Shape<T, kColumns, kA, kB, kEnd, kLevels>>(op, product, plan, stream);
   }
   /// Sums over rows with dropout on a.
-  template <int kColumns>
+  template <class T>
   void run_dropped() const {
-    constexpr auto kRows = Major::kRows;
-    launch_shape<
-        Shape<__nv_bfloat16, kColumns, kRows, kRows, ProductEnd::kPartials, 0, false, true>>(
-        op, product, plan, stream);
+    const auto run = [&]<int kColumns>() {
+      constexpr auto kRows = Major::kRows;
+      launch_shape<Shape<T, kColumns, kRows, kRows, ProductEnd::kPartials, 0, false, true>>(
+          op, product, plan, stream);
+    };
+    if (plan.columns == 64) return run.template operator()<64>();
+    if (plan.columns == 128) return run.template operator()<128>();
+    run.template operator()<192>();
   }
   template <class T, Major kB>
   void rows_by_depth() const {
@@ -209,6 +219,7 @@ struct Launcher {
   template <class T>
   void run_type() const {
     if (product.a[0].rows_dense) {
+      if (product.rng != nullptr) return run_dropped<T>();
       constexpr Major kRows = Major::kRows;
       using enum ProductEnd;
       if (product.end == kStore) return run<T, 128, kRows, kRows, kStore, 1>();
@@ -231,13 +242,8 @@ bool takes_product(const ProductOperand& o) {
 void launch_product(const char* op, const Product& product, const ProductPlan& plan,
                     Stream stream) {
   const Launcher l{op, product, plan, stream};
-  if (product.rng != nullptr) {
-    check(product.dtype == DType::kBFloat16 && product.a[0].rows_dense && plan.columns <= 192, op,
-          ": no product of dropped rows");
-    if (plan.columns == 64) return l.run_dropped<64>();
-    if (plan.columns == 128) return l.run_dropped<128>();
-    return l.run_dropped<192>();
-  }
+  check(product.rng == nullptr || !product.a[0].rows_dense || plan.columns <= 192, op,
+        ": no product of dropped rows");
   if (product.dtype == DType::kFloat16) return l.run_type<__half>();
   l.run_type<__nv_bfloat16>();
 }

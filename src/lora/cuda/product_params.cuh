@@ -120,7 +120,8 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
   p.sum_columns = product.sum_columns;
   p.pair_columns = product.pair_columns;
   p.out_stride = product.out_stride;
-  check((product.rng != nullptr) == S::kDrops, op, ": no product of dropped rows");
+  check(product.rng != nullptr ? S::kDrops || S::kDropsStored : !S::kDrops, op,
+        ": no product of dropped rows");
   check(!p.adds_copies || S::kColumns <= 192, op, ": copies are added in tiles of up to 192");
   check(!p.early || S::kA == Major::kRows, op, ": an early product sums over rows");
   check(S::kAddsBeside || p.beside.partials == nullptr, op, ": a product that adds nothing beside");

@@ -63,6 +63,8 @@ struct Shape {
   static constexpr int kStageBytes = kRowsBytes + kColumns / kMmaColumns * kMmaBytes;
   /// Warps of the copying thread's warpgroup add partial sums of another kernel.
   static constexpr bool kAddsBeside = kEnd == ProductEnd::kStore && kA == Major::kDepth && !kSplit;
+  /// Dropout on what is stored.
+  static constexpr bool kDropsStored = kAddsBeside;
   /// Of a thread; all three warpgroups have 504 together, what the kernel starts with.
   static constexpr int kProducerRegisters = kAddsBeside ? 72 : kByColumns ? 56 : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
@@ -108,7 +110,7 @@ struct Params {
   const void* base;
   std::int64_t out_stride;
   void *sum_columns, *pair_columns;
-  const std::int64_t* rng;  ///< of dropout on a
+  const std::int64_t* rng;  ///< of dropout on a, or (Shape::kDropsStored) on what is stored
   std::int64_t mask_columns, mask_first;
   std::uint32_t thresholds[kMostProductPairs];
   lora::train::cuda::GradSum beside;

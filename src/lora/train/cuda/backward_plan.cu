@@ -17,7 +17,8 @@ BackwardPlan plan_backward(const Problem& p) {
   dy.rows = x.rows = p.num_rows;
   dy.copies = x.copies = copies;
   dy.beside_ds = true;
-  x.with_dx = copies == 1 && p.dx.data != nullptr && !p.add_dx;
+  const bool wide = copies > 1 || p.hidden_width > kPanelShapes[kInputPanels32].ranks;
+  x.with_dx = copies == 1 && p.dx.data != nullptr && !p.add_dx && !(wide && p.drops_input());
   dy.adapters = x.adapters = grouped(p) ? p.num_adapters : 0;
   for (int s = 0; s < p.num_slices; ++s) {
     if (!takes_panels(p, s)) continue;
@@ -30,9 +31,9 @@ BackwardPlan plan_backward(const Problem& p) {
   // Whether dB is wanted too must not change a bit of ds: it comes from the same kernel either way.
   const device::DeviceInfo& device = device::current_device();
   const bool sm90 = device.arch == 90;
-  // Products of columns of parts take dropout.
-  dy.products = sm90 && (copies > 1 || !p.drops_delta());
-  x.products = sm90 && (copies > 1 || !p.drops_input());
+  // Up to 32 ranks dropout has panels of its own, with ds or dx.
+  dy.products = sm90 && (wide || !p.drops_delta());
+  x.products = sm90 && (wide || !p.drops_input());
   const bool needs_ds = (p.wants_da || p.dx.data != nullptr) && p.weight != DType::kFloat32;
   BackwardPlan plan = choose_backward(dy, x, needs_ds, device.max_smem);
   plan.products = sm90;

@@ -233,8 +233,8 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   // Slices have a tile each, and a tile of 192 columns would be mostly empty. Dropout is theirs
   // that store h.
   const bool one_tile = part_columns && width <= (slices == 1 ? kMostPartTile : kMostPartTile / 2);
-  const bool products =
-      dense && (!masked || one_tile) && takes_products(rows, width, least_ranks, adapters, machine);
+  const bool products = dense && (!masked || !part_columns || one_tile) &&
+                        takes_products(rows, width, least_ranks, adapters, machine);
   std::optional<BesideRowSums> with_sums;
   if (beside && products && !part_columns && adapters == 0) {
     with_sums.emplace(rows, columns, width, machine.sms);
@@ -243,6 +243,9 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
     const std::int64_t own = product_rows(rows, adapters);
     if (one_tile) {
       return cut_part_shrink(own, columns, width, plan.leaves, machine.sms, beside);
+    }
+    if (masked) {
+      return cut_split_shrink(own, columns, width, plan.leaves, machine.sms, Alone{}, 0, kDrawUs);
     }
     const ProductCut cut =
         with_sums ? cut_leaves(own, columns, width, plan.leaves, true, machine.sms, *with_sums)

@@ -23,7 +23,7 @@ struct PanelProblem {
   std::array<std::int64_t, kLoraMaxSlices> columns{};
   int width = 0;              ///< the most rank columns of any
   std::int64_t adapters = 0;  ///< whose rows are cut apart; 0: one has all rows
-  bool products = false;      ///< lora/cuda/product.cu takes most operands: sm_90a, nothing dropped
+  bool products = false;      ///< lora/cuda/product.cu takes most operands: sm_90a
   int copies = 1;             ///< columns of a rank (part_columns.cuh)
   bool beside_ds = false;     ///< of dy: dB comes beside ds
   bool with_dx = false;       ///< of x: dx is wanted, and not added to what is there

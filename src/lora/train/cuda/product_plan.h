@@ -106,6 +106,12 @@ constexpr int rows_launch_tile(int width, int copies) {
   return tile == 256 && ceil_div(width, 192) * 192 < ceil_div(width, 256) * 256 ? 192 : tile;
 }
 
+/// The same with dropout, of which a tile of 256 has no registers: each draws anew.
+constexpr int rows_masked_tile(int width, int copies) {
+  const int tile = rows_launch_tile(width, copies);
+  return tile < 256 ? tile : ceil_div(width, 192) < ceil_div(width, 128) ? 192 : 128;
+}
+
 /// dA or dB: sums over rows of `width` ranks by `columns`, in chunks whose partials are added. Made
 /// for the SMs of an H200 on every device, because summation trees follow from the chunks.
 inline ProductCut cut_rows(std::int64_t rows, std::int64_t columns, int width) {
@@ -262,13 +268,16 @@ ProductCut cut_whole_shrink(std::int64_t rows, std::int64_t columns, int width, 
   return best;
 }
 
+/// A step of 128 rows by 64 elements of which some are dropped, by two warpgroups.
+inline constexpr double kDrawUs = 1.5;
+
 /// Leaves that a thread of the product of clusters that share the depth adds, by columns of a tile.
 constexpr int most_split_leaves(int tile_columns) { return tile_columns == 128 ? 2 : 4; }
 
 /// h or ds by that product: of a power of two of parts. `only`: columns of a tile, if not 0.
 template <class Total = Alone>
 ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, int leaves, int sms,
-                            const Total& total = {}, int only = 0) {
+                            const Total& total = {}, int only = 0, double least_step_us = 0) {
   constexpr double kEndUs = 1.1, kEndPartUs = 0.5;  // sums from block to block
   constexpr double kSplitL2BytesPerUs = 9.2e6;      // neighbours read the same rows
   ProductCut best;
@@ -280,8 +289,9 @@ ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, 
       const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
       const double busy = static_cast<double>(parts * std::min(tiles, at_once));
       const double stage_bytes = 2.0 * lora::cuda::kProductStep * (split_rows(tile) + tile);
-      const double step_us = std::max(
-          {stage_bytes / kStageBytesPerUs, tile * kMmaUs, stage_bytes * busy / kSplitL2BytesPerUs});
+      const double step_us =
+          std::max({stage_bytes / kStageBytesPerUs, tile * kMmaUs,
+                    stage_bytes * busy / kSplitL2BytesPerUs, least_step_us});
       const double steps = static_cast<double>(
           ceil_div<std::int64_t>(ceil_div<std::int64_t>(columns, lora::cuda::kProductStep), parts));
       const double own = kRampUs + std::max(bytes / kDramBytesPerUs,

@@ -118,6 +118,12 @@ Product product_of(const ExpandParams& e, Policy policy) {
     const PairEntry& pair = e.pairs.own[i / p.pairs * e.pairs.num_slices + slices[i % p.pairs]];
     if (pair.rank == 0) continue;
     p.b[i] = weights_of(pair, e.side, e.weights.rows_are_ranks, e.columns, true);
+    if (e.masked) p.thresholds[i / p.pairs * p.pairs] = pair.threshold;  // of all slices
+  }
+  if (e.masked) {
+    p.rng = e.mask.rng;
+    p.mask_columns = e.mask.columns;
+    p.mask_first = e.mask.first;
   }
   p.columns[0] = e.columns;
   p.out = e.out.data;
@@ -201,20 +207,23 @@ bool takes_operands(const Product& p) {
 }  // namespace
 
 bool takes_products(const ShrinkParams& s, Policy policy) {
-  return policy != Policy::kSplit && (!s.masked || s.copies > 1) && takes_rows(s.rows, s.pairs) &&
-         s.weights.async && s.wide.async && takes_operands(product_of(s, policy));
+  // With dropout: columns of parts, and weights that are dense along the sum.
+  return policy != Policy::kSplit && (!s.masked || s.copies > 1 || s.weights.rows_are_ranks) &&
+         takes_rows(s.rows, s.pairs) && s.weights.async && s.wide.async &&
+         takes_operands(product_of(s, policy));
 }
 bool takes_products(const ExpandParams& e, Policy policy) {
   const bool takes_base =
       e.base.data == nullptr || takes_product(by_columns(e.base, e.rows.num_rows, e.columns));
-  return policy != Policy::kSplit && !e.masked && takes_rows(e.rows, e.pairs) && e.weights.async &&
-         e.vectors && e.columns % 8 == 0 && takes_base && takes_operands(product_of(e, policy));
+  return policy != Policy::kSplit && takes_rows(e.rows, e.pairs) && e.weights.async && e.vectors &&
+         e.columns % 8 == 0 && takes_base && takes_operands(product_of(e, policy));
 }
 bool takes_products(const PanelParams& s, Policy policy) {
-  bool takes = one_group(s.rows) && (!s.masked || (s.copies > 1 && s.pairs.entries == nullptr));
+  bool takes = one_group(s.rows) && (!s.masked || s.pairs.entries == nullptr);
   for (int i = 0; i < s.num_operands; ++i) {
     const std::int64_t first = s.mask.columns | s.operands[i].mask_first;
-    takes = takes && (!s.masked || (s.operands[i].width <= 192 && first % kMaskGroup == 0));
+    takes = takes && (!s.masked || ((s.copies == 1 || s.operands[i].width <= 192) &&
+                                    first % kMaskGroup == 0));
     takes = takes && s.operands[i].async && takes_operands(product_of(s, s.operands[i], policy));
   }
   return takes;
@@ -231,6 +240,8 @@ bool splits_weights(const ShrinkParams& s, const PairEntry& own, Policy policy) 
 }
 
 void shrink_products(const ShrinkParams& s, Policy policy, Stream stream) {
+  check(!s.masked || (s.plan.fused && s.plan.parts > 1),
+        "lora_train: clusters that share the depth drop elements of rows");
   const ProductPlan plan = split_plan(s);
   const Product product = product_of(s, policy);
   if (by_floats(s)) {
@@ -266,7 +277,8 @@ void panel_products(const PanelParams& s, const StoredSums& stored, Policy polic
   for (int i = 0; i < s.num_operands; ++i) {
     const PanelOperand& own = s.operands[i];
     ProductPlan plan;
-    plan.columns = rows_launch_tile(own.width, s.copies);
+    plan.columns = s.masked ? rows_masked_tile(own.width, s.copies)
+                            : rows_launch_tile(own.width, s.copies);
     plan.parts = static_cast<int>(ceil_div<std::int64_t>(s.rows.num_rows, s.chunk.rows));
     plan.leaf = s.chunk.rows;
     if (stored.of[i]) {
