@@ -86,6 +86,7 @@ TEST(LoraTrainPlan, EveryChoiceHasAKernel) {
       }
       EXPECT_TRUE(s.rows == 128 || (machine.clusters && (s.rows == 64 || s.rows == 32)))
           << describe(s);
+      EXPECT_TRUE(stream_has(s.ranks, s.rows)) << describe(s);
       EXPECT_LE(s.leaves / s.parts, 1 << stream_levels(s.ranks, s.rows)) << describe(s);
       EXPECT_TRUE(machine.clusters || s.ranks <= kMostUnfusedRanks) << describe(s);
       const ExpandPlan e =
@@ -111,7 +112,7 @@ TEST(LoraTrainPlan, EveryChoiceHasAKernel) {
 
 TEST(LoraTrainPlan, OneLargeProductFillsTheDeviceOnce) {
   const ShrinkPlan s = choose_shrink(4096, 4096, 16, 0, false, true, kOneType, kH200);
-  EXPECT_EQ(describe(s), "stream, 64 rows, 16 ranks, 2 blocks in a cluster, leaves of 512");
+  EXPECT_EQ(describe(s), "stream, 32 rows, 16 ranks, 2 blocks in a cluster, leaves of 512");
   const ExpandPlan e = choose_expand(4096, 4096, 16, 0, 1, Policy::kBFloat16, kH200);
   const std::int64_t blocks = e.panels * ceil_div(4096, e.tile_rows);
   EXPECT_GT(blocks, kH200.sms * 3 / 2) << describe(e);

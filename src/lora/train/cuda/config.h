@@ -97,6 +97,9 @@ constexpr int stream_levels(int ranks, int rows) {
   if (rows == 128) return ranks == 128 ? 1 : ranks == 32 ? 2 : 3;
   return ranks == 128 || (ranks == 64 && rows == 64) ? 2 : 3;
 }
+/// Whether it has tiles of so many rows, of 32, 64 and 128. By ShrinkTime those of 32 rows take no
+/// longer than of 64 with up to 32 ranks, and less with 128.
+constexpr bool stream_has(int ranks, int rows) { return rows != 64 || ranks == 64; }
 /// Its stages, of 64 columns of the rows and of the weights: as many as let two thread blocks share
 /// an SM, or one where the sums leave no registers for two.
 constexpr int stream_stage(int ranks, int rows) { return (rows + ranks) * kBlockColumns * 2; }
@@ -262,6 +265,7 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   const std::int64_t blocks_of_ranks = ceil_div(std::max(width, 1), plan.ranks);
   double least = 0;
   for (const int tile : {128, 64, 32}) {
+    if (!stream_has(plan.ranks, tile)) continue;
     const int fewest = std::max(plan.leaves >> stream_levels(plan.ranks, tile), 1);
     for (int parts = fewest; parts <= plan.leaves; parts *= 2) {
       // Blocks that share a tile are a cluster, or go apart.

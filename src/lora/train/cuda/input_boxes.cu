@@ -126,21 +126,20 @@ void launch_shape(const PanelParams& p, const Matrix& dx, DType dtype, Stream st
   }
 }
 
-/// Of up to 64 ranks of one adapter, in one chain.
-template <class T, DxPanels kPanels>
-void launch_chain(const PanelParams& p, const Matrix& dx, DType dtype, Stream stream) {
-  p.operands[0].width <= 32
-      ? launch_shape<T, Shape<32, kChainPanels, kPanels>>(p, dx, dtype, stream)
-      : launch_shape<T, Shape<64, kChainPanels, kPanels>>(p, dx, dtype, stream);
-}
-
 template <class T>
 void launch_type(const PanelParams& p, const Matrix& dx, DxPanels panels, DType dtype,
                  Stream stream) {
   using enum DxPanels;
-  if (panels == k128) return launch_chain<T, k128>(p, dx, dtype, stream);
-  if (panels == k64) return launch_chain<T, k64>(p, dx, dtype, stream);
-  if (panels == k64Pairs) return launch_chain<T, k64Pairs>(p, dx, dtype, stream);
+  // Of up to 64 ranks of one adapter, in one chain. Few ranks mostly have panels of 128 columns.
+  if (panels == k128) {
+    return p.operands[0].width <= 32
+               ? launch_shape<T, Shape<32, kChainPanels, k128>>(p, dx, dtype, stream)
+               : launch_shape<T, Shape<64, kChainPanels, k128>>(p, dx, dtype, stream);
+  }
+  if (panels == k64) return launch_shape<T, Shape<64, kChainPanels, k64>>(p, dx, dtype, stream);
+  if (panels == k64Pairs) {
+    return launch_shape<T, Shape<64, kChainPanels, k64Pairs>>(p, dx, dtype, stream);
+  }
   // Of 16 ranks the same, half of them zeros.
   if (p.rows.offsets != nullptr) {
     return p.masked

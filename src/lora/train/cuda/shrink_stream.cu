@@ -324,7 +324,9 @@ void launch_shape(const ShrinkParams& p, Stream stream) {
 template <class T, int kRanks>
 void launch_rows(const ShrinkParams& p, Stream stream) {
   if (p.plan.rows == 32) return launch_shape<T, Shape<kRanks, 32>>(p, stream);
-  if (p.plan.rows == 64) return launch_shape<T, Shape<kRanks, 64>>(p, stream);
+  if constexpr (stream_has(kRanks, 64)) {
+    if (p.plan.rows == 64) return launch_shape<T, Shape<kRanks, 64>>(p, stream);
+  }
   launch_shape<T, Shape<kRanks, 128>>(p, stream);
 }
 
@@ -347,6 +349,7 @@ void launch_type(const ShrinkParams& p, Stream stream) {
 void shrink_stream(const ShrinkParams& p, Policy policy, Stream stream) {
   check(policy != Policy::kSplit && p.wide.async && p.weights.async &&
             (!p.masked || (p.mask.columns | p.mask.first) % kMaskGroup == 0) &&
+            stream_has(p.plan.ranks, p.plan.rows) &&
             p.part_leaves <= 1 << stream_levels(p.plan.ranks, p.plan.rows) &&
             (p.plan.fused || p.plan.ranks <= kMostUnfusedRanks ||
              device::current_device().arch >= 90),
