@@ -113,14 +113,13 @@ __device__ __forceinline__ void share_hidden(const Params& p, const Unit<S>& uni
       const int row = 16 * warp + 8 * half + lane / 4;
       auto* to = reinterpret_cast<float*>(hidden + octet / 8 * S::kRankBlock +
                                           device::swizzled(row, octet % 8));
-      const uint4 eight = make_uint4(words[0], words[1], words[2], words[3]);
-      for (int rank = 0; rank < p.parts; ++rank) {
-        device::send_to_cluster(to, as_floats(eight), came, rank);
-      }
+      const float4 four = make_float4(__uint_as_float(words[0]), __uint_as_float(words[1]),
+                                      __uint_as_float(words[2]), __uint_as_float(words[3]));
+      for (int rank = 0; rank < p.parts; ++rank) device::send_to_cluster(to, four, came, rank);
       if (unit.row + row >= end || 8 * octet >= unit.columns) continue;
       auto* out = static_cast<unsigned short*>(p.out) + (unit.row + row) * p.out_stride +
                   p.groups[0].first_column + 8 * octet;
-      *reinterpret_cast<uint4*>(out) = eight;
+      *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }
@@ -210,13 +209,7 @@ class MakeY {
   __device__ __forceinline__ void finish(float (&sum)[kSums], const Stages& own, int tile) {
     device::wgmma_keep(sum);
     release(ring_, own.weights);
-    if (own.base >= 0) {
-      ring_.full[own.base].wait(own.base_round & 1);
-      const unsigned char* base = smem_ + own.base * S::kStageBytes + threadIdx.x % 4 * 4;
-      add_base<T, kWideForwardRows * device::kSwizzleBytes>(base, row_, sum);
-      __syncwarp();
-      release(ring_, own.base);
-    }
+    if (own.base >= 0) add_base(sum, own);
     if (asks_) device::store_boxes_wait_read<1>();
     meet_warpgroup(warpgroup_);
 #pragma unroll
@@ -235,6 +228,24 @@ class MakeY {
       device::store_boxes_commit();
     }
     box_ = boxes_sum_ - box_;
+  }
+
+  __device__ __forceinline__ void add_base(float (&sum)[kSums], const Stages& own) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    ring_.full[own.base].wait(own.base_round & 1);
+    const unsigned char* from = smem_ + own.base * S::kStageBytes + lane % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < kSums / 2; ++i) {
+      const int half = i / 16;
+      const auto* two = reinterpret_cast<const std::uint32_t*>(
+          from + half * kWideForwardRows * device::kSwizzleBytes +
+          device::swizzled(row_ + i % 2 * 8, i / 2 % 8));
+      const float2 v = device::unpack2<T>(*two);
+      sum[2 * i] = v.x + sum[2 * i];
+      sum[2 * i + 1] = v.y + sum[2 * i + 1];
+    }
+    __syncwarp();
+    release(ring_, own.base);
   }
 
   const ForwardParams& q_;

@@ -192,14 +192,14 @@ __device__ __forceinline__ float4 as_floats(const uint4& words) {
                      __uint_as_float(words.w));
 }
 
-/// Adds columns of a base, a swizzled block of shared memory for each 64, to a thread's sums of
-/// `row` and of eight rows further. `base`: where its first pair lies in a piece of row 0.
-template <class T, int kBytes = kBlockBytes, int kSums>
-__device__ __forceinline__ void add_base(const unsigned char* base, int row, float (&sum)[kSums]) {
+/// Adds 64 columns of a base, a swizzled block of shared memory, to a thread's sums of `row` and of
+/// eight rows further. `base`: where its first pair lies in a piece of row 0.
+template <class T>
+__device__ __forceinline__ void add_base(const unsigned char* base, int row, float (&sum)[32]) {
 #pragma unroll
-  for (int i = 0; i < kSums / 2; ++i) {
+  for (int i = 0; i < 16; ++i) {
     const float2 v = device::unpack2<T>(*reinterpret_cast<const std::uint32_t*>(
-        base + i / 16 * kBytes + device::swizzled(row + i % 2 * 8, i / 2 % 8)));
+        base + device::swizzled(row + i % 2 * 8, i / 2)));
     sum[2 * i] = v.x + sum[2 * i];
     sum[2 * i + 1] = v.y + sum[2 * i + 1];
   }
