@@ -90,8 +90,7 @@ bool may_add_chunks(const LoraShape& s, const Machine& m) {
     return false;
   }
   const int cols = adding_cols(s, m);
-  const std::int64_t ctas =
-      max_tiles(s.num_tokens, s.num_adapters, 16) * column_blocks(s, std::max(cols, 1));
+  const std::int64_t ctas = max_tiles(s.num_tokens, s.num_adapters, 16) * column_blocks(s, cols);
   return cols * h_width(s) <= kMostElements && 4 * ctas <= 5 * kExpandPerSm * m.sms;
 }
 

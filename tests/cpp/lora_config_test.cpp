@@ -266,6 +266,23 @@ TEST(LoraConfig, ShrinkNeedsNoColumns) {
   }
 }
 
+/// Slices may have no columns, alone or beside others.
+TEST(LoraConfig, SlicesMayHaveNoColumns) {
+  for (const std::vector<std::int64_t>& widths :
+       {std::vector<std::int64_t>{0}, {0, 0, 0}, {0, 1024}, {1024, 0}}) {
+    for (const std::int64_t tokens : {1, 8, 64, 256, 1024, 20'000}) {
+      for (const int rank : {4, 8, 16, 32, 64, 128, 512}) {
+        for (const Machine& m : kMachines) {
+          LoraShape s = shape(tokens, 8, rank, 4096, widths);
+          EXPECT_EQ(choose(s, m).shape, s);
+          s.op = Op::kExpand;
+          EXPECT_EQ(choose(s, m).shape, s);
+        }
+      }
+    }
+  }
+}
+
 TEST(LoraConfig, APlanSaysWhichKernelsRun) {
   EXPECT_EQ(describe(choose(shape(8192, 16, 64, 4096, {4096, 1024, 1024}), {})).find("lora_apply"),
             0u);
