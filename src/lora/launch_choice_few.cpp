@@ -217,7 +217,7 @@ int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile
   } else if (s.rank_rows() > kManyRows) {
     most = kFewRows;
   } else if (small && ctas(kRowsAtOnce) > four && ctas(kMoreRows) <= four) {
-    most = kMoreRows;
+    most = std::min(kMoreRows, decode_most_rows(s, m));
   } else if (small && s.ragged && s.num_slices == 1 && tokens_per_adapter(s) <= kHalfTile &&
              ctas(kRowsAtOnce) > m.sms && ctas(kRowsAtOnce) <= four) {
     most = kFewRows;

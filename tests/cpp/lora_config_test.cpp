@@ -196,6 +196,12 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
     if (shrink.split()) {
       EXPECT_TRUE(wgmma_shape ? wgmma_partials_fit(s, shrink.leaves) : partials_fit(s));
     }
+    if (s.op != Op::kExpand && shrink.kernel == ShrinkKernel::kDecode && shrink.split()) {
+      const int rows = std::min(shrink.rows, s.rank_rows());
+      EXPECT_LE(decode_smem(s.hidden, rows, shrink.stages, shrink.leaves, shrink.x_tokens) +
+                    kDecodeStaticSmem,
+                kMachines[i % 4].max_smem);
+    }
     if (s.op != Op::kExpand && shrink.kernel == ShrinkKernel::kDecode && !shrink.split()) {
       EXPECT_EQ(s.op, Op::kShrink);
       EXPECT_EQ(kMachines[i % 4].arch, 90);
