@@ -16,9 +16,10 @@ std::int64_t one_cta_smem(const LoraShape& s, int cols) {
 }  // namespace
 
 bool runs_one(const LoraShape& s, const Machine& m, int cols) {
+  constexpr std::int64_t kLongest = 1 << 20;  // more of K fits no CTA, and its bytes no int
   return s.op == Op::kApply && m.arch == 90 && s.one_type && s.aligned_x && s.aligned_y &&
-         s.hidden > 0 && s.max_rank > 0 && s.max_rank <= kOneMaxRank && cols % 32 == 0 &&
-         cols <= kOneMaxCols && one_cta_smem(s, cols) <= m.max_smem &&
+         s.hidden > 0 && s.hidden <= kLongest && s.max_rank > 0 && s.max_rank <= kOneMaxRank &&
+         cols % 32 == 0 && cols <= kOneMaxCols && one_cta_smem(s, cols) <= m.max_smem &&
          max_tiles(s.num_tokens, s.num_adapters, 16) <= 65535;
 }
 

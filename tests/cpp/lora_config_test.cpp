@@ -289,6 +289,17 @@ TEST(LoraConfig, SlicesMayHaveNoColumns) {
   }
 }
 
+/// No CTA of the one kernel holds so much of K, whose bytes do not fit an int.
+TEST(LoraConfig, VeryLongKIsNotOneKernel) {
+  for (const std::int64_t turns : {30'000, 60'000, 100'000, 1'000'000}) {
+    for (const int rank : {16, 64}) {
+      const LoraShape s = shape(1, 1, rank, turns * kOneCluster * kDecodeK, {64});
+      EXPECT_FALSE(runs_one(s, {}, 32)) << s.hidden;
+      EXPECT_FALSE(choose(s, {}).one_kernel()) << s.hidden;
+    }
+  }
+}
+
 TEST(LoraConfig, APlanSaysWhichKernelsRun) {
   EXPECT_EQ(describe(choose(shape(8192, 16, 64, 4096, {4096, 1024, 1024}), {})).find("lora_apply"),
             0u);
