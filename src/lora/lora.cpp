@@ -202,7 +202,9 @@ std::string lora_launch_plan(const Tensor& x, const LoraWeights& weights, const 
                              std::int64_t offset) {
   const ArgCheck arg("lora_launch_plan");
   const lora::ApplyProblem p = apply_problem(arg, x, weights, y, offset);
-  return backend(arg, x.device).describe_apply(p);
+  const Backend& be = backend(arg, x.device);
+  if (p.num_tokens == 0) return "lora_apply of 0 tokens: no kernels";
+  return be.describe_apply(p);
 }
 
 LoraTraffic lora_traffic(std::int64_t hidden, std::span<const std::int64_t> widths,

@@ -314,6 +314,21 @@ TEST(LoraConfig, APlanSaysWhichKernelsRun) {
   EXPECT_NE(one.find("workspace 0 bytes"), std::string::npos) << one;
 }
 
+TEST(LoraConfig, NoTokensTakeNoKernels) {
+  alignas(16) float memory[64] = {};
+  std::vector<Device> devices = {{}};
+#if MORTAR_HAS_CUDA
+  devices.push_back({DeviceType::kCUDA, 0});  // of which nothing is asked
+#endif
+  for (const Device& device : devices) {
+    const Tensor a(memory, DType::kBFloat16, {1, 8, 16}, device);
+    const Tensor b(memory, DType::kBFloat16, {1, 16, 8}, device);
+    const Tensor x(memory, DType::kBFloat16, {0, 16}, device);
+    EXPECT_EQ(lora_launch_plan(x, LoraWeights::stacked({{a}}, {{b}}), x, 0),
+              "lora_apply of 0 tokens: no kernels");
+  }
+}
+
 #if MORTAR_HAS_CUDA
 TEST(LoraConfig, KernelsForOneTypeOf16BitsRefuseAnyOther) {  // before a launch: no GPU is needed
   for (const DType dtype : {DType::kInt32, DType::kFloat32, DType::kFloat8E4M3}) {
