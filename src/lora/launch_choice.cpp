@@ -346,6 +346,8 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   fit_round(s, m, c);
   if (!s.aligned_y) c.block_cols = 32;  // two kernels for all ranks, whose blocks are narrow
   c.stages = decode_stages(s, c, m);
+  // Blocks of a ring of fewer columns, before they were rounded up to whole ones.
+  if (!decode_ring_fits(s, m, c.cols, c.block_cols, c.stages)) c.block_cols /= 2;
   return c;
 }
 

@@ -211,6 +211,23 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
   }
 }
 
+/// Few tokens of ranks 65 to 128, whose blocks of B are half of the shared memory of some devices.
+TEST(LoraConfig, RingsOfTheDecodeExpandFitTheDevice) {
+  std::mt19937 random(3);
+  for (int i = 0; i < 20'000; ++i) {
+    const auto below = [&](int most) { return static_cast<std::int64_t>(random() % most); };
+    const std::vector<std::int64_t> widths(1 + below(3), 8 + 8 * below(1000));
+    const LoraShape s =
+        shape(1 + below(60), 1 + below(60), static_cast<int>(65 + below(64)), 1024, widths);
+    for (const Machine& m : kMachines) {
+      const ExpandPlan c = choose(s, m).expand;
+      if (c.kernel != ExpandKernel::kDecode) continue;
+      ASSERT_TRUE(decode_ring_fits(s, m, c.cols, c.block_cols, c.stages)) << describe(choose(s, m));
+      ASSERT_EQ(c.cols % c.block_cols, 0) << describe(choose(s, m));
+    }
+  }
+}
+
 TEST(LoraConfig, CandidatesFitTheirProblem) {
   std::mt19937 random(11);
   for (int i = 0; i < 2000; ++i) {
