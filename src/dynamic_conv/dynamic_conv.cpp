@@ -79,7 +79,8 @@ void dynamic_conv_check(const Tensor& cu_seqlens, std::int64_t num_tokens, const
   std::vector<std::byte> bytes;
   const auto on_host = [&](const Tensor& t) {
     bytes.resize(static_cast<std::size_t>(t.size(0) * dtype_size(t.dtype)));
-    backend(arg, t.device).read(t.data, bytes.data(), bytes.size(), stream);
+    const dynamic_conv::Backend& be = backend(arg, t.device);
+    if (!bytes.empty()) be.read(t.data, bytes.data(), bytes.size(), stream);
     return dynamic_conv::Integers{bytes.data(), t.dtype == DType::kInt64, t.size(0)};
   };
   if (cu_seqlens.defined()) {

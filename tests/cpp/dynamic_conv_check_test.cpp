@@ -183,6 +183,7 @@ TEST_P(DynamicConvCheck, SmallContents) {
             "dynamic_conv_check: slots must not repeat, got slot 2 at index 0 and at index 3");
   Operand good = integers({3, -1, 0, -1});
   EXPECT_NO_THROW(dynamic_conv_check({}, 0, good, 4, {}));
+  EXPECT_NO_THROW(dynamic_conv_check({}, 0, Tensor(nullptr, DType::kInt32, {0}, device), 4, {}));
 }
 
 // Host memory is checked at once; on a GPU the ops must not leave the tensors, whatever the
