@@ -19,6 +19,9 @@ void check_num_adapters(std::int64_t n) {
         kLoraMaxAdapters, ", got ", n);
 }
 
+/// No memory holds more, and widths of all slices add up in 64 bits.
+constexpr std::int64_t kMostColumns = std::int64_t{1} << 48;
+
 bool is_rank(std::int64_t rank) { return rank >= 1 && rank <= kLoraMaxRank; }
 
 void check_rank(const Tensor& t, const char* name, int dimension) {
@@ -72,6 +75,8 @@ LoraWeights LoraWeights::stacked(std::span<const Tensor> a, std::span<const Tens
     check(a.empty() || b[s].shape[2] == a[s].shape[1], kArg.op(), ": ", kBNames[s],
           " must have rank ", a.empty() ? 0 : a[s].shape[1], " in its last dimension as ",
           kANames[s], " has, got shape ", shape_string(b[s]));
+    check(b[s].shape[1] <= kMostColumns, kArg.op(), ": ", kBNames[s], " must have at most ",
+          kMostColumns, " rows, got shape ", shape_string(b[s]));
     w.b[s] = b[s];
     w.widths[s] = b[s].shape[1];
     w.max_rank = std::max(w.max_rank, static_cast<int>(b[s].shape[2]));
@@ -117,6 +122,8 @@ LoraWeights LoraWeights::from_table(const Tensor& table, DType dtype, int max_ra
   w.hidden = hidden;
   for (std::size_t s = 0; s < widths.size(); ++s) {
     check(widths[s] >= 0, kArg.op(), ": widths must be at least 0, got ", widths[s]);
+    check(widths[s] <= kMostColumns, kArg.op(), ": widths must be at most ", kMostColumns, ", got ",
+          widths[s]);
     w.widths[s] = widths[s];
   }
   return w;

@@ -58,6 +58,13 @@ std::vector<BadCall> weight_calls() {
        },
        kValue,
        {"lora_weights: a[1] must have width K = 16", "got shape (3, 8, 15)"}},
+      {"HugeWidth",  // a view with rows of stride 0 may say so
+       [](Call& c) {
+         c.weights.b[1].shape[1] = std::int64_t{1} << 61;
+         c.stacked();
+       },
+       kValue,
+       {"lora_weights: b[1] must have at most 281474976710656 rows", "got shape (3, 2305"}},
       {"MixedAdapters",
        [](Call& c) {
          c.weights.a[1] = reshaped(c.weights.a[1], {2, 8, 16});
@@ -185,6 +192,13 @@ std::vector<BadCall> weight_calls() {
        },
        kValue,
        {"lora_weights: widths must be at least 0", "got -2"}},
+      {"TableWidthHuge",  // eight of them would add up to 0
+       [](Call& c) {
+         c.widths = {1, std::int64_t{1} << 61};
+         c.from_table();
+       },
+       kValue,
+       {"lora_weights: widths must be at most 281474976710656", "got 2305843009213693952"}},
       {"TablePointeeDtype",
        [](Call& c) {
          c.table_dtype = kI32;
