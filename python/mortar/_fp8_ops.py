@@ -213,7 +213,8 @@ def _renamed(function: _Function, tensors: tuple, error: Exception) -> Exception
         given = [(n, t) for n, t in zip(names, tensors, strict=False) if t is not None]
         return in_words(function.name, given, error)
     inner, colon, sentence = str(error).partition(": ")
-    if not colon or inner not in (function.library, f"{function.name}_out"):
+    library = function.library
+    if not colon or inner not in (library, f"{library}_workspace", f"{function.name}_out"):
         return error
     return type(error)(f"{function.name}: {sentence}")
 

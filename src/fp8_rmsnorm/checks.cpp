@@ -52,6 +52,14 @@ Rows check_weight(const ArgCheck& arg, const Tensor& weight, const char* name, c
   return rows(weight);
 }
 
+/// What every choice of kernels relies on.
+void check_sizes(const ArgCheck& arg, const Tensor& x, const char* name) {
+  check(x.size(1) >= 1 && x.size(1) <= kFp8RmsNormMaxHidden, arg.op(), ": ", name,
+        " must have 1 to ", kFp8RmsNormMaxHidden, " columns, got shape ", shape_string(x));
+  check(x.size(0) <= kMaxRows, arg.op(), ": ", name, " must have at most ", kMaxRows,
+        " rows, got shape ", shape_string(x));
+}
+
 /// x [M, N] and its scales.
 Input check_input(const ArgCheck& arg, const Tensor& x, const char* name, const Tensor& x_scale,
                   bool may_be_float8) {
@@ -61,12 +69,9 @@ Input check_input(const ArgCheck& arg, const Tensor& x, const char* name, const 
   } else {
     arg.dtype(x, name, {kF32, kF16, kBF16});
   }
-  const std::int64_t columns = x.size(1);
-  check(columns >= 1 && columns <= kFp8RmsNormMaxHidden, arg.op(), ": ", name, " must have 1 to ",
-        kFp8RmsNormMaxHidden, " columns, got shape ", shape_string(x));
-  check(x.size(0) <= kMaxRows, arg.op(), ": ", name, " must have at most ", kMaxRows,
-        " rows, got shape ", shape_string(x));
+  check_sizes(arg, x, name);
   check_rows(arg, x, name);
+  const std::int64_t columns = x.size(1);
   Input in;
   in.rows = x.size(0);
   in.hidden = columns;
@@ -213,6 +218,7 @@ Rows rows_to_be(const Tensor& t) {
 
 Input sizes_of_input(const ArgCheck& arg, const Tensor& x, const char* name) {
   arg.ndim(x, name, 2);
+  check_sizes(arg, x, name);
   Input in;
   in.rows = x.size(0);
   in.hidden = x.size(1);

@@ -48,6 +48,28 @@ TEST_P(Fp8RmsNormCheck, SmallShapes) {
                "amax must have shape (), got (1)");
 }
 
+/// Queries refuse what the ops do: there is no plan for it, on any device.
+TEST_P(Fp8RmsNormCheck, SmallShapesOfQueries) {
+  const Forward f = good();
+  const auto expect = [&](std::int64_t rows, std::int64_t columns, const std::string& message) {
+    Tensor shaped = make(kBF16, {kM, kN});
+    shaped.shape[0] = rows;
+    shaped.shape[1] = columns;
+    const auto error = [](const std::function<void()>& call) {
+      return message_of(call, ErrorKind::kValue);
+    };
+    EXPECT_EQ(error([&] { fp8_rmsnorm_forward_workspace(shaped, f.format, f.out); }),
+              "fp8_rmsnorm_forward_workspace: x must have " + message);
+    EXPECT_EQ(error([&] { fp8_rmsnorm_backward_workspace(shaped); }),
+              "fp8_rmsnorm_backward_workspace: x must have " + message);
+    EXPECT_EQ(error([&] { fp8_quantize_workspace(shaped, f.format, f.out); }),
+              "fp8_quantize_workspace: y must have " + message);
+  };
+  expect(6, 0, "1 to 65536 columns, got shape (6, 0)");
+  expect(6, 65537, "1 to 65536 columns, got shape (6, 65537)");
+  expect(std::int64_t{1} << 31, 64, "at most 2146435072 rows, got shape (2147483648, 64)");
+}
+
 TEST_P(Fp8RmsNormCheck, SmallScalesOfX) {
   expect_error([&](Forward& f) { f.x_scale = {}; }, "x_scale is required, got nothing");
   expect_error(
