@@ -128,8 +128,8 @@ LoraPlanReport lora_plan_report(const Tensor& plan, Stream stream);
 /// R >= max_rank, float32 or the dtype of x, last dimension dense. Columns past an adapter's rank
 /// are written as zero. Rows of base tokens are left untouched, unless `zero_rows` is given:
 /// int32 or int64 [M], rows whose entry lies outside [0, L) are then written as zero.
-/// workspace: uint8 [>= lora_shrink_workspace(...)], 16-byte aligned; never more than twice h in
-/// float32 and 16 MB (24 MB with float32 weights under a bfloat16 x), for lora_apply as well.
+/// workspace: uint8 [>= lora_shrink_workspace(...)], 16-byte aligned; for lora_apply as well never
+/// over twice h in float32, ranks by 8, and 16 MB (24 MB with float32 weights under a bfloat16 x).
 void lora_shrink(const Tensor& x, const LoraWeights& weights, const LoraGroups& groups,
                  const Tensor& h, float scale, const Tensor& zero_rows, const Tensor& workspace,
                  Stream stream);
