@@ -192,6 +192,14 @@ std::vector<TrainCase> cases() {
       several(c);
       c.rows = 5;
     });
+    add(concat(name, "_adapter_left_out"), [&](TrainCase& c) {
+      several(c);
+      c.adapters = 3;
+      c.hidden = 64;  // a whole panel of A, behind weights of fewer bytes
+      c.widths = {8};
+      c.ranks = {0, 1, 0};
+      types(c, kBF16, kBF16, kBF16, kBF16, kBF16);
+    });
   }
   for (const bool dx : {false, true}) {
     for (const bool da : {false, true}) {

@@ -76,6 +76,7 @@ void Packed::put_all(const Matrix& m, Columns columns, std::int64_t rank) const 
 }
 
 void Packed::clear(Columns columns) const {
+  if (units == 0) return;  // of an adapter without a pair
   constexpr std::int64_t kPanel = lora::cpu::kPackColumns;
   const std::int64_t end = columns.first + columns.count;
   for (std::int64_t c = columns.first; c < end; c += kPanel) {
