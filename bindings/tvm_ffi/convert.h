@@ -133,14 +133,16 @@ inline void drop_second(Tensor& t, int ndim) {
 }
 
 /// A tensor [..., N] of more than two dimensions as [M, N]: its leading dimensions, in order, are
-/// rows that lie equally far apart.
+/// rows that lie equally far apart, unless they have no columns.
 inline void fold_rows(Tensor& t, const char* op, const char* name) {
   if (t.ndim <= 2) return;
+  const bool bare = t.shape[t.ndim - 1] == 0;
   std::int64_t rows = 1, stride = 0;
   for (int d = t.ndim - 2; d >= 0; --d) {
     if (t.shape[d] != 1 && rows == 1) stride = t.strides[d];
-    check(t.shape[d] == 1 || rows == 0 || t.shape[d] == 0 || t.strides[d] == rows * stride, op,
-          ": ", name, " must have leading dimensions that one stride steps through, got strides ",
+    check(bare || t.shape[d] == 1 || rows == 0 || t.shape[d] == 0 || t.strides[d] == rows * stride,
+          op, ": ", name,
+          " must have leading dimensions that one stride steps through, got strides ",
           t.strides[d], " and ", stride, " for shape ", shape_string(t));
     rows *= t.shape[d];
   }

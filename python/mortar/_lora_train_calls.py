@@ -193,14 +193,28 @@ def run_forward(layer: Layer, rows: Rows, x, h, y, base, a, b, eager: bool) -> N
     tensors = (x, h, None, *rows, *y, *base, *_matrices(layer, a, b))
     if eager and _forward_now(id(tensors), *layer.forward_numbers):
         return
-    pairs = _interleave(
-        layer.spread(a, None), layer.spread(b, None), layer.spread(layer.scales, 1.0)
-    )
     try:
-        _forward(*layer.sizes, x, h, None, *rows, *layer.p, *y, *base, *pairs)
+        _forward(*_forward_arguments(layer, rows, x, h, y, base, a, b))
     except RuntimeError as error:
         given = {"x": x, "h": h, **rows._asdict(), "y": y, "base": base, "a": a, "b": b}
         raise _in_words("lora_train_forward", given, error) from None
+
+
+def _forward_arguments(layer: Layer, rows: Rows, x, h, y, base, a, b) -> tuple:
+    pairs = _interleave(
+        layer.spread(a, None), layer.spread(b, None), layer.spread(layer.scales, 1.0)
+    )
+    return (*layer.sizes, x, h, None, *rows, *layer.p, *y, *base, *pairs)
+
+
+def check_forward(layer: Layer, rows: Rows, x, y, base, a, b) -> None:
+    """Raises what run_forward would for sizes and memory, and writes nothing."""
+    try:
+        lib.lora_train_forward_workspace(*_forward_arguments(layer, rows, x, None, y, base, a, b))
+    except ValueError as error:
+        raise ValueError(str(error).replace("_workspace: ", ": ", 1)) from None
+    except (RuntimeError, TypeError):
+        pass  # of what run_forward has other words for
 
 
 def run_backward(

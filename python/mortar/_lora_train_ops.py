@@ -32,12 +32,14 @@ from ._lora_train_calls import (
     as_read,
     as_rows,
     as_written,
+    check_forward,
     exact_gradients,
     hidden_width,
     interleaved_adds,
     run_backward,
     run_forward,
 )
+from ._lora_train_in_place import check_changeable, overwrite
 from ._new_tensors import allocator_like, dense_strides
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -321,15 +323,19 @@ _make_linear = super(torch.autograd.Function, _Linear).apply
 def train(op: str, call: Call, x: Tensor, base, a, b) -> list[Tensor]:
     """y of every slice, with a gradient where one is wanted."""
     refuse_transforms(op)
-    if call.in_place and not is_compiling() and wants_gradient(x, base, a, b):
-        _check_changeable(op, base)
-    if call.in_place and (
-        is_compiling() or x.is_meta or not is_eager(x) or _are_views(base, x, a, b)
-    ):
-        # What traces sees a result that is copied. And autograd takes the first input of a node for
-        # the view that the node changes in place, of which there may be but one.
-        y = train(op, call._replace(in_place=False), x, base, a, b)
-        return [old.copy_(new) for old, new in zip(base, y, strict=True)]
+    if call.in_place:
+        traced = is_compiling() or x.is_meta or not is_eager(x)
+        wanted = not is_compiling() and wants_gradient(x, base, a, b)
+        are_views = wanted and any(t._is_view() for t in base)
+        if wanted:
+            check_changeable(op, base)
+        if are_views and not traced and x.dtype is not torch.float64:
+            check_forward(call.layer, call.rows, as_read(x), base, base, a, b)
+        if traced or are_views:
+            # What traces sees a result that is copied. And autograd takes the first input of a node
+            # for the view that the node changes in place, of which there may be but one.
+            y = train(op, call._replace(in_place=False), x, base, a, b)
+            return overwrite(base, y, are_views)
     if is_compiling():
         args = (as_rows(x), [as_rows(t) for t in base], list(a), list(b), *call.rows, *call.layer)
         *flat, _ = _op(*args, call.dtype, call.save_h)
@@ -344,26 +350,6 @@ def train(op: str, call: Call, x: Tensor, base, a, b) -> list[Tensor]:
     if call.in_place:
         increment_version(y)
     return y
-
-
-def _check_changeable(op: str, base) -> None:
-    """Refuses what autograd would, after the call had written it."""
-    for t in base:
-        if t.requires_grad and t.is_leaf:
-            raise RuntimeError(
-                f"{op}: out must be no leaf that requires a gradient while one is wanted, got such "
-                "a tensor; leave it away or call it under torch.no_grad()"
-            )
-        if t.is_inference():
-            raise RuntimeError(
-                f"{op}: out must be no tensor of inference mode while a gradient is wanted, got "
-                "one; clone() it"
-            )
-
-
-def _are_views(base, x, a, b) -> bool:
-    """Whether a gradient is wanted of what changes in place as part of another tensor."""
-    return any(t._is_view() for t in base) and wants_gradient(x, base, a, b)
 
 
 def train_into(op: str, layer: Layer, rows: Rows, x: Tensor, base, a, b, out: list[Tensor]) -> None:

@@ -165,6 +165,18 @@ def test_expanded_gradient(device):
     check_gradients(case, case.x.grad, *weight_gradients(case))
 
 
+def test_leading_dimensions_without_columns(device):
+    """No stride steps through them, and none needs to."""
+    case = Case(Problem((24,)), device)
+    a, b = case.adapters[0][0]
+    base = torch.zeros(2, 6, 4, 1, device=device)[:, ::2, :, :0]
+    x = case.x.view(2, 3, 4, 40)
+    for out in (None, base):
+        assert lora.linear(x, a, b[:0], base=base, out=out).shape == base.shape
+    bare = torch.zeros(2, 6, 4, 1, device=device)[:, ::2, :, :0]
+    assert (lora.linear(bare, a[:, :0], b) == 0).all()
+
+
 def test_leading_dimensions(device):
     case = Case(Problem((24,)), device)
     a, b = case.adapters[0][0]
@@ -214,6 +226,21 @@ def test_in_place_onto_views_has_gradients(device, slices):
         results.append([product, *torch.autograd.grad((product * weights).sum(), leaves)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_in_place_onto_views_of_what_has_no_gradient(device):
+    """Columns of one frozen product: the first slice gives it the gradient that the next one then
+    finds."""
+    case = Case(Problem(widths=(24, 8), ranks=((6, 6),)), device)
+    a, b = ([pair[i].requires_grad_() for pair in case.adapters[0]] for i in (0, 1))
+    results = []
+    for in_place in (True, False):
+        product = torch.cat(case.base, 1)
+        views = [product[:, :24], product[:, 24:]]
+        y = lora.linear(case.x, a, b, 0.5, base=views, out=views if in_place else None)
+        product = product if in_place else torch.cat(y, 1)
+        results.append([product, *torch.autograd.grad(product.square().sum(), [*a, *b])])
+    assert_bitwise(*results)
 
 
 def test_in_place_onto_the_base_has_gradients(device):

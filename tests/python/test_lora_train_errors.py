@@ -101,6 +101,43 @@ def test_overlap(case):
     bad_call(case, r"y\[0\] must", out=shared)
 
 
+def test_views_that_overlap_while_a_gradient_is_wanted(case):
+    """The results of views are copied there: as without gradients, nothing is then."""
+    a, b = case.adapters[0][0]
+    a = a.clone().requires_grad_()
+    room = torch.zeros(19, 80, device=case.x.device)
+    x = room[:, :40].copy_(case.x)
+    shared = torch.zeros(1, 24, device=case.x.device).expand(19, 24)
+    for second, message in (
+        (shared, r"y\[1\] must not overlap itself"),
+        (room[:, 38:62], r"y\[1\] and x must not overlap"),
+        (room[:, 50:74], r"y\[1\] and y\[0\] must not overlap"),
+    ):
+        out = [room[:, 56:], second]
+        before = room.clone()
+        with pytest.raises(ValueError, match=f"^lora_train_forward: {message}"):
+            lora.linear(x, [a, a], [b, b], base=out, out=out)
+        assert torch.equal(room, before)
+
+
+@pytest.mark.parametrize("kind", ["split", "no_grad", "leaf"])
+def test_views_that_autograd_would_refuse(case, kind):
+    """The first slice might change, the second must not: neither has when the error comes."""
+    a, b = case.adapters[0][0]
+    a = a.clone().requires_grad_()
+    room = torch.zeros(19, 48, device=case.x.device)
+    leaf = room.clone().requires_grad_()
+    views = {"split": room.split(24, 1)[1], "leaf": leaf[:, 24:]}
+    with torch.no_grad():
+        views["no_grad"] = room[:, 24:]
+    out = [room[:, :24], views[kind]]
+    with pytest.raises(RuntimeError, match="^linear: out must be no view") as caught:
+        lora.linear(case.x, [a, a], [b, b], base=out, out=out)
+    assert "\n" not in str(caught.value)
+    assert not room.any()
+    assert not leaf.any()
+
+
 def test_more_than_eight_slices(case):
     a, b = case.adapters[0][0]
     with pytest.raises(ValueError, match="num_slices must be 1 to 8, got 9"):
