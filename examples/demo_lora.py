@@ -37,6 +37,7 @@ import lora_report
 import lora_training
 import mortar
 from corpus import Corpus, load_corpora
+from demo_main import positive
 from lora_measure import PREFILL_TOKENS, check, losses, measure
 from lora_report import stage
 from lora_subject import Subject, assemble
@@ -68,10 +69,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"]
     )
-    parser.add_argument("--new-tokens", type=int, default=160, help="length of the sample texts")
-    parser.add_argument("--rounds", type=int, default=12, help="timing: prefills of each kind")
     parser.add_argument(
-        "--steps", type=int, default=20, help="timing: decode steps after each prefill"
+        "--new-tokens", type=positive, default=160, help="length of the sample texts"
+    )
+    parser.add_argument("--rounds", type=positive, default=12, help="timing: prefills of each kind")
+    parser.add_argument(
+        "--steps", type=positive, default=20, help="timing: decode steps after each prefill"
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model, in seconds")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
@@ -79,6 +82,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if bool(args.model) != bool(args.adapters):
         parser.error("--model and --adapters go together")
+    if args.model and args.model.startswith(("/", ".", "~")) and not Path(args.model).is_dir():
+        parser.error(f"--model: there is no folder {args.model}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU")
     if args.device == "cuda" and not lib.has_cuda():

@@ -15,6 +15,14 @@ from corpus import Corpus, load_corpora
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def positive(text: str) -> int:
+    """The type of an argument that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
 def demo(
     name: str,
     title: str,
@@ -29,7 +37,9 @@ def demo(
     parser = argparse.ArgumentParser(
         prog=f"./run demo {name}", description=description.splitlines()[0]
     )
-    parser.add_argument("--steps", type=int, default=recipe.steps, help="(default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=positive, default=recipe.steps, help="(default: %(default)s)"
+    )
     folder = ROOT / "build" / f"demo_{name}"
     parser.add_argument("--out", type=Path, default=folder, metavar="DIR")
     arguments = parser.parse_args()

@@ -37,6 +37,7 @@ from transformers import AutoModelForCausalLM
 
 import lora_training
 from corpus import Corpus, load_corpora
+from demo_main import positive
 from mortar._ffi import lib
 from mortar.compat.peft import accelerate
 
@@ -61,7 +62,7 @@ class Run:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="./run demo train", description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--steps", type=int, help="of every training")
+    parser.add_argument("--steps", type=positive, help="of every training")
     parser.add_argument("--dropout", type=float, default=0.0, help="losses then differ by masks")
     parser.add_argument("--quick", action="store_true", help="a tiny model, in seconds")
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="results and cache")

@@ -101,6 +101,8 @@ def _save_tokenizer(folder: Path) -> None:
 WRONG_ARGUMENTS = [
     (["--model", "x"], "--model and --adapters go together"),
     (["--device", "tpu"], "invalid choice"),
+    (["--steps", "0"], "--steps: must be at least 1, got 0"),
+    (["--model", "/nowhere", "--adapters", "x"], "--model: there is no folder /nowhere"),
 ]
 if not torch.cuda.is_available():
     WRONG_ARGUMENTS.append((["--device", "cuda"], "PyTorch sees no GPU"))

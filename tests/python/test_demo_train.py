@@ -33,7 +33,7 @@ def test_losses_are_those_of_peft(demo, tmp_path, capsys, device):
     assert all(len(curve) == 3 for curve in runs["together"]["losses"].values())
 
 
-@pytest.mark.parametrize("wrong", ["--dropout=1.5", "--device=tpu"])
+@pytest.mark.parametrize("wrong", ["--dropout=1.5", "--device=tpu", "--steps=0"])
 def test_bad_arguments(demo, wrong):
     with pytest.raises(SystemExit) as caught:
         demo.parse([wrong])

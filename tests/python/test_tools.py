@@ -144,3 +144,10 @@ def test_run_lists_its_commands():
         assert f"\n  {command} " in done.stdout
     wrong = subprocess.run([ROOT / "run", "absent"], text=True, capture_output=True)
     assert wrong.returncode == 1 and "no command 'absent'" in wrong.stderr
+
+
+def test_run_takes_no_helper_of_the_benchmarks_for_one():
+    wrong = subprocess.run([ROOT / "run", "bench", "peers"], text=True, capture_output=True)
+    assert wrong.returncode == 1
+    assert "there is no benchmark 'peers'" in wrong.stderr
+    assert "norm" in wrong.stderr
