@@ -29,6 +29,7 @@ from ._library import (
     increment_version,
     negation,
     note_writes,
+    refuse_nested,
     refuse_tangents,
     refuse_transforms,
 )
@@ -224,3 +225,4 @@ def require_tensors(function: str, operands: tuple[tuple[str, bool], ...], value
     for (name, optional), value in zip(operands, values, strict=False):
         if not (isinstance(value, torch.Tensor) or (optional and value is None)):
             raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")
+        refuse_nested(function, **{name: value})

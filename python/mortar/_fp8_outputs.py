@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._fp8_ops import NUMERICS, SCALINGS, require_tensors
+from ._library import refuse_nested
 from ._new_tensors import allocator_like, dense_strides
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -136,6 +137,8 @@ def outputs(
     if out is not None:
         return _given_outputs(function, out, chosen, scale)
     dtype, (_, _, index, group, _, given_scale, _), col, transpose, normed, _ = chosen
+    if y.ndim != 2:  # before its sizes are read
+        refuse_nested(function, **{name: y})
     shape = tuple(y.shape)
     if len(shape) < 2:
         raise ValueError(f"{function}: {name} must have at least 2 dimensions, got {shape}")

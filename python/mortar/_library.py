@@ -99,6 +99,13 @@ def in_words(op: str, tensors: Iterable[tuple[str, torch.Tensor]], error: Except
     return error
 
 
+def refuse_nested(op: str, **tensors) -> None:
+    """Raises for a nested tensor, of which even the sizes are an error of PyTorch's to read."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, _Tensor) and tensor.is_nested:
+            raise in_words(op, [(name, tensor)], RuntimeError())
+
+
 def in_words_of(op: torch._ops.OpOverload, function: Callable) -> Callable:
     """The function, which takes the arguments of the op, with its errors in words."""
     name = op._schema.name.removeprefix("mortar::")

@@ -113,6 +113,10 @@ def slices_of(op: str, slot: int, adapter: Adapter) -> list[Pair | None] | None:
                 f"{op}: adapter {slot}, slice {s} must be a pair of tensors (A, B) or None, "
                 f"got {got}"
             )
+        if entry is not None and any(t.is_nested for t in entry):
+            raise TypeError(
+                f"{op}: adapter {slot}, slice {s} must be dense tensors in memory, got a nested one"
+            )
     return entries
 
 

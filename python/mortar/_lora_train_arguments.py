@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._library import negation
+from ._library import negation, refuse_nested
 from ._lora_train_calls import Rows, as_written
 
 _DROPS = {"input": False, "delta": True}
@@ -72,7 +72,7 @@ def check_count(name: str, values: Sequence, count: int) -> None:
 
 
 def check_matrices(op: str, x, a: Sequence, b: Sequence) -> None:
-    if isinstance(x, Tensor) and x.ndim > 0:
+    if isinstance(x, Tensor) and x.ndim > 0 and not x.is_nested:
         for t in (*a, *b):
             if not isinstance(t, Tensor) or t.ndim != 2:
                 break
@@ -82,6 +82,7 @@ def check_matrices(op: str, x, a: Sequence, b: Sequence) -> None:
         for t in tensors:
             if not isinstance(t, Tensor):
                 raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+            refuse_nested(op, **{name: t})
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least 1 dimension, got shape ()")
     for name, tensors in (("a", a), ("b", b)):
@@ -150,6 +151,8 @@ def check_written(op: str, out: Tensor, name: str = "out") -> None:
 def check_shape(op: str, name: str, t, shape: tuple[int, ...]) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+    if t.ndim != len(shape):
+        refuse_nested(op, **{name: t})
     if t.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(t.shape)}")
 

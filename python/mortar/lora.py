@@ -45,7 +45,7 @@ import torch
 
 from . import _lora_ops as ops
 from ._ffi import WRITTEN, lib, torch_function
-from ._library import increment_version, is_eager, negation
+from ._library import increment_version, is_eager, negation, refuse_nested
 from ._limits import LORA_MAX_ADAPTERS, LORA_MAX_TOKENS
 from ._lora_memory import ANY_STREAM, Memory
 from ._lora_weights import Weights
@@ -178,6 +178,7 @@ def _check_arguments(token_adapter: torch.Tensor, num_adapters: int, out: Plan |
         got = type(token_adapter).__name__
         raise TypeError(f"lora_plan: token_adapter must be a tensor, got {got}")
     if token_adapter.ndim != 1:
+        refuse_nested("lora_plan", token_adapter=token_adapter)
         raise ValueError(
             "lora_plan: token_adapter must have 1 dimension, got shape "
             f"{tuple(token_adapter.shape)}"
@@ -226,6 +227,7 @@ def _check_types(
         if not isinstance(value, torch.Tensor) and not left_out:
             got = "None" if value is None else type(value).__name__
             raise TypeError(f"{op}: {name} must be a tensor, got {got}")
+    refuse_nested(op, **tensors)
     for name, value, kind in (("weights", weights, Weights), ("plan", plan, Plan)):
         if not isinstance(value, kind):
             got = "None" if value is None else type(value).__name__
@@ -330,6 +332,7 @@ def shrink(
         if not isinstance(x, torch.Tensor) or not isinstance(weights, Weights):
             _check_types("lora_shrink", weights, plan, "x", x=x)
         if x.ndim != 2:
+            refuse_nested("lora_shrink", x=x)
             raise ValueError(f"lora_shrink: x must have 2 dimensions, got shape {tuple(x.shape)}")
         shape = (weights.num_slices, x.shape[0], weights.max_rank)
         h = torch.empty(shape, dtype=torch.float32, device=x.device)

@@ -41,7 +41,7 @@ from torch.compiler import is_compiling
 
 from . import _lora_train_ops as ops
 from ._ffi import lib
-from ._library import any_negation
+from ._library import any_negation, refuse_nested
 from ._lora_train_arguments import (
     NUMBERS,
     as_list,
@@ -209,6 +209,7 @@ def backward(
         for t in tensors:
             if not isinstance(t, Tensor) and not (t is None and name not in ("a", "b", "dy")):
                 raise TypeError(f"backward: {name} must be a tensor, got {type(t).__name__}")
+            refuse_nested("backward", **{name: t})
     for name, tensors in (("dx", [dx]), ("da", da), ("db", db)):
         for t in tensors:
             if t is not None and t.ndim == 2 and not is_compiling():

@@ -21,6 +21,8 @@ OPAQUE = {
     "compressed": lambda t: t.to_sparse_csr() if t.ndim == 2 else t.to_sparse(),
     "meta": lambda t: t.to("meta"),
     "quantized": lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+    "nested": lambda t: torch.nested.as_nested_tensor([t], layout=torch.strided),
+    "jagged": lambda t: torch.nested.as_nested_tensor([t], layout=torch.jagged),
 }
 
 

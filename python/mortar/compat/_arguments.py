@@ -3,6 +3,8 @@
 
 from torch import Tensor
 
+from .._library import refuse_nested
+
 
 def check_dimensions(function: str, **given: tuple) -> None:
     """One sentence for the first argument that is no tensor, or has another number of dimensions.
@@ -11,5 +13,6 @@ def check_dimensions(function: str, **given: tuple) -> None:
         if not isinstance(value, Tensor):
             raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")
         if value.ndim not in dimensions:
+            refuse_nested(function, **{name: value})
             wanted, shape = " or ".join(map(str, dimensions)), tuple(value.shape)
             raise ValueError(f"{function}: {name} must have {wanted} dimensions, got shape {shape}")
