@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -142,7 +143,7 @@ def outputs(
     shape = tuple(y.shape)
     if len(shape) < 2:
         raise ValueError(f"{function}: {name} must have at least 2 dimensions, got {shape}")
-    rows, hidden = shape if len(shape) == 2 else (y.shape[:-1].numel(), shape[-1])
+    rows, hidden = shape if len(shape) == 2 else (math.prod(shape[:-1]), shape[-1])
     if eager and len(shape) == 2:  # the usual case, in half the time
         strides, strides_t = (hidden or 1, 1), (rows or 1, 1)
     else:

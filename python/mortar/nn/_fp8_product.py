@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -45,13 +46,17 @@ def multiply(
 
 
 def _multiply(a, a_scale, b_t, b_scale, out_dtype) -> Tensor:
-    aligned = b_t.shape[0] % 16 == 0 and b_t.shape[1] % 16 == 0
+    # Sizes last: to a tracer each question is a condition on those that it leaves open.
     both_e5m2 = a.dtype == b_t.dtype == _E5M2
-    fits = a.numel() > 0 and b_t.numel() > 0 and aligned and not both_e5m2
-    if fits and _device_multiplies_fp8(a.device):
+    if not both_e5m2 and _device_multiplies_fp8(a.device) and _are_aligned(a, b_t):
         return torch._scaled_mm(a, b_t.t(), a_scale, b_scale, out_dtype=out_dtype,
                                 use_fast_accum=False)  # fmt: skip
     return (a.float() @ b_t.float().t() * (a_scale * b_scale)).to(out_dtype)
+
+
+def _are_aligned(a: Tensor, b_t: Tensor) -> bool:
+    aligned = b_t.shape[0] % 16 == 0 and b_t.shape[1] % 16 == 0
+    return aligned and a.numel() > 0 and b_t.numel() > 0
 
 
 def rows_dense(weight: Tensor) -> Tensor:
@@ -78,7 +83,8 @@ def check_product(activation, weight) -> None:
 
 def check_parts(q: Tensor, q_t: Tensor | None, carrier: Tensor | None) -> None:
     """Of a record whose q somebody has cut to size, say, but not what lies beside it."""
-    rows, shape = q.shape[:-1].numel(), tuple(q.shape)
+    shape = tuple(q.shape)
+    rows = math.prod(shape[:-1])  # torch.Size.numel() makes a number of a size that is a symbol
     for name, part, wanted in (("q_t", q_t, (shape[-1], rows)), ("normed", carrier, shape)):
         if part is not None and part.shape != wanted:
             raise ValueError(
