@@ -116,6 +116,18 @@ bool takes_chunks_of_few(const LoraShape& s, const Machine& m, const ShrinkPlan&
 /// Of tiles of 16, whether a CTA of shrink sums all of K, or a kernel adds the partials of chunks.
 bool sums_whole(const LoraShape& s) { return !has_light_partials(s) || !waits_for_steps(s); }
 
+/// Whether rank rows are so many that tiles of 64, half full as they are, take K sooner than tiles
+/// of 16 take long chunks of it: they leave no partials as a rule. (us on an H100, wgmma and the
+/// decode kernel, rank 16: of 48 rows 705 tokens of 30 adapters, 8,192 to 8,192 + 2 x 1,024, 29.5
+/// and 33.1; 900 of 60 45.8 and 50.8; 500 of 24, 16,384 to 16,384 + 2 x 1,024, 49.8 and 52.0; 600
+/// of 40, 5,120 to 3 x 5,120, 33.9 and 34.6; but of 32 964 of 68, 5,120 to 2 x 13,824, 66.8 and
+/// 66.3; of 16 1,257 of 32, rank 4, 16,384 to 16,384, 51.9 and 46.7; of short chunks 1,024 of 64,
+/// 48 rows, 4,096 to 4,096 + 2 x 1,024, even 31.3 and 32.4, Zipf 35.7 and 33.6.)
+bool has_many_rows(const LoraShape& s, const Machine& m) {
+  constexpr int kManyRows = 33;
+  return runs_wgmma(s, m) && s.rank_rows() >= kManyRows && leaf_size(s.hidden) == kDecodeK;
+}
+
 }  // namespace
 
 /// Where shrink takes tiles of 16 tokens, too, as those of 64 would be mostly not full, and they
@@ -146,7 +158,10 @@ bool suits_bulk(const LoraShape& s, const Machine& m) {
 }
 
 ShrinkPlan shrink_before_bulk(const LoraShape& s, const Machine& m) {
-  if (best_tile_tokens(s) == 16) return sums_whole(s) ? bulk_shrink(s, m) : decode_shrink(s, m);
+  if (best_tile_tokens(s) == 16) {
+    if (sums_whole(s)) return bulk_shrink(s, m);
+    return has_many_rows(s, m) ? wgmma_shrink(s, m) : decode_shrink(s, m);
+  }
   if (sums_few(s, m)) return bulk_shrink(s, m);
   const ShrinkPlan wgmma = sm90_shrink(s, m);
   return takes_chunks_of_few(s, m, wgmma) ? decode_shrink(s, m) : wgmma;

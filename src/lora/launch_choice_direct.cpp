@@ -82,13 +82,25 @@ ExpandPlan choose_direct(const LoraShape& s, const Machine& m) {
          (c.cols + step) * column_bytes <= most) {
     c.cols += step;
   }
-  if (groups > 1) return c;
   // Whole rounds of the groups of columns that a warp has in flight. (us on an H100, 240 tokens of
   // 81 adapters, rank 4, 3,584 to 3,584 + 2 x 512, 1,024 columns 9.4, 1,280 10.5; 453 of 24, 5,120
   // to 2 x 13,824, 31.7 and 35.0; but 98 of 69, 8,192 to 8,192 + 2 x 1,024, 1,536 columns 17.3,
   // 1,664 14.8.)
   constexpr int kRound = 4 * kDirectCols;
-  if (c.cols > kRound) c.cols = c.cols / kRound * kRound;
+  if (groups == 1 && c.cols > kRound) c.cols = c.cols / kRound * kRound;
+  // As many CTAs, the widest of which have fewer columns, where those of half of the tiles run at
+  // once: by Zipf's law there may be no more. (us on an H100: 488 of 484, Zipf, rank 4, 4,096 to
+  // 4,096, 2,048 columns 14.1, 3,072 15.4; 975 of 84, 2,048 to 2,048 + 2 x 512, 1,024 columns 12.5,
+  // 1,536 14.3; 1,059 of 135, even, 2,048 to 2 x 2,048, 12.8 and 13.4; 426 of 230, rank 8, 7,168 to
+  // 8,192, 2,048 columns 31.6, 2,560 33.0; but all tiles there, 1.3 rounds of CTAs, 367 of 337,
+  // 3,584 to 3,584, 27.0 and 24.9, 1,463 of 333, 4,096 to 4,096, 28.7 and 28.1; of more CTAs 1,389
+  // of 331, 8,192 to 8,192, 45.8 and 44.9.)
+  const std::int64_t blocks = ceil_div<std::int64_t>(s.max_width(), c.cols);
+  const int even = round_up(static_cast<int>(ceil_div(s.max_width(), blocks)), kRound);
+  const std::int64_t ctas = column_blocks(s, even);
+  if (ctas == column_blocks(s, c.cols) && tiles * ctas <= 2 * per_sm * m.sms) {
+    c.cols = std::min(c.cols, even);
+  }
   return c;
 }
 

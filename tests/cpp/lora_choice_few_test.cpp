@@ -249,6 +249,7 @@ TEST(LoraChoice, LowRanksOfManyAdaptersHavePersistentCtas) {
   LoraShape few = shape(488, 484, 4, 4096, {4096});
   few.b_runs = true;
   EXPECT_EQ(choose(few, {}).expand.kernel, ExpandKernel::kDirect);
+  EXPECT_EQ(choose(few, {}).expand.cols, 2048);  // not 3,072 and 1,024
   EXPECT_FALSE(bulk(plan(shape(4624, 160, 16, 1024, {512, 256, 256}))));
   EXPECT_EQ(plan(shape(5841, 403, 16, 1024, {512, 256, 256})).shrink.shape, 0);
 }
@@ -272,6 +273,8 @@ TEST(LoraChoice, PersistentCtasExpandWhatTilesOf64HaveShrunk) {
   EXPECT_EQ(shrink(shape(1257, 32, 4, 16384, {16384})), ShrinkKernel::kDecode);
   EXPECT_EQ(shrink(shape(948, 21, 4, 18944, {3584})), ShrinkKernel::kDecode);
   EXPECT_EQ(shrink(shape(521, 106, 16, 8192, {7168, 7168})), ShrinkKernel::kStream);
+  EXPECT_EQ(shrink(shape(705, 30, 16, 8192, {8192, 1024, 1024})), ShrinkKernel::kWgmma);
+  EXPECT_EQ(shrink(shape(964, 68, 16, 5120, {13824, 13824})), ShrinkKernel::kDecode);
   for (const LoraShape& s :
        {shape(2389, 3, 16, 5120, {1280, 1280, 1280}), shape(4884, 51, 4, 1024, {512, 256, 256}),
         shape(818, 50, 16, 5120, {5120})}) {

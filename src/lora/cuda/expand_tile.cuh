@@ -106,13 +106,18 @@ __device__ __forceinline__ Block find_block(const ExpandParams& p, int index) {
 /// A cut of all slices into blocks.
 struct Cut {
   int cols = 0, blocks = 0;
+  int wider = 0;  ///< columns from which on there are fewer blocks, if there are any
 
   __device__ __forceinline__ void set(const ExpandParams& p, int own_cols) {
     cols = own_cols;
     blocks = 0;
+    wider = 1 << 30;
 #pragma unroll 1
     for (int s = 0; s < p.weights.num_slices; ++s) {
-      blocks += ceil_div(static_cast<int>(p.weights.widths[s]), cols);
+      const auto width = static_cast<int>(p.weights.widths[s]);
+      const int own = ceil_div(width, cols);
+      blocks += own;
+      if (own > 1) wider = min(wider, ceil_div(width, own - 1));
     }
   }
 };
@@ -132,7 +137,9 @@ __device__ __forceinline__ Cut cut_for_round(const ExpandParams& p, int tiles) {
   int all = 0;
   for (int s = 0; s < p.weights.num_slices; ++s) all += static_cast<int>(p.weights.widths[s]);
   int cols = max(kLeast, round_up(ceil_div(all, wanted), kStep));
-  for (cut.set(p, cols); cut.blocks * tiles > most; cut.set(p, cols)) cols += kStep;
+  for (cut.set(p, cols); cut.blocks * tiles > most; cut.set(p, cols)) {
+    cols = round_up(cut.wider, kStep);
+  }
   // Slices of unlike widths would leave most of the round to a few CTAs.
   return 2 * cols > 3 * p.cols ? Cut{p.cols, blocks} : cut;
 }
