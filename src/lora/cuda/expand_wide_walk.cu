@@ -51,23 +51,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   using Own = Room<kStaged, Element>;
   auto& shared = *reinterpret_cast<Shared<kStaged, Element>*>(smem + Own::kRing);
   const std::uint32_t ring = device::smem_address(smem);
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int thread = static_cast<int>(threadIdx.x);
   device::pdl_begin(p.early);
+  if (p.b_boxes && thread == kConsumers) {
+    device::prefetch_tensor_map(p.h_map);
+    device::prefetch_tensor_map(p.b_map[0]);
+  }
 
-  // The CTA's steps, and the tile of the first one
+  const bool scouts = thread >= kFirstScout;
+  const RunList most{p.groups, p.tiles, scouts ? p.tiles.num : 0};
+  RunLeaders leaders(most);
   const int4 head = __ldcg(reinterpret_cast<const int4*>(p.groups.plan));
-  const bool of_batch = is_plan_of(head, p.tiles, p.weights.num_adapters);
-  const RunList tiles{p.groups, p.tiles, of_batch ? min(head.w, p.tiles.num) : 0};
-  int runs = 0;
-  for (int base = 0; base < tiles.num; base += kThreads) {
-    runs += __syncthreads_count(tiles.leads(base + thread));
-  }
-  const Share share(p, runs);
-  if (share.left == 0) return device::pdl_leave();
-  if (warp == 0) {
-    const int first = tiles.leader<8>(0, share.run);
-    if (lane == 0) shared.first = first;
-  }
   if (thread == 0) {
     const int copiers = p.b_boxes ? 1 : kProducers;
     for (int i = 0; i < Own::kSteps; ++i) {
@@ -96,20 +90,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 
   // Look up
-  if (thread >= kFirstScout) {
+  if (scouts) {
     device::fewer_registers<Own::kScoutRegisters>();
-    Scout<kStaged, Element> scout(p, shared, share, tiles);
+    const bool of_batch = is_plan_of(head, p.tiles, p.weights.num_adapters);
+    const RunList tiles{p.groups, p.tiles, of_batch ? min(head.w, p.tiles.num) : 0};
+    const Share share(p, p.stride, leaders.count(tiles));
+    const int first = share.left > 0 ? leaders.find(tiles, share.run) : tiles.num;
+    Scout<kStaged, Element> scout(p, shared, share, tiles, first);
     wait_for_other();
     if constexpr (kStaged) {
-      if (p.add_inputs) {
-        tell_and_copy<T>(p, shared, scout, ring + Own::kY);
-        return;
-      }
-    }
+      tell_and_copy<T>(p, shared, scout, ring + Own::kY);
+    } else {
+      // Where warpgroups take turns, each learns of the end.
 #pragma unroll 1
-    while (scout.tell()) {
+      for (int ends = 0; ends < (Own::kTurns ? kTiles : 1);) ends += scout.tell() ? 0 : 1;
     }
-    if constexpr (Own::kTurns) scout.tell();  // so that the other warpgroup ends, too
     return;
   }
 
@@ -149,13 +144,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class T, bool kStaged, class Element = std::uint16_t>
 void launch_kernel(const ExpandParams& p, Stream stream) {
   static_assert(kSmem<kStaged, Element> + 1024 <= 228 * 1024, "a CTA fits an SM");
-  WalkParams walk{p, {}, {}, {}};
+  WalkParams walk{p, {}, {}, {}, 0};
   if (p.b_boxes) set_maps(walk);
   const std::int64_t steps = max_tiles(p.tiles.num_tokens, p.weights.num_adapters, kTokens) *
                              p.block_start[p.weights.num_slices];
   const std::int64_t ctas = std::min<std::int64_t>(steps, device::current_device().num_sms);
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(round_up<std::int64_t>(ctas, p.cluster)));
+  walk.stride = stride_of(p, static_cast<int>(l.grid.x));
   l.cluster_x = static_cast<unsigned>(p.cluster);
   l.threads = kThreads;
   l.smem = kSmem<kStaged, Element>;

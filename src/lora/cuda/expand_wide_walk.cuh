@@ -79,9 +79,10 @@ struct Step {
   bool fresh;            ///< h is not that of the step before
   int h_arrivals;        ///< of each warp, which say that it needs h no longer
   int b_taken, h_taken;  ///< blocks of B, and of h, that steps before took
-  bool vector;           ///< rows of B start at multiples of 16 bytes
-  const void* b;         ///< the first column's row
-  const void* h;         ///< the first token's row
+  // Of rows that threads copy:
+  bool vector;    ///< those of B start at multiples of 16 bytes
+  const void* b;  ///< the first column's row
+  const void* h;  ///< the first token's row
   std::int64_t b_stride;
   // Of boxes: both CTAs of a cluster take these columns; groups of columns of B before them, rows
   // of h.
@@ -104,7 +105,6 @@ struct Shared {
       empty[kMostStages];
   device::Mbarrier y_full[kYStages], y_empty[kYStages];
   device::Mbarrier turn[kTiles];  ///< of warpgroups that take turns
-  int first;                      ///< tile of the first run
 };
 template <bool kStaged, class Element>
 inline constexpr int kSmem = Room<kStaged, Element>::kRing + int{sizeof(Shared<kStaged, Element>)};
@@ -112,6 +112,7 @@ inline constexpr int kSmem = Room<kStaged, Element>::kRing + int{sizeof(Shared<k
 struct WalkParams : ExpandParams {
   CUtensorMap h_map, b_map[kLoraMaxSlices];  ///< of boxes
   int adapter_groups[kLoraMaxSlices];  ///< groups of columns of B from an adapter's to the next
+  int stride;                          ///< of CTAs, or pairs of them: Share
 };
 
 /// Describes the steps of a CTA, one after the other. By all scouts, who agree.
@@ -121,8 +122,10 @@ struct Scout {
   Shared<kStaged, Element>& shared;
   Share share;
   RunList tiles;
-  int index;     ///< the run's first tile
-  int next = 0;  ///< that of the run behind it
+  int index;            ///< the run's first tile
+  int next = 0;         ///< that of the run behind it
+  bool looked = false;  ///< whether that is known, and the run
+  bool done = false;    ///< the step here has been told, or left out
   PairRun run;
   int token = -1;
   Tile tile;
@@ -132,10 +135,8 @@ struct Scout {
   device::RingCursor<Room<kStaged>::kSteps> at;
 
   __device__ __forceinline__ Scout(const WalkParams& params, Shared<kStaged, Element>& s,
-                                   const Share& own, const RunList& list)
-      : p(params), shared(s), share(own), tiles(list), index(s.first) {
-    look();
-  }
+                                   const Share& own, const RunList& list, int first)
+      : p(params), shared(s), share(own), tiles(list), index(first) {}
 
   /// Which of its cluster this CTA is.
   __device__ __forceinline__ int cta() const {
@@ -143,13 +144,19 @@ struct Scout {
   }
   /// Finds out about the run; in one trip to memory, so of both runs that may be this CTA's.
   __device__ __forceinline__ void look() {
-    const int other = index + (cta() == 0 ? -kRunTiles : kRunTiles);
-    const int4 first = tiles.entry(index), first_next = tiles.entry(index + 1),
-               later = tiles.entry(index + kRunTiles), far = tiles.entry(other),
-               far_next = tiles.entry(other + 1);
-    const int near_token = token_of(index), far_token = token_of(other);
+    const int4 first = tiles.entry(index), first_next = tiles.entry(index + 1);
+    const int near_token = token_of(index);
+    int4 far, far_next;
+    int far_token = -1;
     const bool same_tokens = stays();
-    if (p.cluster > 1) run = PairRun(first.w, later.w);
+    if (p.cluster > 1) {
+      const int other = index + (cta() == 0 ? -kRunTiles : kRunTiles);
+      const int4 later = tiles.entry(index + kRunTiles);
+      far = tiles.entry(other);
+      far_next = tiles.entry(other + 1);
+      far_token = token_of(other);
+      run = PairRun(first.w, later.w);
+    }
     next = index + (first_next.w % kRunTiles == 0 ? 1 : kRunTiles);
     if (same_tokens) return;
     if (run.of_other(cta())) {
@@ -180,7 +187,7 @@ struct Scout {
     if (--share.left <= 0 || share.block < share.blocks) return;
     share.block = share.in_turns ? share.block % share.stride : share.block - share.blocks;
     index = share.in_turns && share.groups > 1 ? tiles.leader<2>(next, share.groups - 1) : next;
-    if (index < tiles.num) look();
+    looked = false;
   }
   __device__ __forceinline__ bool more() const { return share.left > 0 && index < tiles.num; }
   /// The block of columns of the step that comes `ahead` later in this run. There may be none: then
@@ -208,7 +215,13 @@ struct Scout {
     int place = 0;
     Block columns;
     const int blocks = all_blocks(p);
-    for (; more(); advance()) {
+    for (;; done = true) {
+      // Now, and not when the step before was told, which would have waited for the next run.
+      if (done && more()) advance();
+      done = false;
+      if (!more()) break;
+      if (!looked) look();
+      looked = true;
       place = column_block(0);
       if (place >= blocks && !in_step()) continue;
       columns = find_block(p, min(place, blocks - 1));
@@ -220,9 +233,9 @@ struct Scout {
       if (weights.rank > 0) break;
     }
     const bool there = more();
+    done = true;
     if (there) {
       constexpr int kPiece = 16 / int{sizeof(Element)};
-      const auto* b = static_cast<const Element*>(weights.b);
       to.token[thread] = token;
       if (thread == 0) {
         to.rank = weights.rank;
@@ -241,12 +254,15 @@ struct Scout {
         to.b_group =
             tile.adapter * p.adapter_groups[slice] + static_cast<int>(columns.first) / kGroupCols;
         to.h_line = tile.start;
-        to.vector =
-            reinterpret_cast<std::uintptr_t>(b) % 16 == 0 && weights.b_row_stride % kPiece == 0;
-        to.b = b + columns.first * weights.b_row_stride;
-        to.b_stride = weights.b_row_stride;
-        to.h = static_cast<const Element*>(p.h.data) + slice * p.h.slice_stride +
-               tile.start * p.h.row_stride;
+        if (!p.b_boxes) {
+          const auto* b = static_cast<const Element*>(weights.b);
+          to.vector =
+              reinterpret_cast<std::uintptr_t>(b) % 16 == 0 && weights.b_row_stride % kPiece == 0;
+          to.b = b + columns.first * weights.b_row_stride;
+          to.b_stride = weights.b_row_stride;
+          to.h = static_cast<const Element*>(p.h.data) + slice * p.h.slice_stride +
+                 tile.start * p.h.row_stride;
+        }
       }
       const int taken = ceil_div(weights.rank, kStepRanks);
       b_taken += taken;
@@ -254,7 +270,6 @@ struct Scout {
         h_taken = h_end;
         h_end += taken;
       }
-      advance();
     } else if (thread == 0) {
       to.rank = 0;
     }

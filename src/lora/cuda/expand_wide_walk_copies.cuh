@@ -163,13 +163,20 @@ __device__ __forceinline__ void tell_and_copy(const ExpandParams& p, Shared<true
                                               Scout<true>& scout, std::uint32_t y_rows) {
   const int thread = static_cast<int>(threadIdx.x) - kFirstScout;
   const T* const y = static_cast<const T*>(p.y.data);
-  bool live = scout.tell(), next = live && scout.tell(), third = false;
   device::RingCursor<Room<true>::kSteps> now;
   device::RingCursor<kYStages> at;
+  bool more = true;
 #pragma unroll 1
-  for (bool first = true; live; first = false, live = next, next = third, now.next(), at.next()) {
-    third = next && scout.tell();
-    if (first) device::pdl_wait();
+  for (int step = 0, told = 0;; ++step, now.next(), at.next()) {
+    // Two steps ahead, but for the first one, whose y nothing is to delay. In one place, as what
+    // lies in several is so much code that reading it is the time until the first step is told.
+#pragma unroll 1
+    while (more && (told <= step + min(step, 2) || !p.add_inputs)) {
+      more = scout.tell();
+      told += more ? 1 : 0;
+    }
+    if (step == told || !p.add_inputs) return;
+    if (step == 0) device::pdl_wait();
     shared.told[now.stage].wait(now.round & 1);
     const Step& t = shared.steps[now.stage];
     const std::int64_t row = t.y(p, thread);
@@ -177,11 +184,11 @@ __device__ __forceinline__ void tell_and_copy(const ExpandParams& p, Shared<true
     if (at.round > 0) shared.y_empty[at.stage].wait((at.round - 1) & 1);
     if (row < 0 || bytes == 0) {
       shared.y_full[at.stage].arrive();
-      continue;
+    } else {
+      shared.y_full[at.stage].arrive_and_expect(bytes);
+      device::copy_bulk(y_rows + (at.stage * kTokens + thread) * kYPitch, y + row, bytes,
+                        &shared.y_full[at.stage]);
     }
-    shared.y_full[at.stage].arrive_and_expect(bytes);
-    device::copy_bulk(y_rows + (at.stage * kTokens + thread) * kYPitch, y + row, bytes,
-                      &shared.y_full[at.stage]);
   }
 }
 

@@ -2,6 +2,7 @@
 // How the pairs of CTAs of expand_wide_walk.cu share all steps.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/int_math.h"
@@ -11,8 +12,24 @@
 
 namespace mortar::lora::cuda::wide_walk {
 
-__device__ __forceinline__ int all_blocks(const ExpandParams& p) {
+MORTAR_HOST_DEVICE inline int all_blocks(const ExpandParams& p) {
   return p.block_start[p.weights.num_slices];
+}
+
+/// Blocks of a run that a CTA, or a pair of them, takes one after the other.
+MORTAR_HOST_DEVICE inline int share_blocks(const ExpandParams& p) {
+  return ceil_div(all_blocks(p), p.cluster);
+}
+
+/// That of Share, for a launch of so many CTAs; 0: runs in turns, and the device chooses it.
+inline int stride_of(const ExpandParams& p, int ctas) {
+  constexpr std::int64_t kStays = 12 << 20;
+  const int size = p.two_parts ? 4 : 2;  // of an element of B
+  if (std::int64_t{all_blocks(p)} * kWalkCols * p.h.width * size > kStays) return 0;
+  // Some 1 KB of a row of y. (us on an H200: groups of 4 CTAs 43.8, of 12 45.1, of 132 47.4.)
+  int stride = std::min(p.cluster > 1 ? 3 : 4, share_blocks(p));
+  while (ctas / p.cluster % stride != 0) --stride;
+  return stride;
 }
 
 /// How CTAs, or pairs of them, share all steps. Those of a run of tokens are its blocks of columns;
@@ -26,34 +43,27 @@ struct Share {
   int blocks;  ///< steps of a run
   bool in_turns;
   int stride, groups;
-  int run, block;     ///< of the first step
-  std::int64_t left;  ///< steps, at most
+  int run, block;  ///< of the first step
+  /// Steps, at most. All steps have rows of h and y of their own, so many bytes that no device has
+  /// memory for 2^31 of them.
+  int left;
 
-  __device__ __forceinline__ Share(const ExpandParams& p, int runs)
-      : blocks(ceil_div(all_blocks(p), p.cluster)) {
-    constexpr std::int64_t kStays = 12 << 20;
+  __device__ __forceinline__ Share(const ExpandParams& p, int own_stride, int runs)
+      : blocks(share_blocks(p)), in_turns(own_stride == 0) {
     const int pairs = static_cast<int>(gridDim.x) / p.cluster;
     const int pair = static_cast<int>(blockIdx.x) / p.cluster;
-    const int size = p.two_parts ? 4 : 2;  // of an element of B
-    in_turns = std::int64_t{all_blocks(p)} * kWalkCols * p.h.width * size > kStays;
-    if (in_turns) {
-      stride = stride_in_turns(runs, pairs);
-    } else {
-      // Some 1 KB of a row of y. (us on an H200: groups of 4 CTAs 43.8, of 12 45.1, of 132 47.4.)
-      for (stride = min(p.cluster > 1 ? 3 : 4, blocks); pairs % stride != 0;) --stride;
-    }
+    stride = in_turns ? stride_in_turns(runs, pairs) : own_stride;
     groups = pairs / stride;
     const int group = pair / stride, member = pair % stride;
     run = group;
     block = member;
-    left = group < groups && member < blocks ? std::int64_t{1} << 40 : 0;
+    left = group < groups && member < blocks ? 1 << 30 : 0;
     if (!in_turns) {
-      const std::int64_t all = std::int64_t{runs} * blocks,
-                         own = ceil_div<std::int64_t>(all, groups);
-      const std::int64_t begin = group * own + member, end = min((group + 1) * own, all);
-      run = static_cast<int>(begin / blocks);
-      block = static_cast<int>(begin - std::int64_t{run} * blocks);
-      left = begin < end ? (end - begin + stride - 1) / stride : 0;
+      const int all = runs * blocks, own = ceil_div(all, groups);
+      const int begin = group * own + member, end = min((group + 1) * own, all);
+      run = begin / blocks;
+      block = begin - run * blocks;
+      left = begin < end ? ceil_div(end - begin, stride) : 0;
     }
     if (run >= runs) left = 0;
   }
@@ -63,6 +73,7 @@ struct Share {
   __device__ __forceinline__ int stride_in_turns(int runs, int pairs) const {
     constexpr int kStrideBits = 8, kMost = (1 << (31 - kStrideBits)) - 1;
     int best = kMost << kStrideBits | 1;
+#pragma unroll 1
     for (int own = static_cast<int>(threadIdx.x) % 32 + 1; own <= pairs; own += 32) {
       const std::int64_t rounds = ceil_div(runs, pairs / own);
       const auto cost = static_cast<int>(

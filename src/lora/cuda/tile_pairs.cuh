@@ -55,6 +55,52 @@ struct RunList {
   }
 };
 
+/// Where runs begin, by a warp: of the first tiles in one trip to memory, which does not wait until
+/// it is known how many there are.
+struct RunLeaders {
+  static constexpr int kLoads = 8, kNear = 32 * kLoads;  ///< tiles looked at at once
+  int ordinals[kLoads];
+  unsigned near[kLoads];  ///< a bit for each of those tiles
+
+  /// Asks for as many as there may be.
+  __device__ __forceinline__ explicit RunLeaders(const RunList& most) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      ordinals[i] = 32 * i + lane < most.num ? most.ordinal(32 * i + lane) : 1;
+    }
+  }
+  /// The runs of the tiles that there are.
+  __device__ __forceinline__ int count(const RunList& tiles) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    int runs = 0;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const bool leads = 32 * i + lane < tiles.num && ordinals[i] % kRunTiles == 0;
+      near[i] = __ballot_sync(0xffffffffu, leads);
+      runs += __popc(near[i]);
+    }
+#pragma unroll 4
+    for (int base = kNear; base < tiles.num; base += 32) {
+      runs += __popc(__ballot_sync(0xffffffffu, tiles.leads(base + lane)));
+    }
+    return runs;
+  }
+  /// The first tile of a run.
+  __device__ __forceinline__ int find(const RunList& tiles, int run) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    int first = -1;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const bool here = (near[i] >> lane & 1) != 0 && __popc(near[i] & ((1u << lane) - 1)) == run;
+      const unsigned hit = __ballot_sync(0xffffffffu, here);
+      if (hit != 0) first = 32 * i + __ffs(hit) - 1;
+      run -= __popc(near[i]);
+    }
+    return first >= 0 ? first : tiles.leader<8>(kNear, run);
+  }
+};
+
 /// How a pair takes a run: from the ordinals, among the tiles of their adapters, of its first tile
 /// and of that kRunTiles further.
 struct PairRun {
