@@ -145,12 +145,16 @@ inline constexpr WideShape kWideShapes[] = {{1, 128, 4, 2},
                                             {2, 128, 6, 1, false, true},
                                             {1, 128, 2, 2, true, true},
                                             {2, 128, 4, 1, false, true},
-                                            {2, 128, 3, 1, true, true}};
+                                            {2, 128, 3, 1, true, true},
+                                            {2, 128, 6, 1}};
 /// Those of float32 weights: of one tile and of two.
 inline constexpr int kWidePartsShape = 2, kWidePairPartsShape = 3;
 static_assert(kWideShapes[kWidePartsShape].float_weights &&
               kWideShapes[kWidePartsShape].tiles == 1);
 static_assert(kWideShapes[kWidePairPartsShape].float_weights);
+/// Two tiles, of CTAs that have an SM each.
+inline constexpr int kWideAloneShape = 8;
+static_assert(kWideShapes[kWideAloneShape].per_sm == 1);
 inline constexpr int kWideRoundedShape = 0;  ///< the one that rounds the caller's h of float32
 inline constexpr int kWideWalkShape = 4, kWalkCols = 128;  ///< columns of its steps
 static_assert(kWideShapes[kWideWalkShape].walks);
@@ -183,6 +187,7 @@ struct ExpandPlan {
   int per_sm = 0;   ///< CTAs per SM; decode kernel: 0, as many as fit, or kDenseExpandPerSm
   int groups = 1;   ///< groups of columns that share an MMA step, direct kernel
   int cluster = 1;  ///< CTAs that make h from partials, decode kernel, or share B, persistent wide
+  bool boxes = false;  ///< h and B come by the tensor copy engine, wide kernel of a step a CTA
   int log_run = 0;  ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel and the
                     ///< one that keeps B
   /// CTAs that run at once, decode kernel, where the device cuts columns so that those of the tiles

@@ -358,17 +358,7 @@ ExpandPlan choose_expand(const LoraShape& s, const Machine& m) {
   if (suits_wide_walk(s, m)) return wide_walk(s);
   if (ExpandPlan round; suits_round(s, m, round)) return round;
   if (!direct && suits_prefill(s, m)) return prefill_expand(s, m);
-  if (suits_wide(s, m)) {
-    if (rounds_h(s)) return wide_expand(kWideRoundedShape);
-    // Two tiles share B where CTAs of one do not all run at once. (us, one tile and two: 551 tokens
-    // of 3 adapters, rank 256, 252 CTAs of one, 13.0 and 16.3; 916 of 4, 256, 11.0 and 13.3; 604 of
-    // one, rank 512, 320, 23.5 and 20.8; on an H100 378 of one, 384, 31.8 and 25.8.)
-    const std::int64_t tokens = tokens_per_adapter(s);
-    const std::int64_t ctas = used_adapters(s) * ceil_div<std::int64_t>(tokens, 64) *
-                              column_blocks(s, kWideShapes[0].cols);
-    const bool pairs = s.aligned_y && tokens > 64 && ctas > kWideShapes[0].per_sm * m.sms;
-    return wide_expand(pairs ? 1 : 0);
-  }
+  if (suits_wide(s, m)) return step_expand(s, m);
   ExpandPlan c = direct ? choose_direct(s, m) : decode_expand(s, m);
   // Tiles of 64 tokens come in quarters: where tiles of 16 would be more than a grid has rows.
   if (max_tiles(s.num_tokens, s.num_adapters, 16) > 65535) c.tile_tokens = 64;

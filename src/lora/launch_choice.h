@@ -67,6 +67,11 @@ bool runs_wide_walk(const LoraShape& s, const Machine& m);
 bool has_room_for_y(const LoraShape& s);
 /// Its plan.
 ExpandPlan wide_walk(const LoraShape& s);
+/// The wide kernel of a step a CTA in a shape; with boxes of h and B, where it can, if that is
+/// faster; and in the shape that suits high ranks.
+bool takes_boxes(const LoraShape& s);
+ExpandPlan step_expand(const LoraShape& s, const Machine& m, int shape);
+ExpandPlan step_expand(const LoraShape& s, const Machine& m);
 /// Whether expand rounds an h of float32 as it reads it.
 bool rounds_h(const LoraShape& s);
 /// Rank rows that a CTA of the decode shrink may take: a ring of 128 rows, which leaves of 512

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // When expand is a matrix product on wgmma: expand_wide.cu, and of many steps expand_wide_walk.cu.
 #include <algorithm>
+#include <cmath>
 
 #include "lora/launch_choice.h"
 
@@ -54,6 +55,67 @@ ExpandPlan wide_expand(int shape) {
   c.tile_tokens = 64;
   c.cols = kWideShapes[shape].cols;
   return c;
+}
+
+bool takes_boxes(const LoraShape& s) { return s.b_boxes && s.one_type && !s.segments; }
+
+namespace {
+
+/// CTAs of a step each of so many tiles, where all adapters have as many tokens.
+std::int64_t step_ctas(const LoraShape& s, int tiles) {
+  const std::int64_t runs = ceil_div<std::int64_t>(tokens_per_adapter(s), 64 * tiles);
+  return used_adapters(s) * runs * column_blocks(s, kWalkCols);
+}
+/// Whether so many CTAs have most SMs shared by two.
+bool crowds(std::int64_t ctas, const Machine& m) { return 10 * ctas > 14 * m.sms; }
+
+/// Of so few tokens of an adapter h fills little of a step.
+constexpr std::int64_t kFillsSteps = 40;
+
+/// The shape of a step a CTA for high ranks. Two tiles share B where CTAs of one do not all run at
+/// once. (us, one tile and two: 551 tokens of 3 adapters, rank 256, 252 CTAs of one, 13.0 and 16.3;
+/// 916 of 4, 256, 11.0 and 13.3; 604 of one, rank 512, 320, 23.5 and 20.8; on an H100 378 of one,
+/// 384, 31.8 and 25.8.)
+///
+/// Those of two tiles have an SM each where they make one round and are mostly full, as CTAs of one
+/// would ask L2 for h and B half as often again: on an H100 398 tokens of one, rank 512, 1,024 to
+/// 2,048 + 2 x 1,024, 15.3 us and 16.2 of one tile; but 76 of one, rank 256, 53,248 to 16,384, 32.8
+/// and 31.9. Two CTAs that share an SM take 1.75 times as long as one, so three rounds are faster
+/// than two of them, but two slower than one. (us, an SM each and two to an SM: 2.67 rounds, 1,404
+/// tokens of one, rank 256, 23.6 and 24.2; 2.73, 367 of one, rank 512, 39.3 and 42.2; 2.24, 79 of
+/// one, rank 256, 3,584 to 2 x 18,944, 20.4 and 23.2; but 1.45, 953 of 3, rank 512, 1,024 to 4,096,
+/// 18.6 and 17.1; 3.64, 1,470 of 6, rank 256, 33.4 and 31.5.)
+int step_shape(const LoraShape& s, const Machine& m) {
+  const std::int64_t one = step_ctas(s, 1), tokens = tokens_per_adapter(s);
+  const bool many = one > kWideShapes[0].per_sm * m.sms, pairs = tokens > 64 && s.aligned_y;
+  if (s.aligned_y && takes_boxes(s) && tokens >= kFillsSteps) {
+    const double two = likely_runs(s, 2) * static_cast<double>(column_blocks(s, kWalkCols));
+    const int rounds = static_cast<int>(std::ceil(two / m.sms));
+    const bool full = 4 * tokens >= 3 * round_up<std::int64_t>(tokens, 128);
+    const bool better = crowds(one, m) && rounds == 1 && full;
+    if (better || (many && rounds == 3)) return kWideAloneShape;
+  }
+  return many && pairs ? 1 : 0;
+}
+
+}  // namespace
+
+/// CTAs that share an SM share its copy engine, too, in which h waits behind all their blocks of B:
+/// of two CTAs on most SMs cp.async is faster. (us on an H100, boxes and cp.async, CTAs: 1,076
+/// tokens of 3 adapters, rank 256, 512 to 1,024, 144, 7.4 and 8.1; 663 of one, rank 512, 512 to
+/// 2,048, 176, 10.1 and 10.7; 50 of one, rank 512, 9, 10.4 and 11.4; 628 of one, rank 512, two
+/// tiles, 160, 19.0 and 19.9; but 260 of one, two tiles, 192, 25.8 and 25.0; 140 of one, rank 256,
+/// 240, 20.1 and 19.2.)
+ExpandPlan step_expand(const LoraShape& s, const Machine& m, int shape) {
+  ExpandPlan c = wide_expand(shape);
+  const std::int64_t ctas = step_ctas(s, kWideShapes[shape].tiles);
+  c.boxes = takes_boxes(s) && (shape == kWideAloneShape || !crowds(ctas, m));
+  return c;
+}
+
+ExpandPlan step_expand(const LoraShape& s, const Machine& m) {
+  if (rounds_h(s)) return wide_expand(kWideRoundedShape);
+  return step_expand(s, m, step_shape(s, m));
 }
 
 /// In clusters where that saves 6 us of L2, as they start some 3 us later. (us on an H200, clusters
@@ -122,9 +184,9 @@ bool suits_round(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   if (low && 4 * ctas(1) <= 3 * m.sms && prefill_smem(s) + kPrefillStaticSmem <= m.max_smem) {
     c = prefill_expand(s, m);
   } else if (ctas(1) <= 2 * m.sms && (!low || !few || mostly_full(1))) {
-    c = wide_expand(0);
+    c = step_expand(s, m, 0);
   } else if (!low && mostly_full(2) && ctas(2) <= 2 * m.sms) {
-    c = wide_expand(1);
+    c = step_expand(s, m, 1);
   } else {
     return false;
   }
@@ -146,7 +208,12 @@ bool suits_wide_walk(const LoraShape& s, const Machine& m) {
   const WideShape& shape = kWideShapes[kWideWalkShape];
   const std::int64_t blocks = column_blocks(s, shape.cols), tokens = tokens_per_adapter(s);
   const double steps = likely_runs(s, shape.tiles) * static_cast<double>(blocks) / m.sms;
-  if (h_width(s) > kExpandPrefillMaxRank) return steps >= (tokens >= 10 ? 2 : 6);
+  // A step a CTA of boxes starts sooner. (us on an H100, persistent and those, steps: 953 of 3, rank
+  // 512, 2.2, 22.8 and 18.6; 1,404 of one, rank 256, 2.7, 25.3 and 23.6; 79 of one, rank 256, 2.2,
+  // 25.7 and 20.4; but 401 of two, rank 256, 4.8, 45.4 and 47.1; 849 of two, rank 512, 5.1, 65.0 and
+  // 70.4.)
+  const bool boxes = takes_boxes(s) && tokens >= kFillsSteps;
+  if (h_width(s) > kExpandPrefillMaxRank) return steps > (boxes ? 3 : tokens >= 10 ? 2 : 6);
   return h_width(s) >= kLeastRank && best_tile_tokens(s) == 64 && tokens >= 64 &&
          (5 * blocks < 3 * m.sms || tokens >= kReusesB) && steps >= 3;
 }

@@ -117,9 +117,10 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
       continue;
     }
     if (!rounds_h(s) || i == kWideRoundedShape) plans.push_back(wide_expand(i));
-    if (kWideShapes[i].walks && s.b_boxes) {
+    if (s.b_boxes && s.one_type) {
       plans.push_back(plans.back());
-      plans.back().cluster = 2;
+      if (kWideShapes[i].walks) plans.back().cluster = 2;
+      if (!kWideShapes[i].walks) plans.back().boxes = takes_boxes(s);
     }
   }
   if (!s.one_type) {
@@ -328,6 +329,7 @@ void add_expand(Line& line, const ExpandPlan& c) {
              : c.shape == kWideStagedShape ? ", persistent CTAs, y ahead"
                                            : ", persistent CTAs");
     if (c.cluster > 1) line.add(", B shared by %d", c.cluster);
+    if (c.boxes) line.add(", boxes of h and B");
   }
   if (c.groups > 1) line.add(", %d groups of them a step", c.groups);
   const bool kept = c.kernel == ExpandKernel::kWide && c.shape == kWideKeptShape;

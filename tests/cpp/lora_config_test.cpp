@@ -116,7 +116,11 @@ LoraShape random_shape(std::mt19937& random) {
   s.aligned_x = random() % 4 != 0;
   s.aligned_y = random() % 4 != 0;
   s.ragged = random() % 4 == 0;
+  if (random() % 8 == 0) {  // a rank of whole boxes
+    s.max_rank = s.h_columns = kWalkBoxRows * static_cast<int>(1 + random() % 8);
+  }
   s.boxes = s.op == Op::kApply && !s.ragged && s.max_rank % kWalkBoxRows == 0;
+  s.b_boxes = s.boxes && s.one_type;
   s.b_runs = s.op == Op::kApply && s.max_rank % 4 == 0;
   return s;
 }
@@ -189,7 +193,10 @@ TEST(LoraConfig, PlansKeepToTheirLimits) {
     if (shrink.partials == Partials::kExpand) {
       EXPECT_EQ(expand.tile_tokens, 16);
     }
-    if (expand.cluster > 1) {
+    if (wide) {
+      EXPECT_TRUE(expand.cluster == 1 || (s.b_boxes && kWideShapes[expand.shape].walks));
+      EXPECT_TRUE(!expand.boxes || (s.b_boxes && !kWideShapes[expand.shape].walks));
+    } else if (expand.cluster > 1) {
       EXPECT_TRUE(shares_h(s, kMachines[i % 4], shrink, expand));
       EXPECT_EQ(expand.cluster, kExpandCluster);
     }

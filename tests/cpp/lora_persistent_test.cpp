@@ -71,6 +71,9 @@ TEST_P(LoraPersistent, PersistentCtasTakeSeveralSteps) {
         if (cluster > 1 && !(shape.walks && plan.shape.b_boxes)) continue;
         expect_plan_gives(plan, problem);
       }
+      plan.expand.cluster = 1;
+      plan.expand.boxes = plan.shape.b_boxes && !shape.walks && !shape.float_weights;
+      if (plan.expand.boxes) expect_plan_gives(plan, problem);
     }
   };
   expect(case_of(77, 40, {264, 40}, {72, 0, 136, 8}), 3);

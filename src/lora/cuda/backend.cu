@@ -147,7 +147,8 @@ void set_plan(ExpandParams& p, const LaunchPlan& plan, int cols) {
   p.tiles = tiles_of(plan.shape, c.tile_tokens);
   p.vector_y = plan.shape.aligned_y;
   p.b_by_8 = plan.shape.b_by_8;
-  p.b_boxes = plan.shape.b_boxes;
+  const bool walks = c.kernel == ExpandKernel::kWide && kWideShapes[c.shape].walks;
+  p.b_boxes = plan.shape.b_boxes && (walks || c.boxes);
   p.cols = cols;
   p.block_cols = c.block_cols;
   p.stages = c.stages;

@@ -11,9 +11,11 @@
 // wrong  : lower ranks, where y is nearly all of the work: expand_prefill.cu keeps it in flight
 //
 // A CTA takes one or two tiles of 64 tokens of one adapter, a warpgroup each, and 128 columns. A
-// further warpgroup streams ranks through a ring of cp.async stages, 64 of them in the swizzle that
-// wgmma reads. Two CTAs fit an SM: one reads and writes y while the other computes. The sum is one
-// chain over ranks from zero, as in the other kernels; the permutation of columns is theirs too.
+// further warpgroup streams ranks through a ring of stages, 64 of them in the swizzle that wgmma
+// reads: with cp.async, or one of its threads asks the tensor copy engine for boxes, which starts
+// sooner but has h wait behind B of all CTAs of an SM. Two CTAs fit an SM: one reads and writes y
+// while the other computes; or one of two tiles, which has twice the stages. The sum is one chain
+// over ranks from zero, as in the other kernels; the permutation of columns is theirs too.
 #include <iterator>
 
 #include "device/wgmma.cuh"
@@ -29,8 +31,11 @@ using namespace wide_expand;
 /// Rows of y that are not aligned are rare, and have a kernel of one shape alone.
 template <class T>
 void launch_shape(int shape, const ExpandParams& p, Stream stream) {
-  check(shape == 0 || (shape == 1 && p.vector_y), "lora_expand: no wide kernel of shape ", shape);
+  const bool alone = shape == kWideAloneShape;
+  check(shape == 0 || ((shape == 1 || alone) && p.vector_y),
+        "lora_expand: no wide kernel of shape ", shape);
   if (shape == 1) return launch_traits<Traits<T, 1, true>>(p, stream);
+  if (alone) return launch_traits<Traits<T, kWideAloneShape, true>>(p, stream);
   p.vector_y ? launch_traits<Traits<T, 0, true>>(p, stream)
              : launch_traits<Traits<T, 0, false>>(p, stream);
 }

@@ -14,6 +14,7 @@
 #include "device/vector.cuh"
 #include "device/wgmma.cuh"
 #include "lora/cuda/backend.cuh"
+#include "lora/cuda/expand_boxes.cuh"
 #include "lora/cuda/expand_tile.cuh"
 #include "lora/cuda/expand_wide_parts.cuh"
 #include "lora/cuda/expand_wide_traits.cuh"
@@ -122,10 +123,44 @@ __device__ __forceinline__ void produce(Shared<Tr>& shared, unsigned char* ring,
   }
 }
 
+/// The same of boxes, by one thread: what is needed is known sooner than the address of each row.
+template <class Tr>
+__device__ __forceinline__ void produce_boxes(const BoxParams& p, Shared<Tr>& shared,
+                                              std::uint32_t ring, const Block& block, int rank) {
+  const int num_steps = ceil_div(rank, kStepRanks), ahead = min(num_steps, Tr::kStages);
+  const Tile tile = shared.run.tile;
+  const int column = block.slice * static_cast<int>(p.h.slice_stride);
+  const int group = tile.adapter * p.adapter_groups[block.slice] +
+                    static_cast<int>(block.first) / kGroupCols;
+  const auto copy_b = [&](int stage, int step) {
+    device::Mbarrier* const full = shared.full + stage;
+    full->arrive_and_expect(Tr::kStageBytes);
+    const std::uint32_t to = ring + stage * Tr::kStageBytes + Tr::kTokenBytes;
+#pragma unroll
+    for (int i = 0; i < Tr::kCols / kBoxCols; ++i) {
+      device::copy_box5(to + i * kBoxCols * device::kSwizzleBytes, p.b_map[block.slice],
+                        step * kStepRanks, group + i * kBoxGroups, full);
+    }
+  };
+#pragma unroll 1
+  for (int step = 0; step < ahead; ++step) copy_b(step, step);
+  device::pdl_wait();
+  device::RingCursor<Tr::kStages> at;
+#pragma unroll 1
+  for (int step = 0; step < num_steps; ++step, at.next()) {
+    if (step >= ahead) {
+      shared.empty[at.stage].wait((at.round - 1) & 1);
+      copy_b(at.stage, step);
+    }
+    device::copy_box(ring + at.stage * Tr::kStageBytes, p.h_map, column + step * kStepRanks,
+                     tile.start, shared.full + at.stage);
+  }
+}
+
 /// acc = h B^T of a consumer warpgroup: its 64 tokens and all columns.
 template <class Tr>
 __device__ __forceinline__ void consume(Shared<Tr>& shared, std::uint32_t ring, int rank,
-                                        float (&acc)[Tr::kCols / 2]) {
+                                        bool boxes, float (&acc)[Tr::kCols / 2]) {
   using T = typename Tr::T;
   const int warpgroup = static_cast<int>(threadIdx.x) / 128;
   const int num_steps = ceil_div(rank, kStepRanks);
@@ -137,7 +172,7 @@ __device__ __forceinline__ void consume(Shared<Tr>& shared, std::uint32_t ring, 
 #pragma unroll 1
   for (int step = 0; step < num_steps; ++step, at.next()) {
     shared.full[at.stage].wait(at.round & 1);
-    device::fence_async_proxy();  // cp.async wrote through the generic proxy
+    if (!boxes) device::fence_async_proxy();  // cp.async wrote through the generic proxy
     device::wgmma_keep(acc);
     device::wgmma_fence();
     const std::uint32_t stage = ring + at.stage * Tr::kStageBytes;
@@ -145,11 +180,11 @@ __device__ __forceinline__ void consume(Shared<Tr>& shared, std::uint32_t ring, 
 #pragma unroll
     for (int i = 0; i < kStepRanks / 16; ++i) {
 #pragma unroll
-      for (int c = 0; c < Tr::kCols; c += kMmaCols) {
+      for (int c = 0; c < Tr::kCols; c += Tr::kMmaCols) {
         const auto b =
             device::wgmma_descriptor(stage + Tr::kTokenBytes + c * device::kSwizzleBytes);
-        device::wgmma<T, kMmaCols>(acc + c / 2, h + i * device::kDescriptorStep,
-                                   b + i * device::kDescriptorStep, 1);
+        device::wgmma<T, Tr::kMmaCols>(acc + c / 2, h + i * device::kDescriptorStep,
+                                       b + i * device::kDescriptorStep, 1);
       }
     }
     device::wgmma_commit();
@@ -163,20 +198,21 @@ __device__ __forceinline__ void consume(Shared<Tr>& shared, std::uint32_t ring, 
 
 template <class Tr>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
-    expand_wide_kernel(const __grid_constant__ ExpandParams p) {
+    expand_wide_kernel(const __grid_constant__ typename Tr::Params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using T = typename Tr::T;
   using TW = typename Tr::TW;
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& shared = *reinterpret_cast<Shared<Tr>*>(smem + Tr::kRing);
   const int thread = static_cast<int>(threadIdx.x);
+  const bool boxes = Tr::kBoxes && p.b_boxes;
 
   // Guard
   device::pdl_begin(p.early);
   int token = -1;
   Block block;
   const auto meanwhile = [&] {
-    if (thread == Tr::kThreads - 1) shared.begin();
+    if (thread == Tr::kThreads - 1) shared.begin(boxes);
     block = find_block(p, static_cast<int>(blockIdx.x));
   };
   if (!shared.run.find(p.groups, p.tiles, p.weights.num_adapters, &token, meanwhile)) {
@@ -185,22 +221,37 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   const Tile tile = shared.run.tile;
   const SliceWeights w = weights_of(p, tile, block, true);
   if (w.rank == 0) return device::pdl_leave();
+  if constexpr (Tr::kBoxes) {
+    if (boxes && thread >= Tr::kConsumers) {
+      device::fewer_registers<Tr::kProducerRegisters>();
+      if (thread == Tr::kConsumers) {
+        produce_boxes(p, shared, device::smem_address(smem), block, w.rank);
+      }
+      return;
+    }
+  }
 
   // Pointers
   const bool vector = device::is_aligned<TW, 16 / int{sizeof(TW)}>(static_cast<const TW*>(w.b)) &&
                       w.b_row_stride % (16 / int{sizeof(TW)}) == 0;
   if (thread < Tr::kTokens) {
     if (thread >= tile.count) token = -1;
+    shared.y[thread] = token < 0 ? -1 : token * p.y.row_stride + block.y_col;
+  }
+  if (!boxes && thread < Tr::kTokens) {
     const int row = h_row(p.h, tile, first_position(p.groups, p.tiles), thread, token);
     const auto* h = static_cast<const typename Tr::TH*>(p.h.data) + block.slice * p.h.slice_stride;
     shared.rows[thread] = row < 0 ? nullptr : h + row * p.h.row_stride;
-    shared.y[thread] = token < 0 ? -1 : token * p.y.row_stride + block.y_col;
   }
-  if (thread < Tr::kCols) {
+  if (!boxes && thread < Tr::kCols) {
     const auto* b = static_cast<const TW*>(w.b) + (block.first + thread) * w.b_row_stride;
     shared.rows[Tr::kTokens + permuted(thread)] = thread < block.cols ? b : nullptr;
   }
-  __syncthreads();
+  if (boxes) {
+    device::named_barrier<1, Tr::kConsumers>();
+  } else {
+    __syncthreads();
+  }
 
   // Load
   if (thread >= Tr::kConsumers) {
@@ -255,7 +306,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   } else if constexpr (Tr::kFloatWeights) {
     consume_parts<Tr>(shared, device::smem_address(smem), w.rank, acc);
   } else {
-    consume<Tr>(shared, device::smem_address(smem), w.rank, acc);
+    consume<Tr>(shared, device::smem_address(smem), w.rank, boxes, acc);
   }
 
   // Store
@@ -299,7 +350,13 @@ void launch_traits(const ExpandParams& p, Stream stream) {
   l.smem = kSmem<Tr>;
   l.stream = stream;
   l.pdl = true;
-  device::launch<expand_wide_kernel<Tr>>("lora_expand", l, p);
+  typename Tr::Params params{};
+  static_cast<ExpandParams&>(params) = p;
+  if constexpr (Tr::kBoxes) {
+    params.b_boxes = p.b_boxes && p.h.by_position && p.tiles.first == 0;
+    if (params.b_boxes) set_maps(params, Tr::kTokens);
+  }
+  device::launch<expand_wide_kernel<Tr>>("lora_expand", l, params);
 }
 
 }  // namespace mortar::lora::cuda::wide_expand

@@ -8,14 +8,14 @@
 #include "device/barrier.cuh"
 #include "device/swizzle.cuh"
 #include "lora/config.h"
+#include "lora/cuda/expand_boxes.cuh"
 #include "lora/cuda/split_rows.cuh"
 #include "lora/cuda/tile_run.cuh"
 
 namespace mortar::lora::cuda::wide_expand {
 
-inline constexpr int kStepRanks = device::kSwizzleBytes / 2;  ///< of a stage
-inline constexpr int kGroupCols = 32;  ///< columns that are permuted together
-inline constexpr int kMmaCols = 64;    ///< of one wgmma
+inline constexpr int kStepRanks = kBoxRanks;      ///< of a stage
+inline constexpr int kGroupCols = kPermutedCols;  ///< columns that are permuted together
 
 /// kFloatH_: h is the caller's and float32 beside 16-bit weights: rounded to T as it comes.
 template <class T_, int kShape, bool kVectorY_, bool kFloatH_ = false>
@@ -33,6 +33,9 @@ struct Traits {
   using TH = std::conditional_t<kFloatH, float, TW>;
   /// Consumers split their rows of h, which lie as they came in front of the planes of B.
   static constexpr bool kRawH = kFloatWeights && kTiles > 1;
+  /// The tensor copy engine brings h and B where it can.
+  static constexpr bool kBoxes = !kFloatWeights && !kFloatH;
+  using Params = std::conditional_t<kBoxes, BoxParams, ExpandParams>;
   static constexpr int kProducers = kRawH ? 256 : 128;
   static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kTokenBytes = kTokens * device::kSwizzleBytes * (kRawH ? 2 : 1);
@@ -50,8 +53,12 @@ struct Traits {
   static constexpr int kConsumerRegisters =
       kRegisters + (kRegisters - kProducerRegisters) * kProducers / kConsumers / 8 * 8;
   /// y is on its way while h and B are multiplied: where a thread has registers for it.
-  static constexpr bool kEarlyY = kTiles == 1 && kVectorY && !kFloatWeights;
+  static constexpr bool kRoom = kTiles == 1 || kMinCtas == 1;
+  static constexpr bool kEarlyY = kRoom && kVectorY && !kFloatWeights;
+  /// Columns of one wgmma.
+  static constexpr int kMmaCols = kRoom && !kFloatWeights ? kCols : 64;
   static_assert(kCols % kMmaCols == 0 && kConsumers >= kCols, "a thread looks up a column");
+  static_assert(kCols % kBoxCols == 0, "whole boxes");
 };
 
 /// What lies in shared memory behind the ring.
@@ -64,11 +71,13 @@ struct Shared {
   TileRun<Tr::kTiles, Tr::kThreads> run;
 
   /// By one thread, before the barrier that all meet at.
-  __device__ __forceinline__ void begin() {
+  __device__ __forceinline__ void begin(bool boxes) {
+    const int arrivals = Tr::kFloatH || Tr::kRawH ? 2 * Tr::kProducers : Tr::kProducers;
     for (int i = 0; i < Tr::kStages; ++i) {
-      full[i].init(Tr::kFloatH || Tr::kRawH ? 2 * Tr::kProducers : Tr::kProducers);
+      full[i].init(boxes ? 1 : arrivals);
       empty[i].init(Tr::kRawH ? Tr::kConsumers : Tr::kConsumers / 32);
     }
+    if (boxes) device::Mbarrier::fence_init();
   }
 };
 template <class Tr>

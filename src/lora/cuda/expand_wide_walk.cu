@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class T, bool kStaged, class Element = std::uint16_t>
 void launch_kernel(const ExpandParams& p, Stream stream) {
   static_assert(kSmem<kStaged, Element> + 1024 <= 228 * 1024, "a CTA fits an SM");
-  WalkParams walk{p, {}, {}, {}, 0};
-  if (p.b_boxes) set_maps(walk);
+  WalkParams walk{{p, {}, {}, {}}, 0};
+  if (p.b_boxes) set_maps(walk, kTokens);
   const std::int64_t steps = max_tiles(p.tiles.num_tokens, p.weights.num_adapters, kTokens) *
                              p.block_start[p.weights.num_slices];
   const std::int64_t ctas = std::min<std::int64_t>(steps, device::current_device().num_sms);

@@ -2,14 +2,13 @@
 // The steps of expand_wide_walk.cu: what a CTA takes, one after the other, and how it learns of it.
 #pragma once
 
-#include <cuda.h>
-
 #include <cstdint>
 
 #include "device/barrier.cuh"
 #include "device/ring.cuh"
 #include "device/swizzle.cuh"
 #include "lora/config.h"
+#include "lora/cuda/expand_boxes.cuh"
 #include "lora/cuda/expand_tile.cuh"
 #include "lora/cuda/expand_wide_traits.cuh"
 #include "lora/cuda/expand_wide_walk_share.cuh"
@@ -128,10 +127,8 @@ struct Shared {
 template <bool kStaged, class Element>
 inline constexpr int kSmem = Room<kStaged, Element>::kRing + int{sizeof(Shared<kStaged, Element>)};
 
-struct WalkParams : ExpandParams {
-  CUtensorMap h_map, b_map[kLoraMaxSlices];  ///< of boxes
-  int adapter_groups[kLoraMaxSlices];  ///< groups of columns of B from an adapter's to the next
-  int stride;                          ///< of CTAs, or pairs of them: Share
+struct WalkParams : BoxParams {
+  int stride;  ///< of CTAs, or pairs of them: Share
 };
 
 /// Describes the steps of a CTA, one after the other. By all scouts, who agree.

@@ -6,12 +6,12 @@
 
 #include "device/swizzle.cuh"
 #include "device/tensor_copy.cuh"
-#include "lora/cuda/backend.cuh"
 #include "lora/cuda/expand_wide_walk.cuh"
 
 namespace mortar::lora::cuda::wide_walk {
 
-inline constexpr int kHalfGroups = kCols / kPair / kGroupCols, kHalfBytes = kBlockBytes / kPair;
+inline constexpr int kHalfGroups = kBoxGroups, kHalfBytes = kBlockBytes / kPair;
+static_assert(kBoxCols * kPair == kCols, "a box is half of a step's columns");
 
 /// A producer that asks for blocks of 64 ranks; one thread.
 template <bool kStaged>
@@ -49,23 +49,5 @@ struct BoxCopier {
   /// The barrier of a stage knows by copy() what comes.
   __device__ __forceinline__ void arrive(const Step& /*t*/, int /*stage*/) const {}
 };
-
-// ---- host ---------------------------------------------------------------------------------------
-
-/// Sets the maps of h, and of B, whose rows come to the places that the permutation of columns
-/// gives them (permuted() in expand_tile.cuh), in boxes of half of a step's.
-inline void set_maps(WalkParams& p) {
-  const HView& h = p.h;
-  device::set_tensor_map(p.h_map, h.dtype, h.data, h.row_stride, p.tiles.num_tokens, h.row_stride,
-                         kTokens);
-  for (int i = 0; i < p.weights.num_slices; ++i) {
-    const StackedSlice& s = p.weights.slices[i];
-    const std::int64_t row = s.b_row_stride, rows = lines_of_b(p.weights, i);
-    p.adapter_groups[i] = static_cast<int>(s.b_adapter_stride / row / kGroupCols);
-    device::set_tensor_map<5>(
-        p.b_map[i], p.weights.dtype, s.b, {s.rank, 2, 4, 4, rows / kGroupCols},
-        {row, 8 * row, 2 * row, kGroupCols * row}, {kStepRanks, 2, 4, 4, kHalfGroups});
-  }
-}
 
 }  // namespace mortar::lora::cuda::wide_walk
