@@ -208,12 +208,14 @@ bool suits_wide_walk(const LoraShape& s, const Machine& m) {
   const WideShape& shape = kWideShapes[kWideWalkShape];
   const std::int64_t blocks = column_blocks(s, shape.cols), tokens = tokens_per_adapter(s);
   const double steps = likely_runs(s, shape.tiles) * static_cast<double>(blocks) / m.sms;
-  // A step a CTA of boxes starts sooner. (us on an H100, persistent and those, steps: 953 of 3, rank
-  // 512, 2.2, 22.8 and 18.6; 1,404 of one, rank 256, 2.7, 25.3 and 23.6; 79 of one, rank 256, 2.2,
-  // 25.7 and 20.4; but 401 of two, rank 256, 4.8, 45.4 and 47.1; 849 of two, rank 512, 5.1, 65.0 and
-  // 70.4.)
-  const bool boxes = takes_boxes(s) && tokens >= kFillsSteps;
-  if (h_width(s) > kExpandPrefillMaxRank) return steps > (boxes ? 3 : tokens >= 10 ? 2 : 6);
+  // A step a CTA of boxes starts sooner. (us on an H100, persistent and those, steps: 953 of 3,
+  // rank 512, 2.2, 22.8 and 18.6; 1,404 of one, rank 256, 2.7, 25.3 and 23.6; 79 of one, rank 256,
+  // 2.2, 25.7 and 20.4; but 401 of two, rank 256, 4.8, 45.4 and 47.1; 849 of two, rank 512, 5.1,
+  // 65.0 and 70.4.)
+  if (h_width(s) > kExpandPrefillMaxRank) {
+    const bool boxes = takes_boxes(s) && tokens >= kFillsSteps;
+    return boxes ? steps > 3 : steps >= (tokens >= 10 ? 2 : 6);
+  }
   return h_width(s) >= kLeastRank && best_tile_tokens(s) == 64 && tokens >= 64 &&
          (5 * blocks < 3 * m.sms || tokens >= kReusesB) && steps >= 3;
 }

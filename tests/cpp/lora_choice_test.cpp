@@ -313,27 +313,6 @@ TEST(LoraChoice, WideExpandWalksOverManySteps) {
   EXPECT_EQ(expand(shape(7200, 1, 512, 3584, {18944})), wide_expand(kWideWalkShape));
 }
 
-/// Where the copy engine takes h and B, a step a CTA of up to three rounds, in boxes unless most SMs
-/// have two CTAs; of two tiles an SM each where that asks less of L2.
-TEST(LoraChoice, WideStepsOfBoxes) {
-  const auto expect = [](LoraShape s, int which, bool boxes) {
-    s.boxes = s.b_boxes = true;
-    ExpandPlan want = wide_expand(which);
-    want.boxes = boxes;
-    EXPECT_EQ(choose(s, {}).expand, want) << describe(choose(s, {}));
-  };
-  expect(shape(50, 1, 512, 3584, {896, 128, 128}), 0, true);
-  expect(shape(514, 1, 128, 3072, {1024}), 0, true);
-  expect(shape(315, 2, 512, 3584, {3584, 512, 512}), 0, false);
-  expect(shape(76, 1, 256, 53248, {16384}), 0, false);
-  expect(shape(628, 1, 512, 1024, {2048, 1024, 1024}), 1, true);
-  expect(shape(260, 1, 512, 8192, {8192}), 1, false);
-  expect(shape(398, 1, 512, 1024, {2048, 1024, 1024}), kWideAloneShape, true);
-  expect(shape(367, 1, 512, 5120, {5120, 5120, 5120}), kWideAloneShape, true);
-  expect(shape(79, 1, 256, 3584, {18944, 18944}), kWideAloneShape, true);
-  EXPECT_EQ(choose(shape(398, 1, 512, 1024, {2048, 1024, 1024}), {}).expand, wide_expand(0));
-}
-
 /// CTAs of the persistent expand share B, where the copy engine takes it, if many of its bytes are
 /// read again.
 TEST(LoraChoice, WideExpandSharesManyBytesOfB) {
