@@ -67,9 +67,9 @@ bool runs_wide_walk(const LoraShape& s, const Machine& m);
 bool has_room_for_y(const LoraShape& s);
 /// Its plan.
 ExpandPlan wide_walk(const LoraShape& s);
-/// The wide kernel of a step a CTA in a shape; with boxes of h and B, where it can, if that is
-/// faster; and in the shape that suits high ranks.
+/// Whether the tensor copy engine can bring h and B to the wide kernel of a step a CTA.
 bool takes_boxes(const LoraShape& s);
+/// That kernel in a shape, with boxes where they are faster; and in the shape that suits high ranks.
 ExpandPlan step_expand(const LoraShape& s, const Machine& m, int shape);
 ExpandPlan step_expand(const LoraShape& s, const Machine& m);
 /// Whether expand rounds an h of float32 as it reads it.

@@ -57,7 +57,9 @@ ExpandPlan wide_expand(int shape) {
   return c;
 }
 
-bool takes_boxes(const LoraShape& s) { return s.b_boxes && s.one_type && !s.segments; }
+bool takes_boxes(const LoraShape& s) {
+  return s.b_boxes && s.one_type && s.aligned_y && !s.segments;
+}
 
 namespace {
 
@@ -88,7 +90,7 @@ constexpr std::int64_t kFillsSteps = 40;
 int step_shape(const LoraShape& s, const Machine& m) {
   const std::int64_t one = step_ctas(s, 1), tokens = tokens_per_adapter(s);
   const bool many = one > kWideShapes[0].per_sm * m.sms, pairs = tokens > 64 && s.aligned_y;
-  if (s.aligned_y && takes_boxes(s) && tokens >= kFillsSteps) {
+  if (takes_boxes(s) && tokens >= kFillsSteps) {
     const double two = likely_runs(s, 2) * static_cast<double>(column_blocks(s, kWalkCols));
     const int rounds = static_cast<int>(std::ceil(two / m.sms));
     const bool full = 4 * tokens >= 3 * round_up<std::int64_t>(tokens, 128);

@@ -117,10 +117,12 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
       continue;
     }
     if (!rounds_h(s) || i == kWideRoundedShape) plans.push_back(wide_expand(i));
-    if (s.b_boxes && s.one_type) {
+    if (kWideShapes[i].walks && s.b_boxes) {
       plans.push_back(plans.back());
-      if (kWideShapes[i].walks) plans.back().cluster = 2;
-      if (!kWideShapes[i].walks) plans.back().boxes = takes_boxes(s);
+      plans.back().cluster = 2;
+    } else if (!kWideShapes[i].walks && takes_boxes(s)) {
+      plans.push_back(plans.back());
+      plans.back().boxes = true;
     }
   }
   if (!s.one_type) {

@@ -34,7 +34,7 @@ struct Traits {
   /// Consumers split their rows of h, which lie as they came in front of the planes of B.
   static constexpr bool kRawH = kFloatWeights && kTiles > 1;
   /// The tensor copy engine brings h and B where it can.
-  static constexpr bool kBoxes = !kFloatWeights && !kFloatH;
+  static constexpr bool kBoxes = kVectorY && !kFloatWeights && !kFloatH;
   using Params = std::conditional_t<kBoxes, BoxParams, ExpandParams>;
   static constexpr int kProducers = kRawH ? 256 : 128;
   static constexpr int kThreads = kConsumers + kProducers;
