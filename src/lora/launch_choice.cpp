@@ -84,6 +84,9 @@ constexpr std::int64_t kFullTileBytes = 100 << 10;
 /// Columns from which on CTAs of ranks 65 to 128 have long to stream.
 constexpr std::int64_t kLongBlocks = 1024;
 
+/// Columns up to which CTAs of a second round are short.
+constexpr int kMostShortCols = 3072;
+
 /// Tiles from which on CTAs of the decode expand are many and short: those that come last leave
 /// fewer SMs idle. (us, two or three CTAs an SM and five: 230 tokens of 135 adapters, rank 4, 5,120
 /// to 2 x 13,824, 71 and 54; 1,308 of 110, rank 4, 1,024 to 2 x 3,072, 21 and 18; 1,024 of 64,
@@ -344,6 +347,16 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   if (s.max_rank > kFewRanks && runs_dense(s)) share_round(s, m, likely, c);
   fit_many(s, m, c);
   fit_round(s, m, c);
+  // A round of three CTAs an SM and a few more take as long as two: then four in fewer registers.
+  // (us on an H100, four and three: 110 tokens of 109 adapters, rank 16, 3,584 to 3,584 + 2 x 512,
+  // 20.5 and 24.0; 110 of 144, rank 32, 4,736 to 3,584, 25.1 and 30.9; but with 256 CTAs 64 of 80,
+  // rank 16, 18,944 to 3,584, 20.7 and 20.1; of long ones 86 of 81, gate_up, 6,912 columns, 42.0
+  // and 40.0.)
+  if (s.max_rank <= kFewRanks && s.num_tokens <= kSmallTileTokens && runs_dense(s) &&
+      !knows_tiles(s) && c.cols <= kMostShortCols &&
+      expected_tiles(s) * column_blocks(s, c.cols) >= kExpandPerSm * m.sms) {
+    c.per_sm = kDenseExpandPerSm;
+  }
   if (!s.aligned_y) c.block_cols = 32;  // two kernels for all ranks, whose blocks are narrow
   c.stages = decode_stages(s, c, m);
   // Blocks of a ring of fewer columns, before they were rounded up to whole ones.

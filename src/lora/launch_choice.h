@@ -25,6 +25,9 @@ std::int64_t used_adapters(const LoraShape& s);
 std::int64_t tokens_per_adapter(const LoraShape& s);
 /// Tokens of a tile of 16 then.
 std::int64_t likely_tile(const LoraShape& s);
+/// Tiles of 16 tokens that there are where tokens are shared out evenly, or halfway to as many as
+/// Zipf's law makes, where those are more.
+std::int64_t expected_tiles(const LoraShape& s);
 /// Whether adapters are so few that the tiles there may be are nearly those that there are.
 bool knows_tiles(const LoraShape& s);
 /// Gives the decode expand of ranks up to 16 the fewest columns a CTA then with which all run at
@@ -198,6 +201,8 @@ bool both_fit(const LoraShape& s, const Machine& m, int rows, int chunks, const 
 /// Whether an SM has room for a CTA of so many K chunks, and how many of low ranks are to take.
 bool takes_chunks(const LoraShape& s, const Machine& m, int chunks);
 void take_chunks(const LoraShape& s, const Machine& m, const ExpandPlan& expand, ShrinkPlan& c);
+/// Chunks that such a CTA takes at least where there are rounds of them.
+int chunks_of_cta(const LoraShape& s, const Machine& m);
 /// Who adds the partials of tiles of 16 tokens.
 Partials tile_partials(const LoraShape& s, const Machine& m, const ExpandPlan& expand);
 /// The fewest rank rows of a CTA of the decode shrink with which its CTAs find an SM each beside

@@ -14,6 +14,29 @@ bool takes_chunks(const LoraShape& s, const Machine& m, int chunks) {
          decode_smem(s.hidden, rows, 1, chunks) + kDecodeStaticSmem <= m.max_smem;
 }
 
+namespace {
+
+constexpr int kMostChunks = 4, kFewRows = 12;
+/// Tokens of an adapter up to which CTAs take chunks, and where one for each would be rounds.
+constexpr std::int64_t kFewTokens = 2, kMoreTokens = 4;
+
+/// Whether a CTA of all rank rows can take so many chunks.
+bool can_take(const LoraShape& s, const Machine& m, int chunks) {
+  return chunks * s.rank_rows() <= decode_ring_rows(s.hidden, 1) &&
+         chunks <= num_leaves(s.hidden) && takes_chunks(s, m, chunks);
+}
+
+}  // namespace
+
+/// (us on an H100, persistent warps that it is compared with and two chunks: 111 of 334, rank 8,
+/// 8,192 to 8,192, 18.8 and 17.0; 28 of 28, 53,248 to 16,384, 17.1 and 15.4; but where expand takes
+/// several groups of columns a step, one full tile after the other, 53 of 432, rank 4, Zipf, 16,384
+/// to 16,384, 8.8 and 11.2.)
+int chunks_of_cta(const LoraShape& s, const Machine& m) {
+  const bool few = s.rank_rows() <= kFewRows && s.num_slices == 1 && tokens_per_adapter(s) == 1;
+  return few && !shares_steps(s, m) && can_take(s, m, 2) ? 2 : 1;
+}
+
 /// Of low ranks a CTA has little to read, and its life is what it waits for: some 3 us, of which A
 /// and x are on their way for one. So CTAs take several chunks, though each is ready 0.3 us later:
 /// of long K as many as there can be, where CTAs get an SM each so and would not otherwise; of
@@ -27,17 +50,14 @@ bool takes_chunks(const LoraShape& s, const Machine& m, int chunks) {
 /// 4.7, four 4.1. On an H100, room for all: 10 of 109, rank 4, 16,384 to 16,384, 3.8 and 4.6; 8 of
 /// 8, rank 16, 14,336 to 4,096, 4.3 and 5.0; no room either way: 36 of 387, rank 8, 4,736 to 3,584,
 /// 5.9 and 6.7; short K: 12 of 21, rank 4, 5,120 to 3 x 1,280, 4.4 and 4.75; more rank rows: 32 of
-/// 32, rank 16, 14,336 to 4,096, 9.7 and 10.3.)
+/// 32, rank 16, 14,336 to 4,096, 9.7 and 10.3; with x of whole tiles, of a few tokens more, 79 of
+/// 28, rank 4, 18,944 to 3,584, 7.5 and 6.7.)
 void take_chunks(const LoraShape& s, const Machine& m, const ExpandPlan& expand, ShrinkPlan& c) {
-  constexpr int kMost = 4, kHalfTile = 8, kMostRows = 12;
-  constexpr std::int64_t kFewTokens = 2, kShortLeaves = 32, kRound = 8;  // CTAs of an SM
+  constexpr int kHalfTile = 8;
+  constexpr std::int64_t kShortLeaves = 32, kRound = 8;  // CTAs of an SM
   const int rows = s.rank_rows();
-  const auto can = [&](int chunks) {
-    return chunks * rows <= decode_ring_rows(s.hidden, 1) && chunks <= num_leaves(s.hidden) &&
-           takes_chunks(s, m, chunks);
-  };
-  if (rows > c.rows || !can(2)) return;
-  const int most = can(kMost) ? kMost : 2;
+  if (rows > c.rows || !can_take(s, m, 2)) return;
+  const int most = can_take(s, m, kMostChunks) ? kMostChunks : 2;
   const auto take = [&](int chunks, int x_tokens) {
     c.leaves = chunks;
     c.x_tokens = x_tokens;
@@ -47,15 +67,16 @@ void take_chunks(const LoraShape& s, const Machine& m, const ExpandPlan& expand,
       shrink_fits(s, m, rows, most, expand)) {
     return take(most, c.x_tokens);
   }
-  if (rows > kMostRows || tokens_per_adapter(s) > kFewTokens || both_fit(s, m, rows, 1, expand)) {
-    return;
-  }
-  for (int chunks = 2; chunks <= most; chunks *= 2) {
+  const std::int64_t tokens = tokens_per_adapter(s);
+  if (rows > kFewRows || tokens > kMoreTokens || both_fit(s, m, rows, 1, expand)) return;
+  for (int chunks = 2; chunks <= most && tokens <= kFewTokens; chunks *= 2) {
     if (both_fit(s, m, rows, chunks, expand)) {
       return take(chunks, chunks > 2 ? kHalfTile : c.x_tokens);
     }
   }
-  if (decode_shrink_ctas(s, rows, 1) > kRound * m.sms) take(2, kHalfTile);
+  if (decode_shrink_ctas(s, rows, 1) > kRound * m.sms) {
+    take(2, tokens <= kFewTokens ? kHalfTile : c.x_tokens);
+  }
 }
 
 namespace {

@@ -50,11 +50,16 @@ void share_round(const LoraShape& s, const Machine& m, std::int64_t likely, Expa
       own > most || c.cols > most) {
     c.cols = even_cols(s, std::min(own, kMostDenseCols), c.block_cols);
   }
-  // Tiles where tokens are shared out evenly.
-  const std::int64_t tiles = used_adapters(s) * ceil_div<std::int64_t>(tokens_per_adapter(s), 16);
-  const auto ctas = [&] { return tiles * column_blocks(s, c.cols); };
-  if (c.cols >= kDenseExpandStages * c.block_cols || 20 * ctas() > 21 * round) return;
-  while (ctas() > round && c.cols < s.max_width()) c.cols += c.block_cols;
+  const std::int64_t tiles = expected_tiles(s);
+  const auto ctas = [&](int cols) { return tiles * column_blocks(s, cols); };
+  // There may be so many tiles fewer than the host has to assume that CTAs of fewer columns make a
+  // round. (us on an H100: 172 tokens of 11 adapters, ranks up to 64, 2,048 to 2 x 8,192, 768
+  // columns 14.1, 512 13.3; 46 of 11, 16,384 to 16,384, 512 columns 17.2, 384 16.2.)
+  while (c.cols > 2 * c.block_cols && 20 * ctas(c.cols - c.block_cols) <= 19 * round) {
+    c.cols -= c.block_cols;
+  }
+  if (c.cols >= kDenseExpandStages * c.block_cols || 20 * ctas(c.cols) > 21 * round) return;
+  while (ctas(c.cols) > round && c.cols < s.max_width()) c.cols += c.block_cols;
 }
 
 /// Where adapters have as many tokens each there are nearly as many tiles as there may be; by

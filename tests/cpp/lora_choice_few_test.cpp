@@ -94,6 +94,8 @@ TEST(LoraChoice, LowRanksShareCtasOfTheDecodeShrink) {
   EXPECT_EQ(taken(shape(33, 9, 4, 28672, {8192})), std::pair(1, 16));
   EXPECT_EQ(taken(shape(22, 251, 64, 8192, {8192})), std::pair(1, 16));
   EXPECT_EQ(taken(shape(40, 40, 4, 4096, {4096})), std::pair(1, 16));
+  EXPECT_EQ(taken(shape(79, 28, 4, 18944, {3584})), std::pair(2, 16));
+  EXPECT_EQ(taken(shape(111, 334, 8, 8192, {8192})), std::pair(2, 8));
 }
 
 /// It runs in fewer registers where its CTAs and expand's would not find room for all of them.
@@ -169,6 +171,8 @@ TEST(LoraChoice, CtasOfRaggedRanksMakeOneRound) {
   EXPECT_EQ(cols(shape(37, 410, 64, 3584, {3584})), 256);
   EXPECT_EQ(cols(shape(11, 8, 64, 16384, {53248, 53248})), 1664);
   EXPECT_EQ(cols(shape(242, 222, 64, 3584, {3584, 512, 512})), 1792 / 2);
+  EXPECT_EQ(cols(shape(46, 11, 64, 16384, {16384})), 384);
+  EXPECT_EQ(cols(shape(172, 11, 64, 2048, {8192, 8192})), 512);
   const LoraShape four = shape(4, 7, 64, 16384, {53248, 53248});
   EXPECT_EQ(plan(four, true).expand.per_sm, kDenseExpandPerSm);
   EXPECT_EQ(plan(four, false).expand.per_sm, 0);
@@ -210,7 +214,18 @@ TEST(LoraChoice, ManyTilesOfShrinkHavePersistentWarps) {
   EXPECT_EQ(choose(ragged, {}).shrink.per_sm, 3);
   EXPECT_TRUE(streams(shape(34, 164, 16, 16384, {16384})));
   EXPECT_FALSE(streams(shape(32, 32, 16, 14336, {4096})));
-  EXPECT_EQ(choose(shape(111, 334, 8, 8192, {8192}), {}).shrink.per_sm, 2);
+  EXPECT_FALSE(streams(shape(22, 60, 16, 16384, {16384, 1024, 1024})));
+  LoraShape slices = shape(142, 40, 64, 5120, {5120, 5120, 5120});
+  EXPECT_FALSE(streams(slices));
+  slices.ragged = true;
+  EXPECT_TRUE(streams(slices));
+  // Two tiles for each thread that lists them, at most.
+  LoraShape tiles = shape(184, 373, 64, 4736, {3584});
+  tiles.ragged = true;
+  EXPECT_EQ(choose(tiles, {}).shrink.per_sm, 2);
+  // One CTA an SM in front of a long expand.
+  EXPECT_TRUE(streams(shape(51, 18, 16, 16384, {53248, 53248})));
+  EXPECT_EQ(choose(shape(51, 18, 16, 16384, {53248, 53248}), {}).shrink.per_sm, 1);
   EXPECT_EQ(choose(shape(21, 13, 64, 53248, {16384}), {}).shrink.per_sm, 1);
 }
 
@@ -224,6 +239,15 @@ TEST(LoraChoice, ShortCtasOfExpandFindRoomBesideShrink) {
   EXPECT_TRUE(dense(shape(26, 36, 8, 2048, {2048, 512, 512})));
   EXPECT_FALSE(dense(shape(44, 325, 8, 3072, {1024})));
   EXPECT_FALSE(dense(shape(126, 1, 16, 3584, {18944, 18944})));
+}
+
+/// So do short ones that are a little more than a round of three CTAs an SM.
+TEST(LoraChoice, MoreThanARoundOfExpandRunsInFewerRegisters) {
+  const auto per_sm = [](const LoraShape& s) { return choose(s, {}).expand.per_sm; };
+  EXPECT_EQ(per_sm(shape(110, 109, 16, 3584, {3584, 512, 512})), kDenseExpandPerSm);
+  EXPECT_EQ(per_sm(shape(110, 144, 32, 4736, {3584})), kDenseExpandPerSm);
+  EXPECT_EQ(per_sm(shape(64, 80, 16, 18944, {3584})), 0);
+  EXPECT_EQ(per_sm(shape(86, 81, 16, 5120, {13824, 13824})), 0);
 }
 
 /// Persistent CTAs expand low ranks of tiles that are mostly not full, behind a shrink that sums
