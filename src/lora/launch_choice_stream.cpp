@@ -31,7 +31,7 @@ ShrinkPlan stream_shrink(const LoraShape& s, Partials partials, int per_sm) {
 /// (us on an H100, three CTAs of 64 threads an SM and two of 96: 184 tokens of 373 adapters, ragged
 /// ranks, 4,736 to 3,584, 21.8 and 20.0; 104 of 460 17.2 and 18.5.)
 int stream_most_per_sm(const LoraShape& s, const Machine& m) {
-  constexpr int kMost = 3, kListed = 2;  // tiles that a thread lists in one trip to memory
+  constexpr int kMost = 3, kListed = 2;           // tiles that a thread lists in one trip to memory
   if (s.num_tokens > kSmallTileTokens) return 1;  // each CTA lists all tiles
   const auto tiles = static_cast<int>(max_tiles(s.num_tokens, s.num_adapters, 16));
   const int warps = stream_warps(s.rank_rows(), tiles, m.max_smem);
@@ -99,9 +99,9 @@ int stream_per_sm(const LoraShape& s, const Machine& m) {
 /// read x anew, from some two rounds on. (Rank 16, on an H100: 22 of 60, 16,384 to 16,384 + 2 x
 /// 1,024, 1.8 rounds, 17.3 and 15.9; 81 of 95, 8,192 to 8,192 + 2 x 1,024, 3.3 rounds, 21.8 and
 /// 24.4.) And in front of an expand that is much longer, so that its CTAs of the first tiles, the
-/// full ones, start first. (On an H100 51 of 18, rank 16, 16,384 to 2 x 53,248, 34.7 and 43.4; 33 of
-/// 49, rank 32, 36.1 and 37.9; of an expand no longer than twice shrink 49 of 230, rank 16, 13,312
-/// to 16,384, 23.2 and 22.3.)
+/// full ones, start first. (On an H100 51 of 18, rank 16, 16,384 to 2 x 53,248, 34.7 and 43.4; 33
+/// of 49, rank 32, 36.1 and 37.9; but of an expand less than twice as long 49 of 230, rank 16,
+/// 13,312 to 16,384, 23.2 and 22.3.)
 bool suits_stream(const LoraShape& s, const Machine& m, const ShrinkPlan& c) {
   constexpr std::int64_t kMostBytes = 64 << 20, kMostPerSm = 8, kSystem = 1024;
   constexpr int kLeastRank = 9;  // of lower ranks CTAs take several K chunks
@@ -110,11 +110,11 @@ bool suits_stream(const LoraShape& s, const Machine& m, const ShrinkPlan& c) {
   const std::int64_t ctas = decode_shrink_ctas(s, c.rows, 1);
   const std::int64_t rows = s.rank_rows() / (s.ragged ? 2 : 1);  // that there are
   const std::int64_t bytes = max_tiles(s.num_tokens, s.num_adapters, 16) * rows * s.hidden * 2;
-  const bool more = s.num_adapters > s.num_tokens;
-  const bool fewer = !is_long_expand(s, 1) && (s.ragged ? more || s.num_slices > 1
-                                                        : more && s.max_rank <= kStreamRows);
+  const bool alone = s.num_adapters > s.num_tokens;
+  const bool fewer = s.ragged ? alone || s.num_slices > 1 : alone && s.max_rank <= kStreamRows;
   const bool waits = s.num_tokens <= kSmallTileTokens && is_long_expand(s, 2);
-  if (long_chunks && s.max_rank >= kLeastRank && (fewer || waits) && bytes <= kMostBytes) {
+  if (long_chunks && s.max_rank >= kLeastRank && ((fewer && !is_long_expand(s, 1)) || waits) &&
+      bytes <= kMostBytes) {
     const int smem = decode_smem(s.hidden, std::min(c.rows, s.rank_rows()), c.stages);
     const std::int64_t room =
         std::min(kMostPerSm, m.sm_smem / (smem + kDecodeStaticSmem + kSystem)) * m.sms;
