@@ -25,8 +25,8 @@ std::int64_t used_adapters(const LoraShape& s);
 std::int64_t tokens_per_adapter(const LoraShape& s);
 /// Tokens of a tile of 16 then.
 std::int64_t likely_tile(const LoraShape& s);
-/// Tiles of 16 tokens that there are where tokens are shared out evenly, or halfway to as many as
-/// Zipf's law makes, where those are more.
+/// Tiles of 16 tokens that are likely: those of even shares, and a third of those that there may be
+/// beyond, about as many as Zipf's law makes of few adapters.
 std::int64_t expected_tiles(const LoraShape& s);
 /// Whether adapters are so few that the tiles there may be are nearly those that there are.
 bool knows_tiles(const LoraShape& s);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the CTAs of a small batch share: SMs, and the making of h from split-K partials.
 #include <algorithm>
-#include <cmath>
 
 #include "lora/launch_choice.h"
 
@@ -63,17 +62,9 @@ std::int64_t likely_tile(const LoraShape& s) {
 }
 
 std::int64_t expected_tiles(const LoraShape& s) {
-  const std::int64_t adapters = used_adapters(s);
   const std::int64_t most = max_tiles(s.num_tokens, s.num_adapters, 16);
-  if (s.num_tokens <= s.num_adapters) return most;
-  const std::int64_t even = adapters * ceil_div<std::int64_t>(tokens_per_adapter(s), 16);
-  double shares = 0, zipf = 0;
-  for (std::int64_t i = 1; i <= adapters; ++i) shares += 1 / static_cast<double>(i);
-  for (std::int64_t i = 1; i <= adapters; ++i) {
-    const double tokens = static_cast<double>(s.num_tokens) / (shares * static_cast<double>(i));
-    zipf += std::max(1 - std::exp(-tokens), tokens / 16 + 0.5);  // the last tile is half full
-  }
-  return std::min(most, std::max(even, (even + static_cast<std::int64_t>(std::ceil(zipf))) / 2));
+  const std::int64_t even = used_adapters(s) * ceil_div<std::int64_t>(tokens_per_adapter(s), 16);
+  return std::min(most, (2 * even + most) / 3);
 }
 
 bool knows_tiles(const LoraShape& s) {
