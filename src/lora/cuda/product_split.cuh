@@ -169,8 +169,8 @@ __device__ __forceinline__ float4 sum_received(const float* sums, int parts, int
   return device::sum_of_parts(v, parts);
 }
 
-/// Eight of these, times `factor` and rounded; zeros from the `live`-th column on, where the copies'
-/// zeros may have met Inf or NaN.
+/// Eight of these, times `factor` and rounded; zeros from the `live`-th column on, where zeros of
+/// the copies may have met Inf or NaN.
 template <class S>
 __device__ __forceinline__ uint4 round_received(const float* sums, int parts, int own_rows,
                                                 int own_row, int column, float factor, int live) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "device/convert.cuh"
+#include "device/dtype_visitor.cuh"
 #include "lora/train/cuda/kernels.cuh"
 #include "lora/train/cuda/stream.cuh"
 #include "lora/train/cuda/tiles.cuh"
@@ -50,21 +51,27 @@ __device__ __forceinline__ void drop_eight(const MaskParams& m, const Draws& dra
   drop_sums(draw_octet(draws, octet_of(m, row, c)), threshold, v);
 }
 
-template <class T>
-__device__ __forceinline__ void add_eight(const uint4& base, float (&v)[8]) {
+/// Of one of the two 16-bit types.
+__device__ __forceinline__ void add_eight(DType dtype, const uint4& base, float (&v)[8]) {
   const std::uint32_t word[4] = {base.x, base.y, base.z, base.w};
+  device::visit_checked_dtype(Float16DTypes(), dtype, [&](auto type) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 two = device::unpack2<T>(word[i]);
-    v[2 * i] = two.x + v[2 * i];
-    v[2 * i + 1] = two.y + v[2 * i + 1];
-  }
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = device::unpack2<typename decltype(type)::type>(word[i]);
+      v[2 * i] = two.x + v[2 * i];
+      v[2 * i + 1] = two.y + v[2 * i + 1];
+    }
+  });
 }
-
 template <class T>
 __device__ __forceinline__ uint4 pack_eight(const float (&v)[8]) {
   return make_uint4(device::pack2<T>(v[0], v[1]), device::pack2<T>(v[2], v[3]),
                     device::pack2<T>(v[4], v[5]), device::pack2<T>(v[6], v[7]));
+}
+__device__ __forceinline__ uint4 pack_eight(DType dtype, const float (&v)[8]) {
+  return device::visit_checked_dtype(Float16DTypes(), dtype, [&](auto type) {
+    return pack_eight<typename decltype(type)::type>(v);
+  });
 }
 
 /// Puts a lane's sums of a group of 32 columns where store_any() reads them, in rows of `pitch`.

@@ -35,7 +35,7 @@ namespace {
 
 using namespace expand_operands;
 
-template <class T, class S>
+template <class S>
 __global__ void __launch_bounds__(kThreads, 2)
     expand_stream_kernel(const __grid_constant__ ExpandParams p) {
   constexpr int kRanks = S::kRanks;
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   // Weights
   char* own = smem + warp * S::warp_bytes(p.lean);
-  std::conditional_t<S::kParts, PartWeights<S>, Weights<T, kRanks>> weights;
+  std::conditional_t<S::kParts, PartWeights<S>, Weights<kRanks>> weights;
   std::uint32_t threshold = 0;
   int live_steps = 0;  // of 16 ranks
   if (rows.adapter >= 0) {
@@ -159,34 +159,37 @@ __global__ void __launch_bounds__(kThreads, 2)
     int left = rows.count - warp_row - lane / 4;  // rows from the lane's first one on
     char* to = static_cast<char*>(p.out.data) +
                2 * ((rows.start + warp_row + lane / 4) * p.out.row_stride + own_column);
-    for (int step = 0; step < steps; ++step) {
-      begin_step(step);
-      // As many groups as the loop below has units: h is waited for by their number.
+    device::visit_checked_dtype(typename S::DTypes(), p.h.m.dtype, [&](auto type) {
+      using T = typename decltype(type)::type;
+      for (int step = 0; step < steps; ++step) {
+        begin_step(step);
+        // As many groups as the loop below has units: h is waited for by their number.
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) device::cp_async_commit();
-      std::uint32_t rows_at = hidden_lane + (step % 2 * stage_rows + warp_row) * kRanks * 2;
+        for (int u = 0; u < kUnits; ++u) device::cp_async_commit();
+        std::uint32_t rows_at = hidden_lane + (step % 2 * stage_rows + warp_row) * kRanks * 2;
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        if (step * stage_rows + u * unit_rows + warp_row >= rows.count) break;
+        for (int u = 0; u < kUnits; ++u) {
+          if (step * stage_rows + u * unit_rows + warp_row >= rows.count) break;
 #pragma unroll
-        for (int g = 0; g < S::kGroups; ++g) {
-          float sum[4][4] = {};
-          weights.multiply(rows_at, g, live_steps, sum);
+          for (int g = 0; g < S::kGroups; ++g) {
+            float sum[4][4] = {};
+            weights.template multiply<T>(rows_at, g, live_steps, sum);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float v[8];
+            for (int half = 0; half < 2; ++half) {
+              float v[8];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = sum[i / 2][2 * half + i % 2];
-            if (left > 8 * half && own_column + 32 * g < p.columns) {
-              __stcs(reinterpret_cast<uint4*>(to + half * half_bytes + 64 * g), pack_eight<T>(v));
+              for (int i = 0; i < 8; ++i) v[i] = sum[i / 2][2 * half + i % 2];
+              if (left > 8 * half && own_column + 32 * g < p.columns) {
+                __stcs(reinterpret_cast<uint4*>(to + half * half_bytes + 64 * g), pack_eight<T>(v));
+              }
             }
           }
+          to += unit_bytes;
+          left -= unit_rows;
+          rows_at += unit_rows * kRanks * 2;
         }
-        to += unit_bytes;
-        left -= unit_rows;
-        rows_at += unit_rows * kRanks * 2;
       }
-    }
+    });
     device::cp_async_wait<0>();
     return;
   }
@@ -211,7 +214,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
       float sum[4][4] = {};
-      weights.multiply(rows_at, g, live_steps, sum);
+      device::visit_checked_dtype(typename S::DTypes(), p.h.m.dtype, [&](auto type) {
+        weights.template multiply<typename decltype(type)::type>(rows_at, g, live_steps, sum);
+      });
       if (!vectors) {
         put_sums(reinterpret_cast<float*>(own) + 32 * g, S::kColumns, sum);
         continue;
@@ -227,8 +232,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = keeps_any ? sum[i / 2][2 * half + i % 2] : 0.0f;
         if (draws_bits) drop_sums(draw[half], threshold, v);
-        if (reads_base) add_eight<T>(*reinterpret_cast<const uint4*>(base_at(unit, g, half)), v);
-        const uint4 words = pack_eight<T>(v);
+        if (reads_base) {
+          add_eight(p.h.m.dtype, *reinterpret_cast<const uint4*>(base_at(unit, g, half)), v);
+        }
+        const uint4 words = pack_eight(p.h.m.dtype, v);
         if (row[half] >= 0) __stcs(reinterpret_cast<uint4*>(to[half] + 32 * g), words);
       }
     }
@@ -242,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   device::cp_async_wait<0>();
 }
 
-template <class T, class S>
+template <class S>
 void launch_stream(const ExpandParams& p, Stream stream) {
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(p.plan.panels * p.max_tiles));
@@ -250,22 +257,8 @@ void launch_stream(const ExpandParams& p, Stream stream) {
   l.smem = S::smem(p.plan.row_warps, p.lean);
   l.stream = stream;
   l.pdl = true;
-  prefer_shared<expand_stream_kernel<T, S>>();
-  device::launch<expand_stream_kernel<T, S>>("lora_train", l, p);
-}
-
-template <class T>
-void launch_type(const ExpandParams& p, Stream stream) {
-  switch (p.plan.ranks) {
-    case 16:
-      return launch_stream<T, Shape<16>>(p, stream);
-    case 32:
-      return launch_stream<T, Shape<32>>(p, stream);
-    case 64:
-      return launch_stream<T, Shape<64>>(p, stream);
-    default:
-      return launch_stream<T, Shape<128>>(p, stream);
-  }
+  prefer_shared<expand_stream_kernel<S>>();
+  device::launch<expand_stream_kernel<S>>("lora_train", l, p);
 }
 
 }  // namespace
@@ -273,11 +266,17 @@ void launch_type(const ExpandParams& p, Stream stream) {
 void expand_stream(const ExpandParams& p, Policy policy, Stream stream) {
   check(policy != Policy::kSplit && p.width <= (p.plan.splits ? kMostSplitRanks : kMostStreamRanks),
         "lora_train: no stream of rows for these weights");
-  if (p.plan.splits) {
-    return launch_stream<__nv_bfloat16, Shape<kStreamCopies * kMostSplitRanks, true>>(p, stream);
+  if (p.plan.splits) return launch_stream<Shape<kStreamCopies * kMostSplitRanks, true>>(p, stream);
+  switch (p.plan.ranks) {
+    case 16:
+      return launch_stream<Shape<16>>(p, stream);
+    case 32:
+      return launch_stream<Shape<32>>(p, stream);
+    case 64:
+      return launch_stream<Shape<64>>(p, stream);
+    default:
+      return launch_stream<Shape<128>>(p, stream);
   }
-  if (policy == Policy::kBFloat16) return launch_type<__nv_bfloat16>(p, stream);
-  launch_type<__half>(p, stream);
 }
 
 }  // namespace mortar::lora::train::cuda

@@ -46,6 +46,7 @@ struct PartWeights {
   Parts b[S::kGroups][kOctets][4];
   bool finite;  ///< all of the warp's
 
+  template <class T>
   __device__ __forceinline__ void multiply(std::uint32_t rows_at, int g, int live_steps,
                                            float (&sum)[4][4]) const {
     // Pieces {third, first}, {second, second} and {first, last} of h's parts.
@@ -57,7 +58,7 @@ struct PartWeights {
       if (o * kStepsOfOctet >= live_steps) break;
       std::uint32_t a[4];
       const auto add = [&](int j, std::uint32_t b0, std::uint32_t b1) {
-        device::mma_16816<__nv_bfloat16>(sum[j], a, b0, b1);
+        device::mma_16816<T>(sum[j], a, b0, b1);
       };
       const Parts(&own)[4] = b[g][o];
       device::ldmatrix_x4(a, rows_at ^ (o * 64));

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "device/async_copy.cuh"
 #include "device/mma.cuh"
@@ -24,6 +25,7 @@ template <int kRanks_, bool kParts_ = false>
 struct Shape {
   static constexpr int kRanks = kRanks_;
   static constexpr bool kParts = kParts_;
+  using DTypes = std::conditional_t<kParts, DTypeList<DType::kBFloat16>, Float16DTypes>;
   static constexpr int kSteps = kRanks / 16;
   static constexpr int kGroups = expand_warp_columns(kRanks) / 32;
   static constexpr int kColumns = 32 * kGroups;
@@ -45,12 +47,13 @@ struct Shape {
 };
 
 /// Weights of the warp's columns as fragments of the MMA: [group][step][tile].
-template <class T, int kRanks>
+template <int kRanks>
 struct Weights {
   using S = Shape<kRanks>;
   std::uint32_t b[S::kGroups][S::kSteps][4][2];
 
   /// Adds to the sums of 16 rows and a group of 32 columns. `rows_at`: the lane's rows of h.
+  template <class T>
   __device__ __forceinline__ void multiply(std::uint32_t rows_at, int g, int live_steps,
                                            float (&sum)[4][4]) const {
 #pragma unroll

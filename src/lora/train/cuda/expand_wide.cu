@@ -134,7 +134,6 @@ __device__ __forceinline__ void trade_columns(float (&sum)[4][4]) {
   }
 }
 
-template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     expand_wide_kernel(const __grid_constant__ ExpandParams p) {
   extern __shared__ __align__(1024) char smem[];
@@ -200,23 +199,26 @@ __global__ void __launch_bounds__(kThreads, 1)
     load(step + kWideStages - 1);
     const std::uint32_t hidden = device::smem_address(smem + step % kWideStages * kStageBytes);
     const int live = min((ranks - step * kStepRanks + 15) / 16, kStepRanks / 16);
+    device::visit_checked_dtype(Float16DTypes(), p.h.m.dtype, [&](auto type) {
+      using T = typename decltype(type)::type;
 #pragma unroll
-    for (int k = 0; k < kStepRanks / 16; ++k) {
-      if (k >= live) break;
-      std::uint32_t a[kFragsM][4];
+      for (int k = 0; k < kStepRanks / 16; ++k) {
+        if (k >= live) break;
+        std::uint32_t a[kFragsM][4];
 #pragma unroll
-      for (int m = 0; m < kFragsM; ++m) load_a(a[m], hidden, warp_row + 16 * m, k);
+        for (int m = 0; m < kFragsM; ++m) load_a(a[m], hidden, warp_row + 16 * m, k);
 #pragma unroll
-      for (int n = 0; n < kWarpColumns; n += 16) {
-        std::uint32_t b[4];
-        load_weights(b, hidden + kHiddenBytes, warp_column + n, k, by_ranks);
+        for (int n = 0; n < kWarpColumns; n += 16) {
+          std::uint32_t b[4];
+          load_weights(b, hidden + kHiddenBytes, warp_column + n, k, by_ranks);
 #pragma unroll
-        for (int m = 0; m < kFragsM; ++m) {
-          device::mma_16816<T>(sum[m][n / 32][n % 32 / 8], a[m], b[0], b[1]);
-          device::mma_16816<T>(sum[m][n / 32][n % 32 / 8 + 1], a[m], b[2], b[3]);
+          for (int m = 0; m < kFragsM; ++m) {
+            device::mma_16816<T>(sum[m][n / 32][n % 32 / 8], a[m], b[0], b[1]);
+            device::mma_16816<T>(sum[m][n / 32][n % 32 / 8 + 1], a[m], b[2], b[3]);
+          }
         }
       }
-    }
+    });
   }
   device::cp_async_wait<0>();
   __syncthreads();
@@ -245,11 +247,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (threshold != 0) drop_eight(p.mask, draws, threshold, static_cast<int>(row), c, v);
         if (p.base.data != nullptr) {
           const auto* base = static_cast<const unsigned short*>(p.base.data);
-          add_eight<T>(__ldcg(reinterpret_cast<const uint4*>(base + row * p.base.row_stride + c)),
-                       v);
+          add_eight(p.h.m.dtype,
+                    __ldcg(reinterpret_cast<const uint4*>(base + row * p.base.row_stride + c)), v);
         }
         auto* to = static_cast<unsigned short*>(p.out.data) + row * p.out.row_stride + c;
-        __stcs(reinterpret_cast<uint4*>(to), pack_eight<T>(v));
+        __stcs(reinterpret_cast<uint4*>(to), pack_eight(p.h.m.dtype, v));
       }
     }
     if (vectors) continue;
@@ -259,24 +261,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <class T>
-void launch_wide(const ExpandParams& p, Stream stream) {
+}  // namespace
+
+void expand_wide(const ExpandParams& p, Policy policy, Stream stream) {
+  check(policy != Policy::kSplit && p.plan.tile_rows == kRows,
+        "lora_train: no wide expand for these weights");
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(p.plan.panels * p.max_tiles));
   l.threads = kThreads;
   l.smem = kSmem;
   l.stream = stream;
   l.pdl = true;
-  device::launch<expand_wide_kernel<T>>("lora_train", l, p);
-}
-
-}  // namespace
-
-void expand_wide(const ExpandParams& p, Policy policy, Stream stream) {
-  check(policy != Policy::kSplit && p.plan.tile_rows == kRows,
-        "lora_train: no wide expand for these weights");
-  if (policy == Policy::kBFloat16) return launch_wide<__nv_bfloat16>(p, stream);
-  launch_wide<__half>(p, stream);
+  device::launch<expand_wide_kernel>("lora_train", l, p);
 }
 
 }  // namespace mortar::lora::train::cuda

@@ -210,11 +210,11 @@ struct PanelParams {
   float* ds;       ///< partials, [panel of the operand][M][hidden_width]
   bool ahead;      ///< looks_ahead(), and nothing is dropped; not if it is early
 };
-void panels(const PanelParams& p, Policy policy, Stream stream);
+void panels(const PanelParams& p, Stream stream);
 /// The same sums over all rows of one adapter, stored as gradients: no partials, and no ds.
 /// Operands of both sides may come together.
 /// `ranks`: rank columns of a thread block, 8, 16 or 32.
-void whole_sums(const PanelParams& p, int ranks, bool drops, Policy policy, Stream stream);
+void whole_sums(const PanelParams& p, int ranks, bool drops, Stream stream);
 bool takes_products(const PanelParams& p, Policy policy);
 
 /// ds[row, j] = factor * (the panels' partials in order), rounded; zeros past a rank and for base

@@ -20,9 +20,8 @@
 // for that one before its sums leave. Up to 16 ranks it has so few registers and stages that it
 // fits an SM beside a last thread block of the expand of dx, and reads x while that one writes.
 // With ds it asks for its first rows in L2 before it waits.
-#include <type_traits>
-
 #include "core/check.h"
+#include "device/dtype_visitor.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
 #include "lora/train/cuda/panel.cuh"
@@ -49,7 +48,7 @@ struct Panel {
   static constexpr int kDsStride = ds_stride(kAll), kDsFloats = ds_floats(kAll);
 };
 
-template <class T, int kShape>
+template <int kShape>
 __global__ void __launch_bounds__(panel_threads(kPanelShapes[kShape]))
     __maxnreg__(panel_registers(kPanelShapes[kShape]))
         panel_kernel(const __grid_constant__ PanelParams p) {
@@ -67,9 +66,8 @@ __global__ void __launch_bounds__(panel_threads(kPanelShapes[kShape]))
   if (!p.ahead) device::pdl_begin(p.early);
 
   __shared__ int live[P::kGroups];
-  // Columns of parts are of bfloat16, at least 24 wide, and make no ds.
-  constexpr bool kCopies =
-      std::is_same_v<T, __nv_bfloat16> && !P::kMakesDs && P::kRanks >= 8 * kSumCopies;
+  // Columns of parts are at least 24 wide, and make no ds.
+  constexpr bool kCopies = !P::kMakesDs && P::kRanks >= 8 * kSumCopies;
   const int group_columns = kCopies ? p.group_columns : P::kRanks;
   const PanelPart<> part(p, P::kColumns, group_columns, P::kMakesDs, live);
   if (part.rows.count == 0) return device::pdl_leave();
@@ -182,46 +180,49 @@ __global__ void __launch_bounds__(panel_threads(kPanelShapes[kShape]))
     }
     const std::uint32_t tile = device::smem_address(smem + step % P::kStages * P::kStageBytes);
     const std::uint32_t narrow = tile + P::kWideBytes;
+    device::visit_checked_dtype(Float16DTypes(), own.wide.dtype, [&](auto type) {
+      using T = typename decltype(type)::type;
 #pragma unroll
-    for (int k = 0; k < P::kRows / 16; ++k) {
-      std::uint32_t s[kRankTiles][2];
+      for (int k = 0; k < P::kRows / 16; ++k) {
+        std::uint32_t s[kRankTiles][2];
 #pragma unroll
-      for (int n = 0; n < kRankTiles; n += 2) {
-        std::uint32_t b[4];
-        load_b(b, narrow, 8 * n, k, false);
-        s[n][0] = b[0], s[n][1] = b[1];
-        s[n + 1][0] = b[2], s[n + 1][1] = b[3];
-      }
-      float ds[P::kMakesDs ? kRankTiles : 1][4] = {};
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const int at = warp_column + 16 * t;
-        const std::uint32_t block = tile + at / kBlockColumns * P::kBlockBytes;
-        std::uint32_t a[4];
-        load_a_transposed(a, block, at % kBlockColumns, k);
-#pragma unroll
-        for (int n = 0; n < kRankTiles; ++n) {
-          device::mma_16816<T>(sums[t][n], a, s[n][0], s[n][1]);
+        for (int n = 0; n < kRankTiles; n += 2) {
+          std::uint32_t b[4];
+          load_b(b, narrow, 8 * n, k, false);
+          s[n][0] = b[0], s[n][1] = b[1];
+          s[n + 1][0] = b[2], s[n + 1][1] = b[3];
         }
-        if constexpr (P::kMakesDs) {
-          load_a(a, block, 16 * k, at % kBlockColumns / 16);
+        float ds[P::kMakesDs ? kRankTiles : 1][4] = {};
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          const int at = warp_column + 16 * t;
+          const std::uint32_t block = tile + at / kBlockColumns * P::kBlockBytes;
+          std::uint32_t a[4];
+          load_a_transposed(a, block, at % kBlockColumns, k);
 #pragma unroll
           for (int n = 0; n < kRankTiles; ++n) {
-            device::mma_16816<T>(ds[n], a, weights[t][n][0], weights[t][n][1]);
+            device::mma_16816<T>(sums[t][n], a, s[n][0], s[n][1]);
+          }
+          if constexpr (P::kMakesDs) {
+            load_a(a, block, 16 * k, at % kBlockColumns / 16);
+#pragma unroll
+            for (int n = 0; n < kRankTiles; ++n) {
+              device::mma_16816<T>(ds[n], a, weights[t][n][0], weights[t][n][1]);
+            }
+          }
+        }
+        if constexpr (P::kMakesDs) {
+          float* to = parts + step % 2 * P::kDsFloats +
+                      (warp * P::kRows + 16 * k + lane / 4) * P::kDsStride + lane % 4 * 2;
+#pragma unroll
+          for (int n = 0; n < kRankTiles; ++n) {
+            *reinterpret_cast<float2*>(to + 8 * n) = make_float2(ds[n][0], ds[n][1]);
+            *reinterpret_cast<float2*>(to + 8 * P::kDsStride + 8 * n) =
+                make_float2(ds[n][2], ds[n][3]);
           }
         }
       }
-      if constexpr (P::kMakesDs) {
-        float* to = parts + step % 2 * P::kDsFloats +
-                    (warp * P::kRows + 16 * k + lane / 4) * P::kDsStride + lane % 4 * 2;
-#pragma unroll
-        for (int n = 0; n < kRankTiles; ++n) {
-          *reinterpret_cast<float2*>(to + 8 * n) = make_float2(ds[n][0], ds[n][1]);
-          *reinterpret_cast<float2*>(to + 8 * P::kDsStride + 8 * n) =
-              make_float2(ds[n][2], ds[n][3]);
-        }
-      }
-    }
+    });
   }
   if constexpr (P::kMakesDs) {
     group_barrier();
@@ -286,7 +287,7 @@ __global__ void __launch_bounds__(panel_threads(kPanelShapes[kShape]))
   }
 }
 
-template <class T, int kShape>
+template <int kShape>
 void launch_panels(const PanelParams& p, Stream stream) {
   device::Launch l;
   l.grid = panel_grid(p);
@@ -294,22 +295,19 @@ void launch_panels(const PanelParams& p, Stream stream) {
   l.smem = panel_smem(kPanelShapes[kShape]);
   l.stream = stream;
   l.pdl = true;
-  device::launch<panel_kernel<T, kShape>>("lora_train", l, p);
+  device::launch<panel_kernel<kShape>>("lora_train", l, p);
 }
 
-template <class T, int kShape = 0>
+template <int kShape = 0>
 void launch_shape(const PanelParams& p, Stream stream) {
   if constexpr (kShape < static_cast<int>(kPanelShapes.size())) {
-    if (p.shape == kShape) return launch_panels<T, kShape>(p, stream);
-    launch_shape<T, kShape + 1>(p, stream);
+    if (p.shape == kShape) return launch_panels<kShape>(p, stream);
+    launch_shape<kShape + 1>(p, stream);
   }
 }
 
 }  // namespace
 
-void panels(const PanelParams& p, Policy policy, Stream stream) {
-  if (policy == Policy::kFloat16) return launch_shape<__half>(p, stream);
-  launch_shape<__nv_bfloat16>(p, stream);
-}
+void panels(const PanelParams& p, Stream stream) { launch_shape(p, stream); }
 
 }  // namespace mortar::lora::train::cuda

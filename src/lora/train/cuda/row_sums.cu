@@ -172,7 +172,7 @@ void RowSums::sum_x(const HiddenForms& h, const HiddenForms& ds, bool early) {
 void RowSums::run_panels(PanelParams panel) {
   panel.ahead = looks_ahead(panel.pairs, panel.rows) && !panel.masked && !panel.early;
   const Policy policy = p_.weight == DType::kFloat16 ? Policy::kFloat16 : Policy::kBFloat16;
-  if (plan_.whole) return whole_sums(panel, plan_.whole_ranks, p_.drops, policy, stream_);
+  if (plan_.whole) return whole_sums(panel, plan_.whole_ranks, p_.drops, stream_);
   const bool wide = kPanelShapes[panel.shape].ranks == kMostRanks &&
                     kPanelShapes[panel.shape].groups == 1 &&
                     panel.chunk.rows % lora::cuda::kProductStep == 0;
@@ -186,7 +186,7 @@ void RowSums::run_panels(PanelParams panel) {
   }
   add_sums(panel);
   if (plan_.boxes && panel_boxes(panel, policy, stream_)) return;
-  panels(panel, policy, stream_);
+  panels(panel, stream_);
 }
 
 /// Whether a product stores dA or dB, dense along its rows and of the operands' type.

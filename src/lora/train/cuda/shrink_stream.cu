@@ -23,6 +23,7 @@
 #include "core/check.h"
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
+#include "device/dtype_visitor.cuh"
 #include "device/launch.cuh"
 #include "device/leaf_sums.cuh"
 #include "device/mma.cuh"
@@ -58,7 +59,7 @@ __device__ __forceinline__ void store_zeros(const ShrinkParams& p, const RowTile
 }
 
 /// The sums of the thread block's leaves.
-template <class T, class S, bool kRowsAreRanks>
+template <class S, bool kRowsAreRanks>
 __device__ __forceinline__ void add_leaves(const ShrinkParams& p, const Table<S>& table, char* smem,
                                            int first_rank, int live_ranks, std::uint32_t threshold,
                                            float (&sum)[S::kSums]) {
@@ -151,21 +152,25 @@ __device__ __forceinline__ void add_leaves(const ShrinkParams& p, const Table<S>
       __syncthreads();
       issue();
       if (warp_rank < live_ranks) {
+        device::visit_checked_dtype(Float16DTypes(), p.wide.m.dtype, [&](auto type) {
+          using T = typename decltype(type)::type;
 #pragma unroll
-        for (int k = 0; k < kStepColumns / 16; ++k) {
-          std::uint32_t a[S::kFragsM][4], b[S::kFragsN / 2][4];
+          for (int k = 0; k < kStepColumns / 16; ++k) {
+            std::uint32_t a[S::kFragsM][4], b[S::kFragsN / 2][4];
 #pragma unroll
-          for (int m = 0; m < S::kFragsM; ++m) fragments.load_wide(a[m], stage, m, k);
+            for (int m = 0; m < S::kFragsM; ++m) fragments.load_wide(a[m], stage, m, k);
 #pragma unroll
-          for (int n = 0; n < S::kFragsN; n += 2) fragments.load_weight(b[n / 2], stage, n, k);
+            for (int n = 0; n < S::kFragsN; n += 2) fragments.load_weight(b[n / 2], stage, n, k);
 #pragma unroll
-          for (int n = 0; n < S::kFragsN; ++n) {
+            for (int n = 0; n < S::kFragsN; ++n) {
 #pragma unroll
-            for (int m = 0; m < S::kFragsM; ++m) {
-              device::mma_16816<T>(tiles[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+              for (int m = 0; m < S::kFragsM; ++m) {
+                device::mma_16816<T>(tiles[m][n], a[m], b[n / 2][n % 2 * 2],
+                                     b[n / 2][n % 2 * 2 + 1]);
+              }
             }
           }
-        }
+        });
       }
       stage += S::kStageBytes;
       if (stage == ring + S::kStages * S::kStageBytes) stage = ring;
@@ -175,7 +180,7 @@ __device__ __forceinline__ void add_leaves(const ShrinkParams& p, const Table<S>
   device::cp_async_wait<0>();
 }
 
-template <class T, class S>
+template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     shrink_stream_kernel(const __grid_constant__ ShrinkParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -235,9 +240,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
 #pragma unroll
     for (int i = 0; i < S::kSums; ++i) sum[i] = 0;
   } else if (p.weights.rows_are_ranks) {
-    add_leaves<T, S, true>(p, table, smem, first_rank, live_ranks, threshold, sum);
+    add_leaves<S, true>(p, table, smem, first_rank, live_ranks, threshold, sum);
   } else {
-    add_leaves<T, S, false>(p, table, smem, first_rank, live_ranks, threshold, sum);
+    add_leaves<S, false>(p, table, smem, first_rank, live_ranks, threshold, sum);
   }
 
   // Reduce and store
@@ -289,8 +294,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       const auto scaled = [&](float sum_, int j) {
         return 4 * half + j < octet.ranks ? octet.factor * sum_ : 0.0f;
       };
-      word[2 * half] = device::pack2<T>(scaled(all.x, 0), scaled(all.y, 1));
-      word[2 * half + 1] = device::pack2<T>(scaled(all.z, 2), scaled(all.w, 3));
+      device::visit_checked_dtype(Float16DTypes(), p.wide.m.dtype, [&](auto type) {
+        using T = typename decltype(type)::type;
+        word[2 * half] = device::pack2<T>(scaled(all.x, 0), scaled(all.y, 1));
+        word[2 * half + 1] = device::pack2<T>(scaled(all.z, 2), scaled(all.w, 3));
+      });
     }
     const int to = table.row[row];
     if (to < 0) continue;
@@ -303,7 +311,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   device::cluster_wait();
 }
 
-template <class T, class S>
+template <class S>
 void launch_shape(const ShrinkParams& p, Stream stream) {
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(p.max_tiles), p.plan.parts, ceil_div(p.width, S::kRanks));
@@ -317,31 +325,17 @@ void launch_shape(const ShrinkParams& p, Stream stream) {
   }
   l.stream = stream;
   l.pdl = true;
-  prefer_shared<shrink_stream_kernel<T, S>>();
-  device::launch<shrink_stream_kernel<T, S>>("lora_train", l, p);
+  prefer_shared<shrink_stream_kernel<S>>();
+  device::launch<shrink_stream_kernel<S>>("lora_train", l, p);
 }
 
-template <class T, int kRanks>
+template <int kRanks>
 void launch_rows(const ShrinkParams& p, Stream stream) {
-  if (p.plan.rows == 32) return launch_shape<T, Shape<kRanks, 32>>(p, stream);
+  if (p.plan.rows == 32) return launch_shape<Shape<kRanks, 32>>(p, stream);
   if constexpr (stream_has(kRanks, 64)) {
-    if (p.plan.rows == 64) return launch_shape<T, Shape<kRanks, 64>>(p, stream);
+    if (p.plan.rows == 64) return launch_shape<Shape<kRanks, 64>>(p, stream);
   }
-  launch_shape<T, Shape<kRanks, 128>>(p, stream);
-}
-
-template <class T>
-void launch_type(const ShrinkParams& p, Stream stream) {
-  switch (p.plan.ranks) {
-    case 16:
-      return launch_rows<T, 16>(p, stream);
-    case 32:
-      return launch_rows<T, 32>(p, stream);
-    case 64:
-      return launch_rows<T, 64>(p, stream);
-    default:
-      return launch_rows<T, 128>(p, stream);
-  }
+  launch_shape<Shape<kRanks, 128>>(p, stream);
 }
 
 }  // namespace
@@ -354,8 +348,16 @@ void shrink_stream(const ShrinkParams& p, Policy policy, Stream stream) {
             (p.plan.fused || p.plan.ranks <= kMostUnfusedRanks ||
              device::current_device().arch >= 90),
         "lora_train: no stream of columns for these operands");
-  if (policy == Policy::kBFloat16) return launch_type<__nv_bfloat16>(p, stream);
-  launch_type<__half>(p, stream);
+  switch (p.plan.ranks) {
+    case 16:
+      return launch_rows<16>(p, stream);
+    case 32:
+      return launch_rows<32>(p, stream);
+    case 64:
+      return launch_rows<64>(p, stream);
+    default:
+      return launch_rows<128>(p, stream);
+  }
 }
 
 }  // namespace mortar::lora::train::cuda

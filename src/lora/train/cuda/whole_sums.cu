@@ -216,8 +216,9 @@ void launch_type(const PanelParams& p, int ranks, bool drops, Stream stream) {
 
 }  // namespace
 
-void whole_sums(const PanelParams& p, int ranks, bool drops, Policy policy, Stream stream) {
-  if (policy == Policy::kFloat16) return launch_type<__half>(p, ranks, drops, stream);
+void whole_sums(const PanelParams& p, int ranks, bool drops, Stream stream) {
+  const bool half = p.operands[0].wide.dtype == DType::kFloat16;
+  if (half) return launch_type<__half>(p, ranks, drops, stream);
   launch_type<__nv_bfloat16>(p, ranks, drops, stream);
 }
 
