@@ -142,8 +142,8 @@ inline void fold_rows(Tensor& t, const char* op, const char* name) {
     if (t.shape[d] != 1 && rows == 1) stride = t.strides[d];
     check(bare || t.shape[d] == 1 || rows == 0 || t.shape[d] == 0 || t.strides[d] == rows * stride,
           op, ": ", name,
-          " must have leading dimensions that one stride steps through, got strides ",
-          t.strides[d], " and ", stride, " for shape ", shape_string(t));
+          " must have leading dimensions that one stride steps through, got strides ", t.strides[d],
+          " and ", stride, " for shape ", shape_string(t));
     rows *= t.shape[d];
   }
   t.shape[0] = rows;

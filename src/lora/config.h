@@ -188,8 +188,8 @@ struct ExpandPlan {
   int groups = 1;   ///< groups of columns that share an MMA step, direct kernel
   int cluster = 1;  ///< CTAs that make h from partials, decode kernel, or share B, persistent wide
   bool boxes = false;  ///< h and B come by the tensor copy engine, wide kernel of a step a CTA
-  int log_run = 0;  ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel and the
-                    ///< one that keeps B
+  int log_run = 0;     ///< a CTA takes runs of 2^log_run tiles of a block, prefill kernel and the
+                       ///< one that keeps B
   /// CTAs that run at once, decode kernel, where the device cuts columns so that those of the tiles
   /// that there are make one round (cuda/expand_tile.cuh); 0: it takes `cols`
   int round = 0;

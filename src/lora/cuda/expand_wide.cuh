@@ -130,8 +130,8 @@ __device__ __forceinline__ void produce_boxes(const BoxParams& p, Shared<Tr>& sh
   const int num_steps = ceil_div(rank, kStepRanks), ahead = min(num_steps, Tr::kStages);
   const Tile tile = shared.run.tile;
   const int column = block.slice * static_cast<int>(p.h.slice_stride);
-  const int group = tile.adapter * p.adapter_groups[block.slice] +
-                    static_cast<int>(block.first) / kGroupCols;
+  const int group =
+      tile.adapter * p.adapter_groups[block.slice] + static_cast<int>(block.first) / kGroupCols;
   const auto copy_b = [&](int stage, int step) {
     device::Mbarrier* const full = shared.full + stage;
     full->arrive_and_expect(Tr::kStageBytes);

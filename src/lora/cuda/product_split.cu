@@ -114,11 +114,10 @@ void launch_columns(const char* op, const Product& product, const ProductPlan& p
   constexpr auto kStore = ProductEnd::kStore;
   if constexpr (kB == Major::kDepth) {
     if (product.rng != nullptr) {
-      return plan.columns == 64
-                 ? launch_shape<Shape<T, 64, kDepth, kB, kStore, 2, true, true>>(op, product, plan,
-                                                                                 stream)
-                 : launch_shape<Shape<T, 128, kDepth, kB, kStore, 1, true, true>>(op, product, plan,
-                                                                                  stream);
+      return plan.columns == 64 ? launch_shape<Shape<T, 64, kDepth, kB, kStore, 2, true, true>>(
+                                      op, product, plan, stream)
+                                : launch_shape<Shape<T, 128, kDepth, kB, kStore, 1, true, true>>(
+                                      op, product, plan, stream);
     }
     if (plan.columns == 64 && plan.rows < kProductRows) {
       return launch_shape<Shape<T, 64, kDepth, kB, kStore, 2, true, false, true>>(op, product, plan,

@@ -198,8 +198,8 @@ template <class T>
 __device__ __forceinline__ void add_base(const unsigned char* base, int row, float (&sum)[32]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    const float2 v = device::unpack2<T>(*reinterpret_cast<const std::uint32_t*>(
-        base + device::swizzled(row + i % 2 * 8, i / 2)));
+    const float2 v = device::unpack2<T>(
+        *reinterpret_cast<const std::uint32_t*>(base + device::swizzled(row + i % 2 * 8, i / 2)));
     sum[2 * i] = v.x + sum[2 * i];
     sum[2 * i + 1] = v.y + sum[2 * i + 1];
   }

@@ -289,9 +289,8 @@ ProductCut cut_split_shrink(std::int64_t rows, std::int64_t columns, int width, 
       const std::int64_t at_once = std::max<std::int64_t>(clusters_at_once(parts, 1, sms), 1);
       const double busy = static_cast<double>(parts * std::min(tiles, at_once));
       const double stage_bytes = 2.0 * lora::cuda::kProductStep * (split_rows(tile) + tile);
-      const double step_us =
-          std::max({stage_bytes / kStageBytesPerUs, tile * kMmaUs,
-                    stage_bytes * busy / kSplitL2BytesPerUs, least_step_us});
+      const double step_us = std::max({stage_bytes / kStageBytesPerUs, tile * kMmaUs,
+                                       stage_bytes * busy / kSplitL2BytesPerUs, least_step_us});
       const double steps = static_cast<double>(
           ceil_div<std::int64_t>(ceil_div<std::int64_t>(columns, lora::cuda::kProductStep), parts));
       const double own = kRampUs + std::max(bytes / kDramBytesPerUs,

@@ -222,8 +222,8 @@ bool takes_products(const PanelParams& s, Policy policy) {
   bool takes = one_group(s.rows) && (!s.masked || s.pairs.entries == nullptr);
   for (int i = 0; i < s.num_operands; ++i) {
     const std::int64_t first = s.mask.columns | s.operands[i].mask_first;
-    takes = takes && (!s.masked || ((s.copies == 1 || s.operands[i].width <= 192) &&
-                                    first % kMaskGroup == 0));
+    takes = takes && (!s.masked ||
+                      ((s.copies == 1 || s.operands[i].width <= 192) && first % kMaskGroup == 0));
     takes = takes && s.operands[i].async && takes_operands(product_of(s, s.operands[i], policy));
   }
   return takes;
@@ -277,8 +277,8 @@ void panel_products(const PanelParams& s, const StoredSums& stored, Policy polic
   for (int i = 0; i < s.num_operands; ++i) {
     const PanelOperand& own = s.operands[i];
     ProductPlan plan;
-    plan.columns = s.masked ? rows_masked_tile(own.width, s.copies)
-                            : rows_launch_tile(own.width, s.copies);
+    plan.columns =
+        s.masked ? rows_masked_tile(own.width, s.copies) : rows_launch_tile(own.width, s.copies);
     plan.parts = static_cast<int>(ceil_div<std::int64_t>(s.rows.num_rows, s.chunk.rows));
     plan.leaf = s.chunk.rows;
     if (stored.of[i]) {
