@@ -62,14 +62,31 @@ __global__ void __launch_bounds__(kThreads, 1)
   const RunList most{p.groups, p.tiles, scouts ? p.tiles.num : 0};
   RunLeaders leaders(most);
   const int4 head = __ldcg(reinterpret_cast<const int4*>(p.groups.plan));
-  shared.make_barriers(p.b_boxes ? 1 : kProducers, p.cluster);
-  const auto meet = [&] {  // until all barriers are there, those of the other CTA of a cluster, too
-    if (p.cluster > 1) {
-      device::cluster_arrive();
-      device::cluster_wait();
-    } else {
-      device::named_barrier<1, kThreads>();
+  if (thread == 0) {
+    const int copiers = p.b_boxes ? 1 : kProducers;
+    for (int i = 0; i < Own::kSteps; ++i) {
+      shared.told[i].init(kScouts);
+      shared.used[i].init(32 * Own::kWarps + copiers);
     }
+    for (int i = 0; i < Own::kHBlocks; ++i) {
+      shared.h_full[i].init(copiers);
+      shared.h_empty[i].init(kConsumers / 32);
+    }
+    for (int i = 0; i < Own::kStages; ++i) {
+      shared.full[i].init(copiers);
+      shared.empty[i].init(p.cluster * Own::kWarps);
+    }
+    for (int i = 0; i < kYStages; ++i) {
+      shared.y_full[i].init(kScouts);
+      shared.y_empty[i].init(kConsumers);
+    }
+    for (device::Mbarrier& turn : shared.turn) turn.init(Own::kWarps);
+    device::Mbarrier::fence_init();
+  }
+  __syncthreads();
+  if (p.cluster > 1) device::cluster_arrive();
+  const auto wait_for_other = [&] {  // until its barriers are there
+    if (p.cluster > 1) device::cluster_wait();
   };
 
   // Look up
@@ -80,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Share share(p, p.stride, leaders.count(tiles));
     const int first = share.left > 0 ? leaders.find(tiles, share.run) : tiles.num;
     Scout<kStaged, Element> scout(p, shared, share, tiles, first);
-    meet();
+    wait_for_other();
     if constexpr (kStaged) {
       tell_and_copy<T>(p, shared, scout, ring + Own::kY);
     } else {
@@ -94,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Load
   if (thread >= kConsumers) {
     device::fewer_registers<Own::kProducerRegisters>();
-    meet();
+    wait_for_other();
     if constexpr (Own::kParts > 1) {
       produce_parts(p, shared, smem);
     } else if (!p.b_boxes) {
@@ -107,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // Compute
   device::more_registers<kConsumerRegisters<kStaged, Element>>();
-  meet();
+  wait_for_other();
   T* const y = static_cast<T*>(p.y.data);
   const int first_row = (Own::kTurns ? thread % 128 : thread) / 32 * 16;
   Consumer<T, kStaged, Element> consumer{

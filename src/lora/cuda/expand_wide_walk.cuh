@@ -104,25 +104,6 @@ struct Shared {
       empty[kMostStages];
   device::Mbarrier y_full[kYStages], y_empty[kYStages];
   device::Mbarrier turn[kTiles];  ///< of warpgroups that take turns
-
-  /// By all threads: a kind of barriers by each of nine warps.
-  __device__ __forceinline__ void make_barriers(int copiers, int cluster) {
-    using Own = Room<kStaged, Element>;
-    const auto make = [](int warp, device::Mbarrier* barriers, int count, int arrivals) {
-      if (static_cast<int>(threadIdx.x) != 32 * warp) return;
-      for (int i = 0; i < count; ++i) barriers[i].init(arrivals);
-      device::Mbarrier::fence_init();
-    };
-    make(0, told, Own::kSteps, kScouts);
-    make(1, used, Own::kSteps, 32 * Own::kWarps + copiers);
-    make(2, h_full, Own::kHBlocks, copiers);
-    make(3, h_empty, Own::kHBlocks, kConsumers / 32);
-    make(4, full, Own::kStages, copiers);
-    make(5, empty, Own::kStages, cluster * Own::kWarps);
-    make(6, y_full, kYStages, kScouts);
-    make(7, y_empty, kYStages, kConsumers);
-    make(8, turn, kTiles, Own::kWarps);
-  }
 };
 template <bool kStaged, class Element>
 inline constexpr int kSmem = Room<kStaged, Element>::kRing + int{sizeof(Shared<kStaged, Element>)};
