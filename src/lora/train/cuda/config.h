@@ -248,7 +248,7 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
       return cut_part_shrink(own, columns, width, plan.leaves, machine.sms, beside);
     }
     if (masked) {
-      return cut_split_shrink(own, columns, width, plan.leaves, machine.sms, Alone{}, 0, kDrawUs);
+      return cut_masked_shrink(own, columns, width, slices, plan.leaves, machine.sms);
     }
     const ProductCut cut =
         with_sums ? cut_leaves(own, columns, width, plan.leaves, true, machine.sms, *with_sums)
@@ -287,6 +287,9 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   }
   if (!products) return plan;
   const ProductCut cut = product();
+  if (masked && !part_columns) {
+    return cut.us < kMaskedStreamTime * least ? product_shrink(columns, cut) : plan;
+  }
   if (with_sums) least = (*with_sums)(least, machine.sms);
   return cut.us - (part_columns && !cut.split ? kProductAheadUs : kSplitAheadUs) < least
              ? product_shrink(columns, cut)

@@ -268,10 +268,11 @@ ProductCut cut_whole_shrink(std::int64_t rows, std::int64_t columns, int width, 
   return best;
 }
 
-/// A step of 128 rows by 64 elements of which some are dropped, by two warpgroups, as long as it
-/// takes beside the model of the stream: on an H100 some 1.6 us, and above 64 ranks the stream with
-/// dropout 1.7 times as long as its model says.
-inline constexpr double kDrawUs = 0.95;
+/// A step of 128 rows by 64 elements of which some are dropped, by two warpgroups; and how many
+/// times what its model says the stream takes with dropout, above 64 ranks. (us of h on an H100,
+/// by the stream / the product / the product's model: 2048 x 4096, rank 128 31 / 23 / 22, rank 256
+/// 42 / 34 / 36; 4096 x 14336, rank 128 119 / 97 / 99, rank 256 231 / 169 / 162.)
+inline constexpr double kDrawUs = 0.95, kMaskedStreamTime = 1.7;
 
 /// Leaves that a thread of the product of clusters that share the depth adds, by columns of a tile.
 constexpr int most_split_leaves(int tile_columns) { return tile_columns == 128 ? 2 : 4; }
@@ -326,6 +327,19 @@ inline ProductCut half_tiles(ProductCut cut, std::int64_t rows, int width, int l
     break;
   }
   return cut;
+}
+
+/// h with dropout, by clusters: slices have tiles of their own, each of which draws.
+inline ProductCut cut_masked_shrink(std::int64_t rows, std::int64_t columns, int width, int slices,
+                                    int leaves, int sms) {
+  ProductCut best;
+  for (const int tile : {64, 128}) {
+    const int all = slices * round_up(ceil_div(width, slices), tile);
+    const ProductCut own =
+        cut_split_shrink(rows, columns, all, leaves, sms, Alone{}, tile, kDrawUs);
+    if (best.us == 0 || own.us < best.us) best = own;
+  }
+  return best;
 }
 
 /// h or ds of so many leaves by either kernel. `splits`: clusters may share the depth.
