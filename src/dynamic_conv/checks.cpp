@@ -3,6 +3,8 @@
 
 #include <unordered_map>
 
+#include "core/check_view.h"
+
 namespace mortar::dynamic_conv {
 namespace {
 
@@ -52,6 +54,7 @@ Signal signal(const Tensor& t) { return {t.data, t.stride(0), t.stride(1)}; }
 Shape check_shape(const ArgCheck& arg, const Tensor& x, const Tensor& k, const Tensor& cu_seqlens,
                   bool silu) {
   arg.ndim(x, "x", 3);
+  check_extents(arg, x, "x");
   check_float(arg, x, "x");
   check_channels_dense(arg, x, "x");
   arg.ndim(k, "kernels", 4);
@@ -122,6 +125,7 @@ State check_state(const ArgCheck& arg, const Tensor& t, const char* name, const 
 StepProblem check_step(const ArgCheck& arg, const Tensor& x, const Tensor& k, const Tensor& state,
                        const Tensor& slots, const Tensor& y, bool silu) {
   arg.ndim(x, "x", 2);
+  check_extents(arg, x, "x");
   check_float(arg, x, "x");
   check_channels_dense(arg, x, "x");
   arg.ndim(k, "kernels", 3);
@@ -132,6 +136,7 @@ StepProblem check_step(const ArgCheck& arg, const Tensor& x, const Tensor& k, co
   arg.device(k, "kernels", x.device);
   check_taps_dense(arg, k, "kernels");
   arg.ndim(state, "state", 3);
+  check_extents(arg, state, "state");
   p.state_length = check_state_length(arg, state, "state", p.width);
   arg.shape(state, "state", {slots.defined() ? -1 : x.size(0), x.size(1), p.state_length});
   check_type(state.dtype == x.dtype, arg.op(), ": state must have the dtype of x (",
@@ -165,7 +170,9 @@ StepProblem check_step(const ArgCheck& arg, const Tensor& x, const Tensor& k, co
 
 void check_outputs_apart(const ArgCheck& arg, std::initializer_list<NamedTensor> outputs,
                          std::initializer_list<NamedTensor> inputs) {
+  for (const NamedTensor& in : inputs) check_memory(arg, in.tensor, in.name);
   for (auto out = outputs.begin(); out != outputs.end(); ++out) {
+    check_memory(arg, out->tensor, out->name);
     arg.no_self_overlap(out->tensor, out->name);
     for (auto other = outputs.begin(); other != out; ++other) {
       arg.disjoint(out->tensor, out->name, other->tensor, other->name);
@@ -180,12 +187,14 @@ void check_starts_tensor(const ArgCheck& arg, const Tensor& cu_seqlens) {
   arg.contiguous(cu_seqlens, "cu_seqlens");
   check(cu_seqlens.size(0) >= 1 && cu_seqlens.size(0) <= kMaxTime, arg.op(),
         ": cu_seqlens must have 1 to ", kMaxTime, " elements, got ", cu_seqlens.size(0));
+  check_memory(arg, cu_seqlens, "cu_seqlens");
 }
 
 void check_slots_tensor(const ArgCheck& arg, const Tensor& slots) {
   arg.ndim(slots, "slots", 1);
   arg.dtype(slots, "slots", {DType::kInt32});
   arg.contiguous(slots, "slots");
+  check_memory(arg, slots, "slots");
 }
 
 void check_starts(const ArgCheck& arg, const Integers& starts, std::int64_t num_tokens) {

@@ -33,7 +33,7 @@ State check_state(const ArgCheck& arg, const Tensor& t, const char* name, const 
 StepProblem check_step(const ArgCheck& arg, const Tensor& x, const Tensor& k, const Tensor& state,
                        const Tensor& slots, const Tensor& y, bool silu);
 
-/// No output may overlap itself, another output or an input.
+/// All have memory; no output may overlap itself, another output or an input.
 void check_outputs_apart(const ArgCheck& arg, std::initializer_list<NamedTensor> outputs,
                          std::initializer_list<NamedTensor> inputs);
 

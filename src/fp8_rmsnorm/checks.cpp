@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "core/byte_span.h"
+#include "core/check_view.h"
 
 namespace mortar::fp8_rmsnorm {
 namespace {
@@ -54,6 +55,7 @@ Rows check_weight(const ArgCheck& arg, const Tensor& weight, const char* name, c
 
 /// What every choice of kernels relies on.
 void check_sizes(const ArgCheck& arg, const Tensor& x, const char* name) {
+  check_extents(arg, x, name);
   check(x.size(1) >= 1 && x.size(1) <= kFp8RmsNormMaxHidden, arg.op(), ": ", name,
         " must have 1 to ", kFp8RmsNormMaxHidden, " columns, got shape ", shape_string(x));
   check(x.size(0) <= kMaxRows, arg.op(), ": ", name, " must have at most ", kMaxRows,
@@ -131,6 +133,7 @@ Scales check_scales(const ArgCheck& arg, const Tensor& t, const char* name, std:
   }
   arg.dtype(t, name, {kF32});
   arg.device(t, name, device);
+  check_memory(arg, t, name);
   if (format.given_scale) check_given(arg, t, name);
   return {t.ptr<float>(), t.ndim > 0 ? t.stride(0) : 0, t.ndim > 1 ? t.stride(1) : 0};
 }
@@ -349,10 +352,12 @@ void check_outputs_apart(const ArgCheck& arg, std::initializer_list<Named> outpu
   };
   check(outputs.size() + inputs.size() <= seen.size(), arg.op(), ": too many tensors");
   for (const Named& in : inputs) {
+    check_memory(arg, in.tensor, in.name);
     if (in.tensor.defined()) seen[count++] = {&in, byte_span(in.tensor)};
   }
   for (const Named& out : outputs) {
     if (!out.tensor.defined()) continue;
+    check_memory(arg, out.tensor, out.name);
     arg.no_self_overlap(out.tensor, out.name);
     const ByteSpan span = byte_span(out.tensor);
     meet(out, span);

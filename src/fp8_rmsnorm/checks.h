@@ -43,7 +43,7 @@ struct Named {
   const char* name;
 };
 
-/// No output may overlap itself, another output or an input.
+/// All have memory; no output may overlap itself, another output or an input.
 void check_outputs_apart(const ArgCheck& arg, std::initializer_list<Named> outputs,
                          std::initializer_list<Named> inputs);
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lora/checks.h"
 
+#include "core/check_view.h"
+
 namespace mortar::lora {
 namespace {
 
@@ -38,6 +40,7 @@ const std::int32_t* check_ints(const ArgCheck& arg, const Tensor& t, const char*
   arg.dtype(t, name, {DType::kInt32});
   arg.device(t, name, device);
   arg.contiguous(t, name);
+  check_memory(arg, t, name);
   return t.ptr<const std::int32_t>();
 }
 
@@ -45,6 +48,7 @@ const std::int32_t* check_ints(const ArgCheck& arg, const Tensor& t, const char*
 
 RowsView check_x(const ArgCheck& arg, const Tensor& x) {
   arg.ndim(x, "x", 2);
+  check_extents(arg, x, "x");
   check_float(arg, x, "x");
   arg.last_dim_dense(x, "x");
   check_rows_ascend(arg, x, "x");
@@ -55,6 +59,7 @@ RowsView check_x(const ArgCheck& arg, const Tensor& x) {
 RowsView check_h(const ArgCheck& arg, const Tensor& h, const LoraWeights& weights,
                  std::int64_t num_tokens, Device device) {
   arg.shape(h, "h", {weights.num_slices, num_tokens, -1});
+  check_extents(arg, h, "h");
   check_float(arg, h, "h");
   arg.device(h, "h", device);
   arg.last_dim_dense(h, "h");
@@ -67,6 +72,7 @@ RowsView check_h(const ArgCheck& arg, const Tensor& h, const LoraWeights& weight
 RowsView check_y(const ArgCheck& arg, const Tensor& y, const LoraWeights& weights,
                  std::int64_t offset, std::int64_t num_tokens, Device device) {
   arg.shape(y, "y", {num_tokens, -1});
+  check_extents(arg, y, "y");
   check_float(arg, y, "y");
   arg.device(y, "y", device);
   arg.last_dim_dense(y, "y");
@@ -175,8 +181,19 @@ void* check_workspace(const ArgCheck& arg, const Tensor& workspace, std::int64_t
   arg.contiguous(workspace, "workspace");
   check(workspace.shape[0] >= bytes, arg.op(), ": workspace must have at least ", bytes,
         " bytes, got ", workspace.shape[0]);
+  check_memory(arg, workspace, "workspace");
   if (bytes > 0) arg.aligned(workspace, "workspace", kMemoryAlignment);
   return workspace.data;
+}
+
+void check_memory_of_weights(const ArgCheck& arg, const LoraWeights& weights, Needs needs) {
+  if (weights.table.defined()) return check_memory(arg, weights.table, "table");
+  for (int s = 0; s < weights.num_slices; ++s) {
+    if (needs != Needs::kB) check_memory(arg, weights.a[s], kANames[s]);
+    if (needs != Needs::kA) check_memory(arg, weights.b[s], kBNames[s]);
+  }
+  check_memory(arg, weights.ranks, "ranks");
+  check_memory(arg, weights.scales, "scales");
 }
 
 void check_apart_from_weights(const ArgCheck& arg, const Tensor& out, const char* name,

@@ -46,6 +46,9 @@ GroupsView check_groups(const ArgCheck& arg, const LoraGroups& groups, std::int6
 void* check_workspace(const ArgCheck& arg, const Tensor& workspace, std::int64_t bytes,
                       Device device);
 
+/// The matrices needed, or the table, have memory: what workspace queries do not ask.
+void check_memory_of_weights(const ArgCheck& arg, const LoraWeights& weights, Needs needs);
+
 /// A written tensor must not overlap any stacked weight tensor.
 void check_apart_from_weights(const ArgCheck& arg, const Tensor& out, const char* name,
                               const LoraWeights& weights);

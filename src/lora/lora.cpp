@@ -6,6 +6,7 @@
 
 #include "core/backend.h"
 #include "core/check.h"
+#include "core/check_view.h"
 #include "lora/checks.h"
 #include "lora/problem.h"
 
@@ -61,6 +62,7 @@ lora::IdsView check_ids(const ArgCheck& arg, const Tensor& ids, const char* name
   arg.dtype(ids, name, {DType::kInt32, DType::kInt64});
   arg.device(ids, name, device);
   arg.contiguous(ids, name);
+  check_memory(arg, ids, name);
   return {ids.data, ids.dtype == DType::kInt64};
 }
 
@@ -70,6 +72,7 @@ void check_plan_tensor(const ArgCheck& arg, const Tensor& plan) {
   arg.dtype(plan, "plan", {DType::kInt32});
   arg.contiguous(plan, "plan");
   arg.aligned(plan, "plan", kMemoryAlignment);
+  check_memory(arg, plan, "plan");
 }
 
 }  // namespace
@@ -136,6 +139,9 @@ void lora_shrink(const Tensor& x, const LoraWeights& weights, const LoraGroups& 
   p.workspace = lora::check_workspace(arg, workspace,
                                       be.shrink_workspace(workspace_query(x, weights)), x.device);
   p.scale = scale;
+  check_memory(arg, x, "x");
+  check_memory(arg, h, "h");
+  lora::check_memory_of_weights(arg, weights, Needs::kA);
   arg.disjoint(h, "h", x, "x");
   arg.disjoint(h, "h", workspace, "workspace");
   arg.disjoint(workspace, "workspace", x, "x");
@@ -164,6 +170,9 @@ void lora_expand(const Tensor& h, const LoraWeights& weights, const LoraGroups& 
   p.groups = lora::check_groups(arg, groups, p.num_tokens, weights.num_adapters, y.device);
   p.offset = offset;
   p.add_inputs = add_inputs;
+  check_memory(arg, y, "y");
+  check_memory(arg, h, "h");
+  lora::check_memory_of_weights(arg, weights, Needs::kB);
   arg.disjoint(y, "y", h, "h");
   lora::check_apart_from_weights(arg, y, "y", weights);
   const Backend& be = backend(arg, y.device);
@@ -182,6 +191,9 @@ void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& g
   const Backend& be = backend(arg, x.device);
   p.workspace = lora::check_workspace(arg, workspace,
                                       be.apply_workspace(workspace_query(x, weights)), x.device);
+  check_memory(arg, x, "x");
+  check_memory(arg, y, "y");
+  lora::check_memory_of_weights(arg, weights, Needs::kBoth);
   arg.disjoint(y, "y", x, "x");
   arg.disjoint(y, "y", workspace, "workspace");
   arg.disjoint(workspace, "workspace", x, "x");

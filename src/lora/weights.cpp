@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "core/check_view.h"
 #include "lora/checks.h"
 #include "mortar/lora.h"
 
@@ -32,6 +33,7 @@ void check_rank(const Tensor& t, const char* name, int dimension) {
 /// A stacked matrix: [L, ., .], dtype and device of the first one, rows dense.
 void check_matrix(const Tensor& t, const char* name, const Tensor& first, const char* first_name) {
   kArg.ndim(t, name, 3);
+  check_extents(kArg, t, name);
   kArg.dtype(t, name, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   check_type(t.dtype == first.dtype, kArg.op(), ": ", name, " must have dtype ",
              dtype_name(first.dtype), " as ", first_name, " has, got ", dtype_name(t.dtype));

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/byte_span.h"
+#include "core/check_view.h"
 #include "lora/checks.h"
 #include "lora/plan_layout.h"
 
@@ -28,6 +29,7 @@ Matrix matrix(const Tensor& t) {
 void check_matrix(const ArgCheck& arg, const Tensor& t, const char* name, std::int64_t rows,
                   std::int64_t columns, Device device) {
   arg.shape(t, name, {rows, columns});
+  check_extents(arg, t, name);
   arg.dtype(t, name, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   arg.device(t, name, device);
 }
@@ -115,6 +117,7 @@ void check_rows(const ArgCheck& arg, const LoraTrainProblem& given, Device devic
     arg.dtype(rows.offsets, "offsets", {DType::kInt32});
     arg.device(rows.offsets, "offsets", device);
     arg.contiguous(rows.offsets, "offsets");
+    check_memory(arg, rows.offsets, "offsets");
     p->rows.offsets = rows.offsets.ptr<const std::int32_t>();
     if (device.type == DeviceType::kCPU) {
       check_segments(arg, p->rows.offsets, p->num_adapters, p->num_rows);

@@ -5,6 +5,7 @@
 
 #include "core/backend.h"
 #include "core/check.h"
+#include "core/check_view.h"
 #include "lora/checks.h"
 #include "lora/train/checks.h"
 #include "lora/train/problem.h"
@@ -18,6 +19,18 @@ using lora::train::Checked;
 using lora::train::Problem;
 
 constexpr auto& backend = choose_backend<lora::train::cpu::kBackend, lora::train::cuda::kBackend>;
+
+/// What the ops ask beside the checks that they share with the workspace queries.
+void check_memory_of(const ArgCheck& arg, std::span<const Tensor> list, const char* name) {
+  for (const Tensor& t : list) check_memory(arg, t, name);
+}
+void check_memory_of(const ArgCheck& arg, const LoraTrainProblem& problem) {
+  for (const LoraTrainPair& pair : problem.pairs) {
+    check_memory(arg, pair.a, "a");
+    check_memory(arg, pair.b, "b");
+  }
+  check_memory(arg, problem.dropout.rng, "rng");
+}
 
 }  // namespace
 
@@ -67,6 +80,11 @@ void lora_train_forward(const LoraTrainProblem& problem, const LoraTrainForward&
                         const Tensor& workspace, Stream stream) {
   const ArgCheck arg("lora_train_forward");
   auto [p, device] = lora::train::check_forward(arg, problem, forward);
+  check_memory_of(arg, problem);
+  check_memory(arg, forward.x, "x");
+  check_memory(arg, forward.h, "h");
+  check_memory_of(arg, forward.y, "y");
+  check_memory_of(arg, forward.base, "base");
   const Backend& be = backend(arg, device);
   p.workspace = lora::check_workspace(arg, workspace, be.forward_workspace(p), device);
   arg.disjoint(workspace, "workspace", forward.x, "x");
@@ -89,6 +107,15 @@ void lora_train_backward(const LoraTrainProblem& problem, const LoraTrainBackwar
                          const Tensor& workspace, Stream stream) {
   const ArgCheck arg("lora_train_backward");
   auto [p, device] = lora::train::check_backward(arg, problem, backward);
+  check_memory_of(arg, problem);
+  check_memory(arg, backward.x, "x");
+  check_memory(arg, backward.h, "h");
+  check_memory(arg, backward.dx, "dx");
+  check_memory_of(arg, backward.dy, "dy");
+  for (const LoraTrainGrads& grads : backward.grads) {
+    check_memory(arg, grads.a, "da");
+    check_memory(arg, grads.b, "db");
+  }
   const Backend& be = backend(arg, device);
   p.workspace = lora::check_workspace(arg, workspace, be.backward_workspace(p), device);
   arg.disjoint(workspace, "workspace", backward.x, "x");
@@ -117,6 +144,7 @@ void lora_train_check(const Tensor& offsets, std::int64_t num_adapters, std::int
   arg.shape(offsets, "offsets", {num_adapters + 1});
   arg.dtype(offsets, "offsets", {DType::kInt32});
   arg.contiguous(offsets, "offsets");
+  check_memory(arg, offsets, "offsets");
   std::vector<std::int32_t> host(num_adapters + 1);
   backend(arg, offsets.device)
       .read_offsets(offsets.ptr<const std::int32_t>(), num_adapters + 1, host.data(), stream);
