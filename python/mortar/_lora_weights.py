@@ -131,7 +131,8 @@ class Weights:
             adapters: one entry per adapter: a list with one (A, B) or None per slice (None: the
                 adapter leaves this slice alone); with one slice the bare (A, B) will do; None for
                 an empty slot. A is [rank, K], B is [N_s, rank], contiguous, 16-byte aligned, all of
-                one dtype and on one device. They are used in place, not copied.
+                one dtype and on one device. They are used in place, not copied: no call may write
+                over them, which calls do not check, as a table holds but addresses.
             scales: one number per adapter, or one per slice. None: 1.
             widths: N_s of every slice; needed only where no adapter has a pair for a slice.
             max_rank: largest rank that ``update`` will bring. None: the largest there is now.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lora/checks.h"
 
+#include "core/byte_span.h"
 #include "core/check_view.h"
 
 namespace mortar::lora {
@@ -196,16 +197,26 @@ void check_memory_of_weights(const ArgCheck& arg, const LoraWeights& weights, Ne
   check_memory(arg, weights.scales, "scales");
 }
 
-void check_apart_from_weights(const ArgCheck& arg, const Tensor& out, const char* name,
-                              const LoraWeights& weights) {
-  if (weights.table.defined()) {
-    arg.disjoint(out, name, weights.table, "table");
-    return;
-  }
+void check_apart(const ArgCheck& arg, const Tensor& out, const char* name,
+                 const LoraWeights& weights, const LoraGroups& groups) {
+  if (!out.defined()) return;
+  const ByteSpan span = byte_span(out);
+  const auto apart = [&](const Tensor& t, const char* t_name) {
+    if (t.defined() && span.meets(byte_span(t))) [[unlikely]]
+      arg.disjoint(out, name, t, t_name);
+  };
+  apart(groups.plan, "plan");
+  apart(groups.sorted_tokens, "sorted_tokens");
+  apart(groups.ids, "ids");
+  apart(groups.counts, "counts");
+  apart(groups.starts, "starts");
+  if (weights.table.defined()) return apart(weights.table, "table");
   for (int s = 0; s < weights.num_slices; ++s) {
-    arg.disjoint(out, name, weights.a[s], kANames[s]);
-    arg.disjoint(out, name, weights.b[s], kBNames[s]);
+    apart(weights.a[s], kANames[s]);
+    apart(weights.b[s], kBNames[s]);
   }
+  apart(weights.ranks, "ranks");
+  apart(weights.scales, "scales");
 }
 
 }  // namespace mortar::lora

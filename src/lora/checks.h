@@ -49,8 +49,9 @@ void* check_workspace(const ArgCheck& arg, const Tensor& workspace, std::int64_t
 /// The matrices needed, or the table, have memory: what workspace queries do not ask.
 void check_memory_of_weights(const ArgCheck& arg, const LoraWeights& weights, Needs needs);
 
-/// A written tensor must not overlap any stacked weight tensor.
-void check_apart_from_weights(const ArgCheck& arg, const Tensor& out, const char* name,
-                              const LoraWeights& weights);
+/// A written tensor must not overlap the groups, nor stacked weights with their ranks and scales, nor
+/// the table. What a table points to is not looked at: on CUDA the host does not know it.
+void check_apart(const ArgCheck& arg, const Tensor& out, const char* name,
+                 const LoraWeights& weights, const LoraGroups& groups);
 
 }  // namespace mortar::lora

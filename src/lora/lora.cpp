@@ -145,8 +145,8 @@ void lora_shrink(const Tensor& x, const LoraWeights& weights, const LoraGroups& 
   arg.disjoint(h, "h", x, "x");
   arg.disjoint(h, "h", workspace, "workspace");
   arg.disjoint(workspace, "workspace", x, "x");
-  lora::check_apart_from_weights(arg, h, "h", weights);
-  lora::check_apart_from_weights(arg, workspace, "workspace", weights);
+  lora::check_apart(arg, h, "h", weights, groups);
+  lora::check_apart(arg, workspace, "workspace", weights, groups);
   if (p.num_tokens == 0) return;
   be.shrink(p, stream);
 }
@@ -174,7 +174,7 @@ void lora_expand(const Tensor& h, const LoraWeights& weights, const LoraGroups& 
   check_memory(arg, h, "h");
   lora::check_memory_of_weights(arg, weights, Needs::kB);
   arg.disjoint(y, "y", h, "h");
-  lora::check_apart_from_weights(arg, y, "y", weights);
+  lora::check_apart(arg, y, "y", weights, groups);
   const Backend& be = backend(arg, y.device);
   if (p.num_tokens == 0) return;
   be.expand(p, stream);
@@ -197,8 +197,8 @@ void lora_apply(const Tensor& x, const LoraWeights& weights, const LoraGroups& g
   arg.disjoint(y, "y", x, "x");
   arg.disjoint(y, "y", workspace, "workspace");
   arg.disjoint(workspace, "workspace", x, "x");
-  lora::check_apart_from_weights(arg, y, "y", weights);
-  lora::check_apart_from_weights(arg, workspace, "workspace", weights);
+  lora::check_apart(arg, y, "y", weights, groups);
+  lora::check_apart(arg, workspace, "workspace", weights, groups);
   if (p.num_tokens == 0) return;
   be.apply(p, stream);
 }

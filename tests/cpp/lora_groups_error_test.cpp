@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bad plans, segments and maps.
+// Bad plans, segments and maps, and outputs that lie over them.
 #include <cstdint>
 #include <tuple>
 #include <vector>
@@ -60,6 +60,65 @@ std::vector<BadCall> group_calls() {
        },
        kType,
        {"lora_apply: plan must be on", "got"}},
+      {"YIsPlan",
+       [](Call& c) {
+         c.y.data = c.plan.data;
+         c.apply();
+       },
+       kValue,
+       {"lora_apply: y and plan must not overlap in memory"}},
+      {"YIsPlanForExpand",
+       [](Call& c) {
+         c.y.data = c.plan.data;
+         c.expand();
+       },
+       kValue,
+       {"lora_expand: y and plan must not overlap in memory"}},
+      {"HIsPlan",
+       [](Call& c) {
+         c.h.data = c.plan.data;
+         c.shrink();
+       },
+       kValue,
+       {"lora_shrink: h and plan must not overlap in memory"}},
+      {"WorkspaceIsPlan",
+       [](Call& c) {
+         c.workspace.data = c.plan.data;
+         c.apply();
+       },
+       kValue,
+       {"lora_apply: workspace and plan must not overlap in memory"}},
+      {"HIsSegments",
+       [](Call& c) {
+         c.use_segments();
+         c.h.data = c.starts.data;
+         c.shrink_segments();
+       },
+       kValue,
+       {"lora_shrink: h and sorted_tokens must not overlap in memory"}},
+      {"YIsStarts",
+       [](Call& c) {
+         c.use_segments();
+         c.starts.data = c.y.data;
+         c.groups = LoraGroups::from_segments(c.sorted_tokens, c.ids, c.counts, c.starts);
+         c.apply();
+       },
+       kValue,
+       {"lora_apply: y and starts must not overlap in memory"}},
+      {"YIsRanks",
+       [](Call& c) {
+         c.y.data = c.weights.ranks.data;
+         c.apply();
+       },
+       kValue,
+       {"lora_apply: y and ranks must not overlap in memory"}},
+      {"YIsScales",
+       [](Call& c) {
+         c.y.data = c.weights.scales.data;
+         c.expand();
+       },
+       kValue,
+       {"lora_expand: y and scales must not overlap in memory"}},
       {"NoGroups",
        [](Call& c) {
          c.groups = {};
