@@ -185,6 +185,8 @@ def differentiable_once(backward: Callable) -> Callable:
 
     As torch.autograd.function.once_differentiable, which asks the incoming gradients alone: what
     depends on a saved tensor, as in the penalty of a gradient's norm, it leaves out without a word.
+    Nor does its refusal lead back to what the results depend on, so that ``grad(dx, x,
+    allow_unused=True)`` is None there.
     """
 
     @functools.wraps(backward)
@@ -194,14 +196,25 @@ def differentiable_once(backward: Callable) -> Callable:
         with torch.no_grad():
             found = backward(ctx, *gradients)
         inputs = (*gradients, *ctx.saved_tensors)
-        if not any(isinstance(t, _Tensor) and t.requires_grad for t in inputs):
-            return found
-        refuse = torch._C._functions.DelayedError(
-            b"trying to differentiate twice a function that is once_differentiable", len(found)
-        )
-        return refuse(*(t if t is None else t.detach().requires_grad_() for t in found))
+        sources = [t for t in inputs if isinstance(t, _Tensor) and t.requires_grad]
+        return _NoGradient.apply(found, *sources) if sources else found
 
     return call
+
+
+class _NoGradient(torch.autograd.Function):
+    """Tensors as results of `sources`, and raises where a gradient of them is wanted."""
+
+    @staticmethod
+    def forward(ctx, tensors, *sources):
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError(
+            "trying to differentiate twice a function that is once_differentiable: gradients of "
+            "Mortar's functions have no gradient"
+        )
 
 
 def any_negation(tensors) -> bool:

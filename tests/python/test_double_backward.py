@@ -60,6 +60,8 @@ def test_the_penalty_of_a_gradient_is_refused(device, factors, monkeypatch, make
         y = f(x)
         (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
-            (y.sum() + dx.square().sum()).backward()
+            (y.sum() + dx.square().sum()).backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            torch.autograd.grad(dx.square().sum(), x, allow_unused=True)
     finally:
         nemo.uninstall()
