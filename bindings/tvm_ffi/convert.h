@@ -114,11 +114,35 @@ inline Tensor to_tensor(const TensorView& t, const char* op = "mortar",
   return to_tensor(view, op, name);
 }
 
-/// An argument of a packed call: a tensor, or None for an undefined one.
+/// What an argument is, in Python's words.
+inline const char* kind_of(AnyView value) {
+  switch (value.type_index()) {
+    case TVMFFITypeIndex::kTVMFFINone:
+      return "None";
+    case TVMFFITypeIndex::kTVMFFIBool:
+      return "bool";
+    case TVMFFITypeIndex::kTVMFFIInt:
+      return "int";
+    case TVMFFITypeIndex::kTVMFFIFloat:
+      return "float";
+    case TVMFFITypeIndex::kTVMFFISmallStr:
+    case TVMFFITypeIndex::kTVMFFIStr:
+      return "str";
+    case TVMFFITypeIndex::kTVMFFIArray:
+      return "list or tuple";
+    case TVMFFITypeIndex::kTVMFFIMap:
+      return "dict";
+    default:
+      return "another type";
+  }
+}
+
+/// An argument of a packed call: a tensor, or None for an undefined one, which the op refuses where
+/// it needs a tensor.
 inline Tensor to_tensor(AnyView arg, const char* op = "mortar", const char* name = "tensor") {
   if (arg == nullptr) return {};
   const std::optional<DLTensor*> t = arg.try_cast<DLTensor*>();
-  check_type(t.has_value(), op, ": ", name, " must be a tensor or None, got ", arg.GetTypeKey());
+  check_type(t.has_value(), op, ": ", name, " must be a tensor, got ", kind_of(arg));
   return to_tensor(**t, op, name);
 }
 

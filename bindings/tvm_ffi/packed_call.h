@@ -28,25 +28,6 @@ inline AnyView take_argument(PackedArgs args, int* next, const char* op, const c
   return args[(*next)++];
 }
 
-/// What an argument is, in Python's words.
-inline const char* kind_of(AnyView value) {
-  switch (value.type_index()) {
-    case TVMFFITypeIndex::kTVMFFINone:
-      return "None";
-    case TVMFFITypeIndex::kTVMFFIBool:
-      return "bool";
-    case TVMFFITypeIndex::kTVMFFIInt:
-      return "int";
-    case TVMFFITypeIndex::kTVMFFIFloat:
-      return "float";
-    case TVMFFITypeIndex::kTVMFFISmallStr:
-    case TVMFFITypeIndex::kTVMFFIStr:
-      return "str";
-    default:
-      return "another type";
-  }
-}
-
 /// Tensors as TVM-FFI hands them over, among the other arguments.
 struct FfiObjects {
   FfiObjects(PackedArgs, int*) {}

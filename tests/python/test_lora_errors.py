@@ -358,8 +358,12 @@ def test_flat_calls_are_checked(device):
     for op in (lib.lora_apply, lib.lora_shrink, lib.lora_expand, lib.lora_weights):
         with pytest.raises(TypeError, match=r"lora_\w+: \w+ is required, got 0 arguments"):
             op()
-    with pytest.raises(TypeError, match="lora_apply: y must be a tensor or None, got int"):
+    with pytest.raises(TypeError, match="lora_apply: y must be a tensor, got int"):
         lib.lora_apply(torch.zeros(1, 1, device=device), 3)
+    with pytest.raises(TypeError, match="lora_launch_plan: x must be a tensor, got list or tuple"):
+        lib.lora_launch_plan([1], torch.zeros(1, 1, device=device), 0)
+    with pytest.raises(TypeError, match="lora_train_check: offsets must be a tensor, got list"):
+        lib.lora_train_check([0, 3], 1, 3)
     t = make(replace(PROBLEM, widths=(24,)), device)
     with pytest.raises(TypeError, match="lora_weights: dtype must be a dtype"):
         lib.lora_weights(t.table().apply_args[0], 3.5, 8, 40, 24)
