@@ -63,6 +63,17 @@ inline double hidden_tolerance(const LoraCase& c, const lora::Bounded& h, DType 
          unit_roundoff(h_dtype) * std::abs(h.value) + smallest(h_dtype);
 }
 
+/// What lora_apply leaves out on CUDA with float32 weights under bfloat16 x and y: A, h and B in two
+/// parts are off by 1.01 * 2^-16 of themselves, and the product of h's and B's second parts, each
+/// below 2^-7 of its value, is dropped (docs/numerics.md). lora_shrink and lora_expand take three.
+inline double two_parts_error(const LoraOperands& op, const lora::ReferenceOutput& out) {
+  const LoraCase& c = op.c;
+  const bool takes_two = op.device.type == DeviceType::kCUDA && c.w == DType::kFloat32 &&
+                         c.x == DType::kBFloat16 && c.y == DType::kBFloat16;
+  if (!takes_two) return 0;
+  return 1.01 * 0x1p-16 * (out.hidden_error + 2 * out.magnitude) + 0x1p-14 * out.magnitude;
+}
+
 /// h carries the error of its own sum and one rounding if it passes through 16 bits; the expand
 /// adds that of its sum over the rank and of y's rounding.
 inline double output_tolerance(const LoraOperands& op, const lora::ReferenceOutput& out,
@@ -76,8 +87,9 @@ inline double output_tolerance(const LoraOperands& op, const lora::ReferenceOutp
          unit_roundoff(c.y) * std::abs(out.value);
 }
 
+/// `by_apply`: lora_apply has written y, not lora_expand.
 inline void expect_outputs(LoraOperands& op, const std::vector<lora::ReferenceOutput>& expected,
-                           DType h_dtype, const std::string& what) {
+                           DType h_dtype, const std::string& what, bool by_apply = false) {
   op.y.download();
   EXPECT_TRUE(op.y.guards_intact()) << what << " wrote outside y";
   const Tensor y = op.y.host();
@@ -87,14 +99,14 @@ inline void expect_outputs(LoraOperands& op, const std::vector<lora::ReferenceOu
       const std::int64_t at = t * y.strides[0] + n;
       const lora::ReferenceOutput& want = expected[t * y.shape[1] + n];
       const double got = op.y.get(at);
-      const bool good = want.written
-                            ? std::abs(got - want.value) <= output_tolerance(op, want, h_dtype)
-                            : op.y.unchanged(at);
+      const double tolerance =
+          output_tolerance(op, want, h_dtype) + (by_apply ? two_parts_error(op, want) : 0);
+      const bool good =
+          want.written ? std::abs(got - want.value) <= tolerance : op.y.unchanged(at);
       if (!good && ++failures <= 3) {
         ADD_FAILURE() << what << ": y[" << t << ", " << n << "] of adapter " << op.map[t] << " is "
                       << got << ", expected " << want.value << " +- "
-                      << output_tolerance(op, want, h_dtype)
-                      << (want.written ? "" : " (not to be written)");
+                      << tolerance << (want.written ? "" : " (not to be written)");
       }
     }
   }
@@ -121,7 +133,7 @@ inline void expect_apply_matches(LoraOperands& op) {
   const auto h = lora::reference_shrink(op.x.host(), host, op.map, op.c.scale);
   const auto expected = lora::reference_expand(h, host, op.map, op.y.host(), op.c.offset, op.c.add);
   run_apply(op);
-  expect_outputs(op, expected, DType::kFloat32, "lora_apply");
+  expect_outputs(op, expected, DType::kFloat32, "lora_apply", /*by_apply=*/true);
 }
 
 /// h with guards, wider than the ranks by `extra` columns.

@@ -153,6 +153,13 @@ std::vector<LoraCase> form_cases() {
   c.widths = {256, 64};
   c.ranks = {16, 64, 8, 32, 128};
   add_type_triples(cases, c);
+  c.name = "ShortHidden";  // what two parts leave out is more than sums of three products round
+  c.tokens = 150;
+  c.hidden = 3;
+  c.widths = {128};
+  c.ranks = {11, 32, 6};
+  c.adapters = 3;
+  add_type_triples(cases, c);
   c.name = "ManyChunks";  // h of more rows than the workspace holds at once
   c.tokens = 1500;
   c.hidden = 16;
