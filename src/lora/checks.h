@@ -49,7 +49,7 @@ void* check_workspace(const ArgCheck& arg, const Tensor& workspace, std::int64_t
 /// The matrices needed, or the table, have memory: what workspace queries do not ask.
 void check_memory_of_weights(const ArgCheck& arg, const LoraWeights& weights, Needs needs);
 
-/// A written tensor must not overlap the groups, nor stacked weights with their ranks and scales, nor
+/// A written tensor must not overlap the groups, stacked weights with their ranks and scales, or
 /// the table. What a table points to is not looked at: on CUDA the host does not know it.
 void check_apart(const ArgCheck& arg, const Tensor& out, const char* name,
                  const LoraWeights& weights, const LoraGroups& groups);

@@ -63,9 +63,10 @@ inline double hidden_tolerance(const LoraCase& c, const lora::Bounded& h, DType 
          unit_roundoff(h_dtype) * std::abs(h.value) + smallest(h_dtype);
 }
 
-/// What lora_apply leaves out on CUDA with float32 weights under bfloat16 x and y: A, h and B in two
-/// parts are off by 1.01 * 2^-16 of themselves, and the product of h's and B's second parts, each
-/// below 2^-7 of its value, is dropped (docs/numerics.md). lora_shrink and lora_expand take three.
+/// What lora_apply leaves out on CUDA with float32 weights under bfloat16 x and y: A, h and B in
+/// two parts are off by 1.01 * 2^-16 of themselves, and the product of h's and B's second parts,
+/// each below 2^-7 of its value, is dropped (docs/numerics.md). lora_shrink and lora_expand take
+/// three.
 inline double two_parts_error(const LoraOperands& op, const lora::ReferenceOutput& out) {
   const LoraCase& c = op.c;
   const bool takes_two = op.device.type == DeviceType::kCUDA && c.w == DType::kFloat32 &&
