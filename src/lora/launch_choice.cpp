@@ -135,7 +135,8 @@ int best_tile_tokens(const LoraShape& s) {
 }
 
 int even_cols(const LoraShape& s, std::int64_t cols, int multiple) {
-  cols = std::max<std::int64_t>(cols, 1);  // slices may have none
+  constexpr std::int64_t kMostCols = 1 << 24;  // counted in 32 bits; longer streams gain nothing
+  cols = std::clamp<std::int64_t>(cols, 1, kMostCols);  // slices may have none
   const std::int64_t blocks =
       std::max<std::int64_t>(1, (5 * s.max_width() + 3 * cols) / (5 * cols));
   const std::int64_t even = std::max<std::int64_t>(1, ceil_div(s.max_width(), blocks));

@@ -102,6 +102,9 @@ std::vector<ShrinkPlan> shrink_plans(const LoraShape& s, const Machine& m) {
   return plans;
 }
 
+/// Of a CTA of a candidate, which counts them in 32 bits.
+constexpr std::int64_t kMostColumns = 1 << 24;
+
 std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
   std::vector<ExpandPlan> plans;
   for (int i = 0; i < static_cast<int>(std::size(kWideShapes)) && runs_wide(s, m); ++i) {
@@ -136,7 +139,8 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
   }
   if (runs_bulk(s, m)) plans.push_back(bulk_expand(s, m));
   if (runs_direct(s)) {
-    for (int cols = kDirectCols; cols < 2 * s.max_width(); cols *= 2) {
+    const std::int64_t most = std::min(2 * s.max_width(), kMostColumns);
+    for (int cols = kDirectCols; cols < most; cols *= 2) {
       for (const int groups : {1, kDirectGroups}) {
         if (groups > 1 && !shares_steps(s, m)) continue;
         for (const int per_sm : {0, 1}) {
@@ -153,7 +157,7 @@ std::vector<ExpandPlan> expand_plans(const LoraShape& s, const Machine& m) {
   for (c.block_cols = widest; c.block_cols >= std::max(32, widest / 4); c.block_cols /= 2) {
     int last = 0;
     for (int blocks = 1; blocks < 1024; blocks += std::max(1, blocks / 2)) {
-      const auto cols = ceil_div<std::int64_t>(s.max_width(), blocks);
+      const auto cols = ceil_div<std::int64_t>(std::min(s.max_width(), kMostColumns), blocks);
       c.cols = round_up(static_cast<int>(std::max<std::int64_t>(cols, 1)), c.block_cols);
       if (c.cols == last) continue;
       last = c.cols;
@@ -182,6 +186,10 @@ std::vector<LaunchPlan> candidates(const LoraShape& s, const Machine& m) {
   std::vector<ExpandPlan> expands{{}};
   if (s.op != Op::kExpand) shrinks = shrink_plans(s, m);
   if (s.op != Op::kShrink) expands = expand_plans(s, m);
+  for (ExpandPlan& c : expands) {
+    const bool by_16 = c.kernel == ExpandKernel::kDecode || c.kernel == ExpandKernel::kDirect;
+    if (by_16 && max_tiles(s.num_tokens, s.num_adapters, 16) > 65535) c.tile_tokens = 64;
+  }
   std::vector<LaunchPlan> plans{choose(s, m)};
   for (int cols = 32; runs_one(s, m, cols); cols *= 2)
     plans.push_back({s, {}, one_expand(cols), 0});

@@ -251,6 +251,23 @@ TEST(LoraConfig, CandidatesFitTheirProblem) {
   }
 }
 
+/// Columns of a CTA are counted in 32 bits, tiles of 16 tokens are at most the rows of a grid.
+TEST(LoraConfig, SmallNoCountOverflows) {
+  for (const std::int64_t width : {std::int64_t{1} << 31, (std::int64_t{1} << 33) + 8}) {
+    for (const std::int64_t tokens : {1, 40, 1 << 20}) {
+      for (const int rank : {8, 16, 64, 512}) {
+        for (const Machine& m : kMachines) {
+          for (const LaunchPlan& plan : candidates(shape(tokens, 4096, rank, 64, {width}), m)) {
+            ASSERT_GT(plan.expand.cols, 0) << describe(plan);
+            ASSERT_LE(plan.expand.cols, 1 << 26) << describe(plan);
+            ASSERT_LE(max_tiles(tokens, 4096, plan.expand.tile_tokens), 65535) << describe(plan);
+          }
+        }
+      }
+    }
+  }
+}
+
 /// Every row of a table of shapes is the best for some problem.
 TEST(LoraConfig, EveryShapeIsChosenSomewhere) {
   std::mt19937 random(13);
