@@ -151,3 +151,18 @@ def test_run_takes_no_helper_of_the_benchmarks_for_one():
     assert wrong.returncode == 1
     assert "there is no benchmark 'peers'" in wrong.stderr
     assert "norm" in wrong.stderr
+
+
+@pytest.mark.parametrize("command", ["setup", "build", "test", "wheel", "format"])
+def test_run_refuses_arguments_before_it_works(command):
+    wrong = subprocess.run([ROOT / "run", command, "lora"], text=True, capture_output=True)
+    assert wrong.returncode == 1 and wrong.stdout == ""
+    assert wrong.stderr == f"[mortar] {command} takes no arguments, got 'lora'\n"
+    asked = subprocess.run([ROOT / "run", command, "--help"], text=True, capture_output=True)
+    assert asked.returncode == 0 and asked.stdout.startswith("usage: ./run COMMAND")
+
+
+def test_run_names_its_demos():
+    wrong = subprocess.run([ROOT / "run", "demo", "cnov"], text=True, capture_output=True)
+    assert wrong.returncode == 1 and wrong.stdout == ""
+    assert "there is no demo 'cnov', but these: conv norm train" in wrong.stderr
