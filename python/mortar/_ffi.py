@@ -18,7 +18,15 @@ except ModuleNotFoundError as missing:
         raise
     torch = None
 
-import tvm_ffi
+try:
+    import tvm_ffi
+except ModuleNotFoundError as missing:
+    if missing.name != "tvm_ffi":
+        raise
+    raise ModuleNotFoundError(
+        "mortar: needs the package apache-tvm-ffi; type: python -m pip install apache-tvm-ffi",
+        name="tvm_ffi",
+    ) from None
 
 __all__ = ["WRITTEN", "lib", "torch", "torch_function"]
 
@@ -29,11 +37,21 @@ def _library_path() -> Path:
     path = Path(override or Path(__file__).parent / "_lib" / "mortar_ffi.so").absolute()
     if not path.is_file():
         source = "MORTAR_LIBRARY" if override else "the package"
-        raise ImportError(f"mortar: no binding library at {path} (from {source}); run ./run build")
+        raise ImportError(
+            f"mortar: no binding library at {path} (from {source}); type ./run build in the sources"
+        )
     return path
 
 
-lib = tvm_ffi.load_module(str(_library_path()))
+def _load(path: Path):
+    try:
+        return tvm_ffi.load_module(str(path))
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise ImportError(f"mortar: cannot load {path}: {reason}") from error
+
+
+lib = _load(_library_path())
 
 
 def _lend_torch() -> bool:

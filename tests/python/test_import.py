@@ -61,6 +61,20 @@ def test_missing_library_is_named(tmp_path):
     assert "mortar: no binding library at" in done.stderr and "nothing.so" in done.stderr
 
 
+def test_a_file_that_is_no_library_is_named(tmp_path):
+    wrong = tmp_path / "wrong.so"
+    wrong.write_text("no library")
+    done = run("import mortar", MORTAR_LIBRARY=str(wrong))
+    assert done.returncode != 0
+    assert f"ImportError: mortar: cannot load {wrong}: " in done.stderr
+
+
+def test_missing_binding_package_is_named():
+    done = run("import sys\nsys.modules['tvm_ffi'] = None\nimport mortar")
+    assert done.returncode != 0
+    assert "mortar: needs the package apache-tvm-ffi" in done.stderr
+
+
 def test_library_by_its_bare_name():
     folder, name = os.path.split(_ffi._library_path())
     done = run(f"import os\nos.chdir({folder!r})\nimport mortar", MORTAR_LIBRARY=name)
