@@ -3,7 +3,13 @@
 # Mortar, so that a wheel needs no second file.
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 execute_process(COMMAND ${Python3_EXECUTABLE} -m tvm_ffi.config --cmakedir
-  OUTPUT_VARIABLE tvm_ffi_ROOT OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  OUTPUT_VARIABLE tvm_ffi_ROOT OUTPUT_STRIP_TRAILING_WHITESPACE
+  RESULT_VARIABLE status ERROR_QUIET)
+if(NOT status EQUAL 0)
+  message(FATAL_ERROR "Mortar: ${Python3_EXECUTABLE} lacks the package apache-tvm-ffi, which the "
+    "Python binding needs: name a Python that has it (-DPython3_EXECUTABLE=...; ./run setup makes "
+    ".venv/bin/python), or build the C++ library alone (-DMORTAR_FFI=OFF)")
+endif()
 set(Python_EXECUTABLE ${Python3_EXECUTABLE})  # which tvm_ffi's package file asks for its paths
 find_package(tvm_ffi CONFIG REQUIRED)
 
