@@ -21,6 +21,7 @@ import math
 import platform
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,9 +134,14 @@ def trained_subject(
 
     def on_stage(title: str, steps: int) -> lora_training.OnStep:
         task = stage(progress, f"training {title}", steps)
+        said = time.monotonic()
 
         def report(step: int, steps: int, loss: float) -> None:
+            nonlocal said
             progress.update(task, completed=step, note=f"loss {loss:.2f}")
+            if not progress.console.is_terminal and time.monotonic() - said > 15:
+                said = time.monotonic()
+                progress.console.print(f"  step {step} of {steps}, loss {loss:.2f}")
 
         return report
 
