@@ -29,7 +29,7 @@ from rich.text import Text
 from torch import Tensor
 
 from corpus import Corpus
-from demo_main import demo
+from demo_main import Spoken, demo
 from hybrid_model import ConvMixer, HybridConfig, HybridModel
 
 #: Largest differences that float32 arithmetic in another order explains: every step differs by
@@ -159,12 +159,14 @@ def train(recipe: Recipe, text: bytes, progress: Progress) -> tuple[Trainer, Tra
     """Both copies, step by step on the same batches."""
     packed, separate = Trainer(recipe, packed_loss), Trainer(recipe, separate_loss)
     task = progress.add_task("training twice", total=recipe.steps)
-    for batch in batches(text, recipe):
+    speak = Spoken(progress.console)
+    for step, batch in enumerate(batches(text, recipe), 1):
         packed.step(batch)
         separate.step(batch)
         progress.update(
             task, advance=1, description=f"training twice, loss {packed.losses[-1]:.2f}"
         )
+        speak(f"step {step} of {recipe.steps}, loss {packed.losses[-1]:.2f}")
     return packed, separate
 
 

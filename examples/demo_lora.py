@@ -21,7 +21,6 @@ import math
 import platform
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +37,7 @@ import lora_report
 import lora_training
 import mortar
 from corpus import Corpus, load_corpora
-from demo_main import positive
+from demo_main import Spoken, positive
 from lora_measure import PREFILL_TOKENS, check, losses, measure
 from lora_report import stage
 from lora_subject import Subject, assemble
@@ -134,14 +133,11 @@ def trained_subject(
 
     def on_stage(title: str, steps: int) -> lora_training.OnStep:
         task = stage(progress, f"training {title}", steps)
-        said = time.monotonic()
+        speak = Spoken(progress.console)
 
         def report(step: int, steps: int, loss: float) -> None:
-            nonlocal said
             progress.update(task, completed=step, note=f"loss {loss:.2f}")
-            if not progress.console.is_terminal and time.monotonic() - said > 15:
-                said = time.monotonic()
-                progress.console.print(f"  step {step} of {steps}, loss {loss:.2f}")
+            speak(f"step {step} of {steps}, loss {loss:.2f}")
 
         return report
 

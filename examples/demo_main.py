@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,18 @@ from rich.console import Console
 from corpus import Corpus, load_corpora
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+class Spoken:
+    """Says how far a demo is where there is no terminal to draw a bar on: a line every 15 s."""
+
+    def __init__(self, console: Console):
+        self._console, self._said = console, time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        if not self._console.is_terminal and time.monotonic() - self._said > 15:
+            self._said = time.monotonic()
+            self._console.print(f"  {line}")
 
 
 def positive(text: str) -> int:

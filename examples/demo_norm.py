@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import mortar
 from corpus import Corpus
-from demo_main import demo
+from demo_main import Spoken, demo
 from mortar.nn import Fp8RMSNormLinear
 
 #: FP8 rounds every activation to 2^-4 of it: curves may part by that much of a loss, averaged over
@@ -283,9 +283,12 @@ def run(recipe: Recipe, corpus: Corpus, out: Path, console: Console) -> dict[str
     runs, models = {}, {}
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("training", total=len(RUNS) * recipe.steps)
+        speak = Spoken(console)
 
         def advance(name: str, loss: float) -> None:
             progress.update(task, advance=1, description=f"{name}, loss {loss:.2f}")
+            done = progress.tasks[0].completed
+            speak(f"step {done:.0f} of {len(RUNS) * recipe.steps}: {name}, loss {loss:.2f}")
 
         for name in RUNS:
             models[name], runs[name] = train(recipe, name, corpus.train, advance)

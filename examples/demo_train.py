@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 
 import lora_training
 from corpus import Corpus, load_corpora
-from demo_main import positive
+from demo_main import Spoken, positive
 from mortar._ffi import lib
 from mortar.compat.peft import accelerate
 
@@ -199,7 +199,8 @@ def base_model(args: argparse.Namespace, corpora: Sequence[Corpus], console: Con
     def on_stage(title: str, steps: int) -> lora_training.OnStep:
         if steps:
             console.print(f"training {title} ...")
-        return lambda *_: None
+        speak = Spoken(console)
+        return lambda step, steps, loss: speak(f"step {step} of {steps}, loss {loss:.2f}")
 
     trained = lora_training.prepare(args.out / "cache", recipe, corpora, args.device, on_stage)
     return AutoModelForCausalLM.from_pretrained(trained.base).to(args.device), recipe
