@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The project's own checks find what they are there for."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -160,6 +161,14 @@ def test_run_refuses_arguments_before_it_works(command):
     assert wrong.stderr == f"[mortar] {command} takes no arguments, got 'lora'\n"
     asked = subprocess.run([ROOT / "run", command, "--help"], text=True, capture_output=True)
     assert asked.returncode == 0 and asked.stdout.startswith("usage: ./run COMMAND")
+
+
+@pytest.mark.parametrize("seconds", ["soon", "0", "-1", "1.5"])
+def test_run_refuses_wrong_seconds_before_it_works(seconds):
+    environment = os.environ | {"MORTAR_FUZZ_SECONDS": seconds}
+    wrong = subprocess.run([ROOT / "run", "test"], env=environment, text=True, capture_output=True)
+    assert wrong.returncode == 1 and wrong.stdout == ""
+    assert f"must be a whole number of seconds, got '{seconds}'" in wrong.stderr
 
 
 def test_run_names_its_demos():
