@@ -37,7 +37,7 @@ import lora_report
 import lora_training
 import mortar
 from corpus import Corpus, load_corpora
-from demo_main import Spoken, positive
+from demo_main import Spoken, make_folder, positive
 from lora_measure import PREFILL_TOKENS, check, losses, measure
 from lora_report import stage
 from lora_subject import Subject, assemble
@@ -95,6 +95,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    make_folder(args.out)
     console = Console()
     _quieten()
     with _progress(console) as progress:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,15 @@ class Spoken:
         if not self._console.is_terminal and time.monotonic() - self._said > 15:
             self._said = time.monotonic()
             self._console.print(f"  {line}")
+
+
+def make_folder(path: Path) -> None:
+    """Ends the demo before its work where there will be no place for what it writes."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise SystemExit(f"demo: --out: cannot write into {path}: {error.strerror}") from None
 
 
 def positive(text: str) -> int:
@@ -56,6 +66,7 @@ def demo(
     folder = ROOT / "build" / f"demo_{name}"
     parser.add_argument("--out", type=Path, default=folder, metavar="DIR")
     arguments = parser.parse_args()
+    make_folder(arguments.out)
     console = Console()
     console.print(f"[bold]{title}[/]")
     corpus = load_corpora(limit=1_000_000)[0]

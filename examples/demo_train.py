@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 
 import lora_training
 from corpus import Corpus, load_corpora
-from demo_main import Spoken, positive
+from demo_main import Spoken, make_folder, positive
 from mortar._ffi import lib
 from mortar.compat.peft import accelerate
 
@@ -275,6 +275,7 @@ def draw(path: Path, one: dict[str, Run], four: dict[str, Run]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    make_folder(args.out)
     console = Console()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -115,6 +115,13 @@ def test_wrong_arguments(arguments, message, demo, tmp_path):
     assert message in said
 
 
+def test_a_place_that_cannot_be_written_is_one_sentence(demo, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, printed, _ = demo("--quick", "--out", tmp_path / "file" / "out")
+    assert status == f"demo: --out: cannot write into {tmp_path}/file/out: Not a directory"
+    assert printed == ""
+
+
 def test_refused_adapters_are_one_sentence(demo, tmp_path, first):
     _, out = first
     [base] = out.glob("cache/*/base")
