@@ -28,6 +28,14 @@ from .tables import Table, roofs_text, table_of
 RESULTS = machine.ROOT / "bench" / "results"
 
 
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
 def parser(
     command: str, peers: Sequence[str], default_peers: Sequence[str], epilog: str = ""
 ) -> argparse.ArgumentParser:
@@ -40,7 +48,9 @@ def parser(
         default="auto",
         help="auto: CUDA where there is a GPU",
     )
-    p.add_argument("--rows", metavar="REGEX", default="", help="only rows whose label matches")
+    p.add_argument(
+        "--rows", metavar="REGEX", type=_regex, default="", help="only rows whose label matches"
+    )
     p.add_argument("--list", action="store_true", help="print the row labels and stop")
     p.add_argument(
         "--peers",
@@ -130,7 +140,9 @@ def main(
         print(missing, file=sys.stderr)
         return 2
     if args.list or not todo:
-        print("\n".join(case.label for case in todo) or f"bench: no row matches {args.rows!r}")
+        with contextlib.suppress(BrokenPipeError):  # of a reader such as `head`
+            print("\n".join(case.label for case in todo) or f"bench: no row matches {args.rows!r}",
+                  flush=True)  # fmt: skip
         return 0 if todo else 2
 
     if not cuda:

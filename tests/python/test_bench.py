@@ -358,3 +358,9 @@ def test_exit_status_is_1_when_the_subject_is_wrong(capsys, tmp_path):
     assert harness.main("toy", lambda o: [Axpy(64, {"right": 2})], views, argv=argv) == 0
     assert harness.main("toy", lambda o: [Axpy(64, {"right": 3})], views, argv=argv) == 1
     assert "right failed: ArithmeticError: error" in capsys.readouterr().out
+
+
+def test_rows_that_are_no_regular_expression_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        harness.main("toy", lambda options: [], [], argv=["--rows", "("])
+    assert "'(' is no regular expression" in capsys.readouterr().err
