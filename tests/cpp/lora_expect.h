@@ -102,12 +102,11 @@ inline void expect_outputs(LoraOperands& op, const std::vector<lora::ReferenceOu
       const double got = op.y.get(at);
       const double tolerance =
           output_tolerance(op, want, h_dtype) + (by_apply ? two_parts_error(op, want) : 0);
-      const bool good =
-          want.written ? std::abs(got - want.value) <= tolerance : op.y.unchanged(at);
+      const bool good = want.written ? std::abs(got - want.value) <= tolerance : op.y.unchanged(at);
       if (!good && ++failures <= 3) {
         ADD_FAILURE() << what << ": y[" << t << ", " << n << "] of adapter " << op.map[t] << " is "
-                      << got << ", expected " << want.value << " +- "
-                      << tolerance << (want.written ? "" : " (not to be written)");
+                      << got << ", expected " << want.value << " +- " << tolerance
+                      << (want.written ? "" : " (not to be written)");
       }
     }
   }
