@@ -33,8 +33,14 @@ MIXED_SHAPES = [
 ]  # fmt: skip
 FLOAT_SHAPES = [SHAPES[0], (512, 4096, 4096, 16), (2048, 5120, 13824, 32)]  # all of it float32
 HIGH_RANKS = (128, 256, 512)
+#: With dropout above 32 ranks.
+DROPPED_SHAPES = [
+    *((2048, 4096, 4096, r) for r in (48, 64, 128, 256)),
+    *((1024, 4096, 14336, r) for r in (64, 256)),
+    *((4096, 14336, 4096, r) for r in (64, 128, 256)),
+]  # fmt: skip
 QKV = (4096, 1024, 1024)
-RAGGED = (4, 8, 8, 16, 16, 24, 32, 20)
+RAGGED, TWO = (4, 8, 8, 16, 16, 24, 32, 20), (64, 48)
 
 _CUBLAS = ("products", "addmm", "eager", "compiled", "nemo")
 VIEWS = [
@@ -42,11 +48,11 @@ VIEWS = [
     View("LoRA training, backward (dx, dA and dB)", "backward", "mortar", _CUBLAS),
     View("q/k/v in one call: against a call for each", "q/k/v forward", "mortar", ("apart",)),
     View("q/k/v in one call, backward", "q/k/v backward", "mortar", ("apart",)),
-    View("Eight ragged adapters: against one of the mean rank", "ragged forward", "mortar",
+    View("Several adapters: against one of the mean rank", "ragged forward", "mortar",
          ("one",)),
-    View("Eight ragged adapters, backward", "ragged backward", "mortar", ("one",)),
-    View("Dropout 0.1: against none", "dropout forward", "mortar", ("plain",)),
-    View("Dropout 0.1, backward", "dropout backward", "mortar", ("plain",)),
+    View("Several adapters, backward", "ragged backward", "mortar", ("one",)),
+    View("Dropout: against none", "dropout forward", "mortar", ("plain",)),
+    View("Dropout, backward", "dropout backward", "mortar", ("plain",)),
     View("Step of PEFT layers", "step", "mortar", ("peft", "peft compiled"), floors=False,
          memory=True),
     View("Host cost of a PEFT layer, forward and backward", "host", "mortar",
@@ -69,11 +75,15 @@ def _gpu_cases() -> Iterator[Case]:
         yield case(_problem(*MIXED_SHAPES[0], p=0.05, weights="fp32"), "train_dropout", "plain")
         for shape in FLOAT_SHAPES:
             yield case(_problem(*shape, dtype="fp32"), name)
-        for shape in (SHAPES[0], SHAPES[2]):
+        for shape in (SHAPES[0], SHAPES[2], *DROPPED_SHAPES):
             yield case(_problem(*shape, p=0.1), "train_dropout", "plain")
+        for rank in (32, 64):
+            yield case(Problem(4096, 4096, QKV, (rank,), p=0.05), "train_dropout", "plain")
+        yield case(Problem(2048, 4096, (4096,), TWO, p=0.05), "train_dropout", "plain")
         together = "train_slices" if case is ForwardCase else "train_slices_backward"
         yield case(Problem(4096, 4096, QKV, (16,)), together, "apart")
-        yield case(Problem(4096, 4096, (4096,), RAGGED), "train_adapters", "one")
+        for rows, ranks in ((4096, RAGGED), (2048, TWO), (2048, (128, 128))):
+            yield case(Problem(rows, 4096, (4096,), ranks), "train_adapters", "one")
     for shape in (SHAPES[0], SHAPES[2]):
         yield ForwardCase(_problem(*shape, base=True), "train_forward")
     for p in (0.0, 0.05):
