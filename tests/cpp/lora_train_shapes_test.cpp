@@ -278,23 +278,30 @@ void expect_products_keep_bits(const TrainCase& c, TrainStep* first, int step) {
   }
 }
 
-// Products, and the kernels of operands that they do not take, leave the same bits.
+/// Of two slices, products and the kernels of operands that they do not take leave the same bits.
+/// `c` says sizes, a base and dropout.
+void expect_products_keep_bits_of_streams(TrainCase c, int rank, Device device) {
+  c.rows = 333;
+  c.ranks = {rank, 40};
+  c.x = c.w = c.y = rank == 104 ? DType::kFloat16 : DType::kBFloat16;
+  const bool masked = !c.p.empty() && c.on == LoraDropoutOn::kInput;
+  const ShrinkPlan streamed =
+      choose_shrink(c.rows, c.hidden, rank + 40, 0, masked, true, kOneType, kH200Strided);
+  const ExpandPlan copied =
+      choose_expand(c.rows, c.widths[0], rank, 0, 2, Policy::kBFloat16, kA100);
+  TrainStep first(c, device);
+  run_planned(&first, {&streamed, &copied});
+  expect_products_keep_bits(c, &first, 2);
+}
+
 TEST_P(LoraTrainShapes, NoProductChangesABit) {
   for (const int rank : {64, 104, 200}) {
     for (const BaseIs base : {BaseIs::kNone, BaseIs::kApart, BaseIs::kInPlace}) {
       TrainCase c;
-      c.rows = 333;
       c.hidden = 1096;
       c.widths = {520, 520};
-      c.ranks = {rank, 40};
-      c.x = c.w = c.y = rank == 104 ? DType::kFloat16 : DType::kBFloat16;
       c.base = base;
-      const ShrinkPlan streamed =
-          choose_shrink(c.rows, c.hidden, rank + 40, 0, false, true, kOneType, kH200Strided);
-      const ExpandPlan copied = choose_expand(c.rows, 520, rank, 0, 2, Policy::kBFloat16, kA100);
-      TrainStep first(c, GetParam());
-      run_planned(&first, {&streamed, &copied});
-      expect_products_keep_bits(c, &first, 2);
+      expect_products_keep_bits_of_streams(c, rank, GetParam());
     }
   }
 }
@@ -304,21 +311,12 @@ TEST_P(LoraTrainShapes, NoProductWithDropoutChangesABit) {
   for (const int rank : {64, 104, 200}) {
     for (const LoraDropoutOn on : {LoraDropoutOn::kInput, LoraDropoutOn::kDelta}) {
       TrainCase c;
-      c.rows = 333;
       c.hidden = 1104;
       c.widths = {528, 272};
-      c.ranks = {rank, 40};
-      c.x = c.w = c.y = rank == 104 ? DType::kFloat16 : DType::kBFloat16;
       c.base = rank == 64 ? BaseIs::kNone : BaseIs::kApart;
       c.p = {0.1f};
       c.on = on;
-      const bool input = on == LoraDropoutOn::kInput;
-      const ShrinkPlan streamed =
-          choose_shrink(c.rows, c.hidden, rank + 40, 0, input, true, kOneType, kH200Strided);
-      const ExpandPlan copied = choose_expand(c.rows, 528, rank, 0, 2, Policy::kBFloat16, kA100);
-      TrainStep first(c, GetParam());
-      run_planned(&first, {&streamed, &copied});
-      expect_products_keep_bits(c, &first, 2);
+      expect_products_keep_bits_of_streams(c, rank, GetParam());
     }
   }
 }
