@@ -196,6 +196,8 @@ TEST(LoraTrainPlan, WideRanksAreProducts) {
   EXPECT_FALSE(shrink(1000, 8, false, true).product);
   EXPECT_EQ(describe(shrink(8192, 0, true, true)),
             "product, 128 rows, 128 ranks, 4 blocks in a cluster, leaves of 512");
+  // Each of several slices' tiles would draw what is dropped of x anew.
+  EXPECT_FALSE(choose_shrink(8192, 4096, 256, 0, true, true, kOneType, kH200, false, 3).product);
   EXPECT_FALSE(shrink(8192, 0, false, false).product);
   EXPECT_FALSE(shrink(100, 0, false, true).product);
   const auto expand = [](int arrays, const Machine& machine) {

@@ -234,10 +234,12 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
   if (!plan.stream || !machine.clusters) return plan;
   const int least_ranks = part_columns ? kLeastPartProductRanks : kLeastProductRanks;
   // Slices have a tile each, and a tile of 192 columns would be mostly empty. Dropout is theirs
-  // that store h.
+  // that store h; of 16-bit operands of one slice alone, as each tile draws anew. (us of a forward
+  // on an H100, 4096 x 4096, q/k/v of 64 ranks, by the stream / by products: 95 / 112.)
   const bool one_tile = part_columns && width <= (slices == 1 ? kMostPartTile : kMostPartTile / 2);
-  const bool products = dense && (!masked || !part_columns || one_tile) &&
-                        takes_products(rows, width, least_ranks, adapters, machine);
+  const bool drops = part_columns ? one_tile : slices == 1;
+  const bool products =
+      dense && (!masked || drops) && takes_products(rows, width, least_ranks, adapters, machine);
   std::optional<BesideRowSums> with_sums;
   if (beside && products && !part_columns && adapters == 0) {
     with_sums.emplace(rows, columns, width, machine.sms);
@@ -248,7 +250,7 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
       return cut_part_shrink(own, columns, width, plan.leaves, machine.sms, beside);
     }
     if (masked) {
-      return cut_masked_shrink(own, columns, width, slices, plan.leaves, machine.sms);
+      return cut_split_shrink(own, columns, width, plan.leaves, machine.sms, Alone{}, 0, kDrawUs);
     }
     const ProductCut cut =
         with_sums ? cut_leaves(own, columns, width, plan.leaves, true, machine.sms, *with_sums)

@@ -329,19 +329,6 @@ inline ProductCut half_tiles(ProductCut cut, std::int64_t rows, int width, int l
   return cut;
 }
 
-/// h with dropout, by clusters: slices have tiles of their own, each of which draws.
-inline ProductCut cut_masked_shrink(std::int64_t rows, std::int64_t columns, int width, int slices,
-                                    int leaves, int sms) {
-  ProductCut best;
-  for (const int tile : {64, 128}) {
-    const int all = slices * round_up(ceil_div(width, slices), tile);
-    const ProductCut own =
-        cut_split_shrink(rows, columns, all, leaves, sms, Alone{}, tile, kDrawUs);
-    if (best.us == 0 || own.us < best.us) best = own;
-  }
-  return best;
-}
-
 /// h or ds of so many leaves by either kernel. `splits`: clusters may share the depth.
 template <class Total = Alone>
 ProductCut cut_leaves(std::int64_t rows, std::int64_t columns, int width, int leaves, bool splits,
