@@ -3,6 +3,9 @@
 if(MORTAR_SANITIZE)
   return()  # the sanitizers' run time does not load into a program built without them
 endif()
+if(NOT lora IN_LIST MORTAR_FAMILIES)
+  return()  # both are of LoRA
+endif()
 if(MORTAR_INSTALL)
   add_test(NAME installed_example COMMAND ${CMAKE_COMMAND} -DBUILD=${PROJECT_BINARY_DIR}
     -DSOURCE=${PROJECT_SOURCE_DIR} -DCOMPILER=${CMAKE_CXX_COMPILER}

@@ -2,6 +2,8 @@
 """The project's own checks find what they are there for."""
 
 import os
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -176,3 +178,18 @@ def test_run_names_its_demos():
     wrong = subprocess.run([ROOT / "run", "demo", "cnov"], text=True, capture_output=True)
     assert wrong.returncode == 1 and wrong.stdout == ""
     assert "there is no demo 'cnov', but these: conv norm train" in wrong.stderr
+
+
+if shutil.which("cmake") and shutil.which("ninja"):  # not on a machine that runs tests alone
+
+    @pytest.mark.parametrize("family", ["lora", "dynamic_conv"])
+    def test_a_build_of_one_family_has_the_tests_of_that_family(tmp_path, family):
+        options = [f"-DMORTAR_FAMILIES={family}", "-DMORTAR_CUDA=OFF", "-DMORTAR_FFI=OFF"]
+        build = ["cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja", *options]
+        subprocess.run(build, check=True, capture_output=True)
+        listed = subprocess.run(["ctest", "-N"], cwd=tmp_path, check=True, capture_output=True)
+        names = re.findall(r"Test +#\d+: (\w+)", listed.stdout.decode())
+        assert f"{family}_check_test" in names or f"{family}_op_test" in names
+        examples = {"installed_example", "readme_example"} if family == "lora" else set()
+        common = {"dtype_visitor_test", "float8_test"} | examples
+        assert {n for n in names if not n.startswith(family)} == common
