@@ -42,8 +42,8 @@ _INSTEAD = {
 }
 
 
-def _refuse_gradient(op: str, x: Tensor, kernels: Tensor, state: Tensor | None) -> None:
-    if _wants_gradient(x, kernels, state):
+def _refuse_gradient(op: str, *tensors: Tensor | None) -> None:
+    if _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(
             f"{op}: has no gradient, but an argument requires one; use {_INSTEAD[op]} or call it "
             "under torch.no_grad()"
@@ -94,7 +94,7 @@ def _forward_as(op: str, *args) -> None:
 
 def _dynamic_conv_out(x, kernels, cu_seqlens, initial_state, y, final_state, silu):
     op = "dynamic_conv_out"
-    _refuse_gradient(op, x, kernels, initial_state)
+    _refuse_gradient(op, x, kernels, initial_state, y, final_state)
     _forward_as(op, x, kernels, cu_seqlens, initial_state, y, final_state, silu)
     note_writes((y, final_state))
 
@@ -133,7 +133,7 @@ def _dynamic_conv_backward_fake(
 
 
 def _dynamic_conv_step(x, kernels, state, slots, y, silu):
-    _refuse_gradient("dynamic_conv_step", x, kernels, state)
+    _refuse_gradient("dynamic_conv_step", x, kernels, state, y)
     _step(x, kernels, state, slots, y, silu)
     note_writes((state, y))
 

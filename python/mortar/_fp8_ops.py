@@ -67,7 +67,8 @@ def _rmsnorm_impl(
     eps, weight_offset, scaling, group, pow2_scale, given_scale, numerics,
 ):  # fmt: skip
     if _is_grad_enabled():
-        refuse_gradient("fp8_rmsnorm", x, x_scale, weight, residual)
+        written = (q, scale, q_t, scale_t, amax, rstd, normed)
+        refuse_gradient("fp8_rmsnorm", x, x_scale, weight, residual, *written)
     _forward(
         x, x_scale, weight, eps, weight_offset, residual, scaling, group, pow2_scale, given_scale,
         numerics, rng, q, scale, q_t, scale_t, amax, rstd, normed, None,
@@ -80,7 +81,9 @@ def _backward_impl(
     dy, x, x_scale, weight, rstd, residual_grad, dx, dw, weight_offset, accumulate_dw
 ):
     if _is_grad_enabled():
-        refuse_gradient("fp8_rmsnorm_backward", dy, x, x_scale, weight, residual_grad)
+        refuse_gradient(
+            "fp8_rmsnorm_backward", dy, x, x_scale, weight, rstd, residual_grad, dx, dw
+        )
     _backward(
         dy, x, x_scale, weight, weight_offset, rstd, residual_grad, dx, dw, accumulate_dw, None
     )
@@ -91,7 +94,7 @@ def _quantize_impl(
     y, rng, q, scale, q_t, scale_t, amax, scaling, group, pow2_scale, given_scale, numerics
 ):
     if _is_grad_enabled():
-        refuse_gradient("fp8_quantize", y)
+        refuse_gradient("fp8_quantize", y, q, scale, q_t, scale_t, amax)
     _quantize(
         y, scaling, group, pow2_scale, given_scale, numerics, rng, q, scale, q_t, scale_t, amax,
         None,

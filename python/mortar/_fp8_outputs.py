@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._fp8_ops import NUMERICS, SCALINGS, require_tensors
+from ._fp8_ops import NUMERICS, SCALINGS, refuse_gradient, require_tensors
 from ._library import refuse_nested
 from ._new_tensors import allocator_like, dense_strides
 
@@ -20,6 +20,7 @@ _NUMERICS_INDEX = {name: i for i, name in enumerate(NUMERICS)}
 _TRANSPOSES = (False, True, "only")
 _GIVEN_SCALE, _GIVEN_SCALES = (("scale", False),), (("scale", False), ("scale_t", False))
 _F32 = torch.float32
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class Fp8Output(NamedTuple):
@@ -114,8 +115,12 @@ def _given_scales(function: str, scale, index: int, transpose) -> tuple[Tensor |
             )
         pair = tuple(scale)
         require_tensors(function, _GIVEN_SCALES, pair)
+        if _is_grad_enabled():
+            refuse_gradient(function, *pair)
         return pair
     require_tensors(function, _GIVEN_SCALE, (scale,))
+    if _is_grad_enabled():
+        refuse_gradient(function, scale)
     return (None, scale) if both else (scale, None)
 
 
@@ -202,6 +207,8 @@ def _given_outputs(function: str, out: Fp8Output, chosen: Settings, scale) -> Ou
                 )
             scales_t = None
         written = (q, scales, q_t, scales_t, amax, rstd, y)
+    if _is_grad_enabled():
+        refuse_gradient(function, *written)
     return q, scales, q_t, scales_t, amax, rstd, y, [t for t in written if t is not None]
 
 

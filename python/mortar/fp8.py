@@ -108,7 +108,8 @@ def fp8_rmsnorm(
     Raises:
         ValueError: a shape, stride or option is wrong; nothing has been written then.
         TypeError: a dtype, device or Python type is wrong.
-        RuntimeError: an argument requires a gradient and gradients are enabled.
+        RuntimeError: an argument, `scale` and the tensors of `out` among them, requires a gradient
+            and gradients are enabled.
     """
     if _is_grad_enabled():
         refuse_gradient("fp8_rmsnorm", x, x_scale, weight, residual)
@@ -179,7 +180,9 @@ def fp8_rmsnorm_backward(
     if accumulate_dw and dw is None:
         raise ValueError("fp8_rmsnorm_backward: dw must be given with accumulate_dw, got None")
     if _is_grad_enabled():
-        refuse_gradient("fp8_rmsnorm_backward", dy, x, x_scale, weight, residual_grad)
+        refuse_gradient(
+            "fp8_rmsnorm_backward", dy, x, x_scale, weight, rstd, residual_grad, dx, dw
+        )
     return differentiate(
         dy, x, x_scale, weight, rstd, weight_offset, residual_grad, dx, dw, accumulate_dw
     )

@@ -205,6 +205,11 @@ def test_out_op_refuses_gradients(device):
     y = torch.full_like(case.x, 7.0).detach()
     with pytest.raises(RuntimeError, match="dynamic_conv_out: has no gradient"):
         ops.dynamic_conv_out(case.x, case.kernels, None, None, y, None, False)
+    x, kernels, state = case.x.detach(), case.kernels.detach(), torch.zeros_like(case.x[..., :3])
+    with pytest.raises(RuntimeError, match="dynamic_conv_out: has no gradient"):
+        ops.dynamic_conv_out(x, kernels, None, None, y.requires_grad_(), None, False)
+    with pytest.raises(RuntimeError, match="dynamic_conv_step: has no gradient"):
+        ops.dynamic_conv_step(x[:, 0], kernels[:, 0], state, None, y[:, 0], False)
     assert (y == 7).all()
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input: one sentence that names function and argument, and nothing written."""
 
+import functools
 import re
 
 import pytest
@@ -224,6 +225,48 @@ def test_gradients_are_not_lost_in_silence(device):
         mortar.fp8_rmsnorm_backward(x, x, weight, torch.ones(4, device=device))
     with torch.no_grad():
         mortar.fp8_rmsnorm(x, weight)
+
+
+@pytest.mark.parametrize("by_op", [False, True], ids=["", "op"])
+@pytest.mark.parametrize("name", ["rstd", "dx", "dw"])
+def test_gradients_of_what_the_backward_gets_are_not_lost(device, name, by_op):
+    arguments = gradient_arguments(device)
+    dx, dw = torch.zeros_like(arguments["dy"]), torch.zeros(32, device=device)
+    arguments |= {"dx": dx, "dw": dw}
+    arguments[name].requires_grad_()
+    with pytest.raises(RuntimeError, match="^fp8_rmsnorm_backward: has no gradient"):
+        if by_op:
+            operands = {"x_scale": None, "residual_grad": None, "weight_offset": 0.0}
+            op = torch.ops.mortar.fp8_rmsnorm_backward_out
+            op(**operands | arguments, accumulate_dw=False)
+        else:
+            mortar.fp8_rmsnorm_backward(**arguments)
+    assert not (dx.any() or dw.any())
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "group"])
+@pytest.mark.parametrize("function", ["fp8_rmsnorm", "fp8_quantize"])
+def test_gradients_of_scales_and_of_a_record_are_not_lost(device, function, scaling):
+    x, weight = torch.ones(4, 32, device=device), torch.ones(32, device=device)
+    options = {"scaling": scaling, "group": 16, "transpose": True}
+    call = functools.partial(getattr(mortar, function), x, **options)
+    if function == "fp8_rmsnorm":
+        call = functools.partial(call, weight=weight)
+    made = call()
+    scale = made.scale.clone().requires_grad_()
+    given = scale if scaling == "tensor" else (scale, made.scale_t)
+    refused = pytest.raises(RuntimeError, match=f"^{function}: has no gradient of its own")
+    with refused:
+        call(scale=given)
+    out = made._replace(q_t=torch.zeros(32, 4, device=device).requires_grad_().to(E4M3))
+    with refused:
+        call(out=out)
+    assert not out.q_t.float().any()
+    # A residual of the record is not used.
+    call(out=made._replace(residual=torch.zeros(4, 32, device=device, requires_grad=True)))
+    with torch.no_grad():
+        call(scale=given, out=out)
+    assert out.q_t.float().all()
 
 
 def test_a_weight_that_was_left_on_meta(device):
