@@ -80,7 +80,8 @@ def _gradients(
 def renamed(op: str, error: Exception) -> Exception:
     """The library's own sentence with the name that the user typed; any other error as it is."""
     name, colon, sentence = str(error).partition(": ")
-    if isinstance(error, (TypeError, ValueError)) and colon and name.startswith("dynamic_conv_"):
+    ours = isinstance(error, (RuntimeError, TypeError, ValueError)) and colon
+    if ours and name.startswith("dynamic_conv_"):
         return type(error)(f"{op}: {sentence}")
     return error
 

@@ -46,7 +46,7 @@ def _in_words_of(op: str, error: Exception, required: dict, optional: dict) -> E
             return TypeError(f"{op}: {name} must be {wanted}, got {got}")
     if isinstance(error, RuntimeError):
         given = [(n, t) for n, t in (required | optional).items() if t is not None]
-        return in_words(op, given, error)
+        error = in_words(op, given, error)
     return renamed(op, error)
 
 
@@ -119,7 +119,7 @@ def _final_state_len(
     width = kernels.shape[3]
     if state_len is None:
         return max(width - 1, 0) if initial_state is None else initial_state.shape[-1]
-    if state_len not in (width, width - 1):
+    if isinstance(state_len, float) or state_len not in (width, width - 1):
         raise ValueError(
             f"dynamic_conv: state_len must be W - 1 = {width - 1} or W = {width}, got {state_len!r}"
         )
@@ -182,8 +182,9 @@ def check(
     """
     try:
         lib.dynamic_conv_check(cu_seqlens, num_tokens, slots, num_slots)
-    except (TypeError, ValueError) as error:
-        raise renamed("dynamic_conv.check", error) from None
+    except (RuntimeError, TypeError, ValueError) as error:
+        optional = {"cu_seqlens": cu_seqlens, "slots": slots}
+        raise _in_words_of("dynamic_conv.check", error, {}, optional) from None
 
 
 class Traffic(NamedTuple):

@@ -184,6 +184,8 @@ def test_friendly_functions_say_what_is_wrong(device):
         dynamic_conv(x, kernels[0], output_final_state=True)
     with pytest.raises(ValueError, match="^dynamic_conv: x must have 3 dimensions"):
         dynamic_conv(x[0], kernels)
+    with pytest.raises(ValueError, match="^dynamic_conv: state_len must be .* 3 .* got 3.0$"):
+        dynamic_conv(x, kernels, output_final_state=True, state_len=3.0)
     with pytest.raises(ValueError, match="cu_seqlens must have 1 to"):
         dynamic_conv(x[:1], kernels[:1], output_final_state=True,
                      cu_seqlens=torch.zeros(0, dtype=torch.int32, device=device))  # fmt: skip
