@@ -197,7 +197,8 @@ def differentiate(
     written = [t for t in (dx, dw) if t is not None]
     given = [x, x_scale, weight, rstd, residual_grad, *written]
     if len(written) < 2:
-        if not isinstance(dy, Tensor) or not isinstance(weight, Tensor):
+        both = isinstance(dy, Tensor) and isinstance(weight, Tensor)
+        if not both or dy.is_nested or weight.is_nested:  # before their sizes are read
             require_tensors(
                 "fp8_rmsnorm_backward", (("dy", False), ("weight", False)), (dy, weight)
             )

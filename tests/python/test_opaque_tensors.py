@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mortar
 from mortar import dynamic_conv, lora, lora_train
-from mortar.compat import nemo, vllm
+from mortar.compat import coat, jet, nemo, vllm
 from vllm_cases import make_inputs
 
 OPAQUE = {
@@ -46,6 +46,7 @@ def calls(device) -> dict[str, Call]:
     x, a, b, y, h, ids = r(4, 16), r(2, 16), r(8, 2), r(4, 8), r(1, 4, 2), ints(0, 0, -1, 0)
     weights, plan = lora.Weights.from_adapters([(a, b)]), lora.plan(ids, 1)
     v, n = make_inputs(device), (r(4, 32), torch.ones(32, device=device))
+    rstd, quantized = r(4), mortar.fp8_quantize(n[0], transpose=True)
     serving = {
         "plan": Call(lambda ids: lora.plan(ids, 1), {"ids": ids}, infers="ids"),
         "apply": Call(lambda y, x: lora.apply(y, x, weights, plan), {"y": y, "x": x}, ("y",)),
@@ -94,8 +95,32 @@ def calls(device) -> dict[str, Call]:
             lambda dy, x, rstd, dx: mortar.fp8_rmsnorm_backward(dy, x, n[1], rstd, dx=dx),
             {"dy": n[0], "x": n[0].clone(), "rstd": r(4), "dx": r(4, 32)}, ("dx",)),
         "fp8_quantize": Call(lambda y: mortar.fp8_quantize(y), {"y": n[0]}, infers="y"),
+        "fp8_rmsnorm_backward new": Call(lambda dy, w: mortar.fp8_rmsnorm_backward(dy, n[0], w, rstd),
+                                         {"dy": n[0].clone(), "w": n[1]}),
+        "fp8_linear": Call(lambda w: mortar.nn.fp8_linear(quantized, w), {"w": r(16, 32)}),
+        "check": Call(lambda cu, slots: dynamic_conv.check(
+            cu_seqlens=cu, num_tokens=5, slots=slots, num_slots=2),
+            {"cu": ints(0, 5), "slots": ints(0, 1)}),
     }  # fmt: skip
-    return serving | training | others
+    drop_ins = {
+        "coat forward": Call(lambda s, w: coat.fp8_rmsnorm_forward(quantized.q, s, w, 16, 1e-5),
+                             {"s": r(4, 2), "w": n[1]}),
+        "coat backward": Call(
+            lambda s, g, v: coat.fp8_rmsnorm_backward(quantized.q, s, g, n[1], v, 16, 8),
+            {"s": r(4, 2), "g": n[0], "v": rstd}),
+        "coat division": Call(lambda x: coat.fp8_division_transpose(x, 16, "E4M3"), {"x": n[0]},
+                              infers="x"),
+        "coat division by": Call(lambda s_y: coat.fp8_division_transpose(n[0], 16, "E4M3", s_y),
+                                 {"s_y": quantized.scale.view(1, 1)}),
+        "jet training": Call(lambda x, k: jet.dynamic_conv_triton_autograd(x, k),
+                             {"x": r(1, 5, 4), "k": r(1, 5, 4, 3)}, infers="x"),
+        "jet prefill": Call(lambda x, k, cache: jet.dynamic_conv_triton_cache(x, k, cache),
+                            {"x": r(1, 5, 4), "k": r(1, 5, 4, 3), "cache": r(1, 6, 4)},
+                            infers="x"),
+        "jet step": Call(lambda x, cache, k: jet.causal_conv_step_triton(x, cache, k),
+                         {"x": r(2, 1, 4), "cache": r(2, 4, 3), "k": r(2, 4, 3)}, ("cache",)),
+    }  # fmt: skip
+    return serving | training | others | drop_ins
 
 
 @pytest.mark.parametrize("kind", OPAQUE)

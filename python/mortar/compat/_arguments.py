@@ -3,7 +3,7 @@
 
 from torch import Tensor
 
-from .._library import refuse_nested
+from .._library import in_words, refuse_nested
 
 
 def check_dimensions(function: str, **given: tuple) -> None:
@@ -16,3 +16,10 @@ def check_dimensions(function: str, **given: tuple) -> None:
             refuse_nested(function, **{name: value})
             wanted, shape = " or ".join(map(str, dimensions)), tuple(value.shape)
             raise ValueError(f"{function}: {name} must have {wanted} dimensions, got shape {shape}")
+
+
+def in_words_of(function: str, error: Exception, **given) -> Exception:
+    """What to raise for an error of PyTorch's: one sentence where an argument of the drop-in holds
+    no plain memory, and else the error as it is."""
+    tensors = [(name, t) for name, t in given.items() if isinstance(t, Tensor)]
+    return in_words(function, tensors, error)

@@ -25,7 +25,7 @@ from .._library import is_eager
 from .._new_tensors import as_vector, part
 from ..fp8 import differentiate, normalise
 from ..fp8 import fp8_quantize as _quantize
-from ._arguments import check_dimensions
+from ._arguments import check_dimensions, in_words_of
 from ._install import Replacements, found
 
 __all__ = [
@@ -94,11 +94,14 @@ def fp8_rmsnorm_forward(
     transpose_output_2d that buffer reshaped to [B, -1, N]; and (w, rstd [M], a number) for
     `fp8_rmsnorm_backward`.
     """
-    _check_group("fp8_rmsnorm_forward", x, s_x, QB)
-    rows = _dense(_rows(x))
+    try:
+        _check_group("fp8_rmsnorm_forward", x, s_x, QB)
+        rows, scales = _dense(_rows(x)), _scales(s_x)
+    except RuntimeError as error:
+        raise in_words_of("fp8_rmsnorm_forward", error, x=x, s_x=s_x) from None
     eager = is_eager(rows)
     chosen = (_DTYPE, (eps, *_VALUES), *_FLAGS)
-    made = normalise(rows, _scales(s_x), w, None, chosen, eager, with_amax=False)
+    made = normalise(rows, scales, w, None, chosen, eager, with_amax=False)
     qy, scale, qy_t, _, rstd, _, _, _ = made
     # The scale is a bfloat16 value in float32: its upper half is that bfloat16. Tracers and modes
     # would not see it being taken.
@@ -121,9 +124,13 @@ def fp8_rmsnorm_backward(
     g: as x or its rows [M, N], bfloat16, float16 or float32, of any strides; v: rstd [M]; num_warps
     is not read.
     """
-    _check_group("fp8_rmsnorm_backward", x, s_x, QB)
-    check_dimensions("fp8_rmsnorm_backward", g=(g, 2, 3))
-    dx, dw = differentiate(_dense(_rows(g)), _dense(_rows(x)), _scales(s_x), w, v)
+    try:
+        _check_group("fp8_rmsnorm_backward", x, s_x, QB)
+        check_dimensions("fp8_rmsnorm_backward", g=(g, 2, 3))
+        dy, rows, scales = _dense(_rows(g)), _dense(_rows(x)), _scales(s_x)
+    except RuntimeError as error:
+        raise in_words_of("fp8_rmsnorm_backward", error, x=x, s_x=s_x, g=g) from None
+    dx, dw = differentiate(dy, rows, scales, w, v)
     dx = dx if dx.dtype == torch.bfloat16 else dx.to(torch.bfloat16)
     return dx.view(x.shape) if x.ndim == 3 else dx, dw
 
@@ -150,6 +157,13 @@ def fp8_division_transpose(
             f"torch.float8_e5m2, got {fp8type!r}"
         )
     check_dimensions("fp8_division_transpose", x=(x, 2, 3))
+    try:
+        return _divide(x, dtype, s_y, stochastic, only_transposed)
+    except RuntimeError as error:
+        raise in_words_of("fp8_division_transpose", error, x=x, s_y=s_y) from None
+
+
+def _divide(x: Tensor, dtype: torch.dtype, s_y, stochastic: bool, only_transposed: bool):
     rows = _dense(_rows(x))
     if s_y is None:
         s_y = _scale_of(x, dtype)

@@ -23,7 +23,7 @@ from torch import Tensor
 from .._dynamic_conv_ops import step_into
 from ..dynamic_conv import dynamic_conv
 from ..nn import DynamicShortConvolution
-from ._arguments import check_dimensions
+from ._arguments import check_dimensions, in_words_of
 from ._install import Replacements, found
 
 __all__ = [
@@ -57,7 +57,12 @@ def dynamic_conv_triton_autograd(
 
     x: [B, T, D]; kernels: [B, T, D, W]; cu_seqlens: [N + 1], sequences packed with B = 1.
     """
-    return dynamic_conv(_dense(x, 1), _dense(kernels, 2), cu_seqlens=cu_seqlens)
+    try:
+        return dynamic_conv(_dense(x, 1), _dense(kernels, 2), cu_seqlens=cu_seqlens)
+    except RuntimeError as error:
+        raise in_words_of(
+            "dynamic_conv_triton_autograd", error, x=x, kernels=kernels
+        ) from None
 
 
 def dynamic_conv_triton_cache(x: Tensor, kernels: Tensor, cache: Tensor | None = None) -> Tensor:
@@ -66,18 +71,19 @@ def dynamic_conv_triton_cache(x: Tensor, kernels: Tensor, cache: Tensor | None =
     x: [B, T, D]; kernels: [B, T, D, W]; cache: [B, T_cache, D], any T_cache. Has gradients, for the
     cache as well (the original has none).
     """
-    state = None
-    if cache is not None:
-        check_dimensions(
-            "dynamic_conv_triton_cache", x=(x, 3), kernels=(kernels, 4), cache=(cache, 3)
-        )
-        rows = kernels.shape[-1] - 1
-        # The rows that reach x, as a view; zeros in front of a cache that is shorter.
-        recent = cache[:, max(cache.shape[1] - rows, 0) :].to(x.dtype)
-        if recent.shape[1] < rows:
-            recent = torch.nn.functional.pad(recent, (0, 0, rows - recent.shape[1], 0))
-        state = recent.transpose(1, 2)
-    return dynamic_conv(_dense(x, 1), _dense(kernels, 2), initial_state=state)
+    function, state = "dynamic_conv_triton_cache", None
+    try:
+        if cache is not None:
+            check_dimensions(function, x=(x, 3), kernels=(kernels, 4), cache=(cache, 3))
+            rows = kernels.shape[-1] - 1
+            # The rows that reach x, as a view; zeros in front of a cache that is shorter.
+            recent = cache[:, max(cache.shape[1] - rows, 0) :].to(x.dtype)
+            if recent.shape[1] < rows:
+                recent = torch.nn.functional.pad(recent, (0, 0, rows - recent.shape[1], 0))
+            state = recent.transpose(1, 2)
+        return dynamic_conv(_dense(x, 1), _dense(kernels, 2), initial_state=state)
+    except RuntimeError as error:
+        raise in_words_of(function, error, x=x, kernels=kernels, cache=cache) from None
 
 
 def causal_conv_step_triton(x: Tensor, cache: Tensor, kernels: Tensor) -> Tensor:
@@ -96,6 +102,10 @@ def causal_conv_step_triton(x: Tensor, cache: Tensor, kernels: Tensor) -> Tensor
             "causal_conv_step_triton", x=(x, 3), kernels=(kernels, 3), cache=(cache, 3)
         )
         raise
+    except RuntimeError as error:
+        raise in_words_of(
+            "causal_conv_step_triton", error, x=x, kernels=kernels, cache=cache
+        ) from None
 
 
 # ---- install -------------------------------------------------------------------------------------

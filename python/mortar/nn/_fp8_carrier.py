@@ -8,6 +8,8 @@ import functools
 import torch
 from torch import Tensor
 
+from .._library import refuse_nested
+
 
 @functools.cache
 @torch.inference_mode(False)
@@ -33,6 +35,7 @@ def check_carrier(carrier, x: Tensor) -> None:
     if not (isinstance(carrier, Tensor) and carrier.is_floating_point()):
         got = getattr(carrier, "dtype", type(carrier).__name__)
         raise TypeError(f"Fp8RMSNorm: carrier must be a tensor of a floating dtype, got {got}")
+    refuse_nested("Fp8RMSNorm", carrier=carrier)
     if carrier.shape != x.shape:
         shapes = f"{tuple(x.shape)}, got {tuple(carrier.shape)}"
         raise ValueError(f"Fp8RMSNorm: carrier must have the shape of x {shapes}")

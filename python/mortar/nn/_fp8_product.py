@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._fp8_outputs import Fp8Output
+from .._library import in_words
 
 _E5M2 = torch.float8_e5m2
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -71,6 +72,10 @@ def check_product(activation, weight) -> None:
             got = type(value).__name__
             raise TypeError(f"fp8_linear: {name} must be of type {kind.__name__}, got {got}")
     q = activation.q
+    if weight.is_nested or weight.layout is not torch.strided or weight.is_quantized:
+        raise in_words("fp8_linear", [("weight", weight)], RuntimeError())
+    if q is not None and weight.device != q.device:
+        raise TypeError(f"fp8_linear: weight must be on {q.device}, got {weight.device}")
     if weight.ndim != 2 or (q is not None and weight.shape[1] != q.shape[-1]):
         wanted = "[O, N]" if q is None else f"[O, {q.shape[-1]}]"
         raise ValueError(f"fp8_linear: weight must have shape {wanted}, got {tuple(weight.shape)}")
