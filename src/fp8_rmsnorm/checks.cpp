@@ -229,7 +229,9 @@ Input sizes_of_input(const ArgCheck& arg, const Tensor& x, const char* name) {
   return in;
 }
 
-Quantize sizes_of_quantized(const Fp8Format& format, const Fp8Quantized& out) {
+Quantize sizes_of_quantized(const ArgCheck& arg, Device device, const Fp8Format& format,
+                            const Fp8Quantized& out) {
+  check_format(arg, format, device);  // plans divide by the group
   static const std::int64_t rng[2] = {};
   Quantize q = format_of(format, out);
   if (format.rng.defined()) q.rng = rng;
@@ -304,7 +306,7 @@ ForwardProblem sizes_of_forward(const ArgCheck& arg, const Tensor& x, const Fp8F
                                 const Fp8Quantized& out) {
   ForwardProblem p;
   p.input = sizes_of_input(arg, x, "x");
-  p.out = sizes_of_quantized(format, out);
+  p.out = sizes_of_quantized(arg, x.device, format, out);
   return p;
 }
 
@@ -318,7 +320,7 @@ QuantizeProblem sizes_of_quantize(const ArgCheck& arg, const Tensor& y, const Fp
                                   const Fp8Quantized& out) {
   QuantizeProblem p;
   p.input = sizes_of_input(arg, y, "y");
-  p.out = sizes_of_quantized(format, out);
+  p.out = sizes_of_quantized(arg, y.device, format, out);
   return p;
 }
 

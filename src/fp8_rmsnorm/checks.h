@@ -26,7 +26,7 @@ BackwardProblem check_backward(const ArgCheck& arg, const Tensor& dy, const Tens
 QuantizeProblem check_quantize(const ArgCheck& arg, const Tensor& y, const Fp8Format& format,
                                const Fp8Quantized& out);
 
-/// What the workspace queries look at: sizes, dtypes and which outputs there are.
+/// What the workspace queries look at: sizes, dtypes, the format and which outputs there are.
 ForwardProblem sizes_of_forward(const ArgCheck& arg, const Tensor& x, const Fp8Format& format,
                                 const Fp8Quantized& out);
 BackwardProblem sizes_of_backward(const ArgCheck& arg, const Tensor& x);

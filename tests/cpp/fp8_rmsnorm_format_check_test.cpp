@@ -90,6 +90,25 @@ TEST_P(Fp8RmsNormCheck, SmallFormats) {
       "scale_t is required, got nothing");
 }
 
+// Of as many elements as the plans of whole bands of rows are for.
+TEST_P(Fp8RmsNormCheck, SmallQueriesCheckTheFormat) {
+  Tensor many = normed.view();
+  many.shape = {1 << 13, 1 << 12};
+  const Fp8Quantized out = {.q = {}, .scale = {}, .q_t = q_t.view(), .scale_t = {}, .amax = {}};
+  for (const std::int64_t group : {std::int64_t{0}, std::int64_t{48}, std::int64_t{1} << 32}) {
+    Fp8Format format;
+    format.scaling = Fp8Scaling::kGroup;
+    format.group = group;
+    const std::string message =
+        ": group must be 16, 32, 64 or 128, got " + std::to_string(group);
+    EXPECT_EQ(message_of([&] { fp8_rmsnorm_forward_workspace(many, format, out); },
+                         ErrorKind::kValue),
+              "fp8_rmsnorm_forward_workspace" + message);
+    EXPECT_EQ(message_of([&] { fp8_quantize_workspace(many, format, out); }, ErrorKind::kValue),
+              "fp8_quantize_workspace" + message);
+  }
+}
+
 TEST_P(Fp8RmsNormCheck, SmallNumbers) {
   expect_error([&](Forward& f) { f.eps = 0; }, "eps must be positive and finite, got 0");
   expect_error([&](Forward& f) { f.eps = -1; }, "eps must be positive and finite, got -1");
