@@ -184,7 +184,7 @@ def _as_scale(s_y: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(s_y, Tensor) and s_y.numel() == 1:
         return s_y.reshape(()).float()
     if isinstance(s_y, float | int):
-        return torch.tensor(float(s_y), device=device)
+        return torch.tensor(float(s_y), dtype=torch.float32, device=device)
     got = f"shape {tuple(s_y.shape)}" if isinstance(s_y, Tensor) else type(s_y).__name__
     raise TypeError(f"fp8_division_transpose: s_y must be one number, got {got}")
 
