@@ -2,6 +2,7 @@
 """The module around the convolution: training, packing, prefill with a cache, decoding."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -225,3 +226,17 @@ def test_compiles(device):
 def test_bad_arguments(arguments, sentence):
     with pytest.raises(ValueError, match=f"DynamicShortConvolution: {sentence}"):
         DynamicShortConvolution(**{"hidden_size": 8, "kernel_size": 4, **arguments})
+
+
+@pytest.mark.parametrize("time", [1, 3, 40], ids=["decode", "whole", "chunks"])
+@pytest.mark.parametrize("more", [-1, 2])
+def test_generator_inputs_of_another_time_are_refused(device, time, more, monkeypatch):
+    """In decoding and in chunks too, which would leave the tokens that are too many unread."""
+    monkeypatch.setattr(implementation, "CHUNK_TOKENS", 16)
+    layer, cache = make(device), torch.zeros(2, 12, 4, device=device)
+    x = torch.randn(2, time, 12, device=device)
+    hidden = torch.randn(2, time + more, 9, device=device)
+    sentence = f"generator_input must have the batch and time of x, (2, {time}), got shape "
+    with torch.no_grad(), pytest.raises(ValueError, match=re.escape(sentence)):
+        layer(x, cache=cache, generator_input=hidden)
+    assert not cache.any()

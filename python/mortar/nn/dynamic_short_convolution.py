@@ -145,11 +145,19 @@ class DynamicShortConvolution(nn.Module):
 
         Returns:
             y [B, T, D] in the dtype of x, and the cache: updated, new, or as it was given.
+
+        Raises:
+            ValueError: generator_input has another batch or time than x.
         """
         if mask is not None:
             x = x * mask.unsqueeze(-1).to(x.dtype)
         if generator_input is None:
             generator_input = x
+        elif generator_input.shape[:-1] != x.shape[:-1]:  # of which a part might not be looked at
+            raise ValueError(
+                "DynamicShortConvolution: generator_input must have the batch and time of x, "
+                f"{tuple(x.shape[:-1])}, got shape {tuple(generator_input.shape)}"
+            )
         wants_gradient = torch.is_grad_enabled() and (
             x.requires_grad
             or generator_input.requires_grad
