@@ -72,6 +72,26 @@ def test_a_transposed_weight(device):
     assert torch.equal(out, want) and torch.equal(weight.grad, dense.grad.t())
 
 
+@pytest.mark.parametrize("outputs", [65540, 65537], ids=["even", "prime"])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
+def test_more_outputs_than_a_row_may_have(device, outputs, wanted):
+    """As the head of a model has, with a large vocabulary."""
+    made = mortar.fp8_rmsnorm(torch.randn(3, 16, device=device), torch.ones(16, device=device),
+                              transpose=True)  # fmt: skip
+    y = torch.zeros(3, 16, device=device, requires_grad=wanted[0])
+    weight = torch.randn(outputs, 16, device=device, requires_grad=wanted[1])
+    out = fp8_linear(made._replace(normed=y), weight)
+    dy_out = torch.randn_like(out)
+    out.backward(dy_out)
+    for leaf, want in (
+        (y, dy_out.double() @ weight.detach().double()),
+        (weight, dy_out.double().t() @ (made.q.double() * made.scale)),
+    ):
+        assert (leaf.grad is not None) == leaf.requires_grad
+        # e5m2 and e4m3 are good to 2^-3 of every value.
+        assert leaf.grad is None or (leaf.grad - want).norm() < want.norm() / 8
+
+
 @pytest.mark.parametrize("name", ["x", "x_scale", "residual"])
 def test_what_is_no_tensor_is_named(device, name):
     given = {"x": torch.ones(4, 48, device=device), name: [1.0]}

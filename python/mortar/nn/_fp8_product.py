@@ -11,6 +11,8 @@ from torch import Tensor
 
 from .._fp8_outputs import Fp8Output
 from .._library import in_words
+from .._limits import FP8_RMSNORM_MAX_HIDDEN
+from ..fp8 import fp8_quantize
 
 _E5M2 = torch.float8_e5m2
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,6 +60,27 @@ def _multiply(a, a_scale, b_t, b_scale, out_dtype) -> Tensor:
 def _are_aligned(a: Tensor, b_t: Tensor) -> bool:
     aligned = b_t.shape[0] % 16 == 0 and b_t.shape[1] % 16 == 0
     return aligned and a.numel() > 0 and b_t.numel() > 0
+
+
+def quantize_gradient(
+    gradient: Tensor, dtype: torch.dtype, transpose: bool | str, stochastic: bool
+) -> Fp8Output:
+    """`fp8_quantize` of a dense gradient [M, O], of any O: where it has more columns than that
+    takes, as that of a large vocabulary has, each row is read as several short ones. With one scale
+    q has the same bytes, and q_t is put in order by a copy."""
+    rows, columns = gradient.shape
+    if columns <= FP8_RMSNORM_MAX_HIDDEN:
+        return fp8_quantize(gradient, dtype, transpose=transpose, stochastic=stochastic)
+    parts = 2
+    while columns % parts or columns // parts > FP8_RMSNORM_MAX_HIDDEN:
+        parts += 1
+    gradient = gradient.view(rows * parts, columns // parts)
+    g = fp8_quantize(gradient, dtype, transpose=transpose, stochastic=stochastic)
+    q = None if g.q is None else g.q.view(rows, columns)
+    q_t = g.q_t
+    if q_t is not None:
+        q_t = q_t.view(-1, rows, parts).permute(2, 0, 1).reshape(columns, rows)
+    return g._replace(q=q, q_t=q_t)
 
 
 def rows_dense(weight: Tensor) -> Tensor:

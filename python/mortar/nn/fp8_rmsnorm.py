@@ -17,7 +17,7 @@ from .._fp8_outputs import Settings, record, require_fp8, settings
 from .._library import differentiable_once, is_eager, refuse_transforms
 from ..fp8 import Fp8Output, fp8_quantize, fp8_rmsnorm_backward, normalise
 from ._fp8_carrier import carrier_of, check_carrier
-from ._fp8_product import check_parts, check_product, multiply, rows_dense
+from ._fp8_product import check_parts, check_product, multiply, quantize_gradient, rows_dense
 
 _OPERANDS = (("x", False), ("x_scale", True), ("residual", True))
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -102,8 +102,8 @@ class _Product(torch.autograd.Function):
         flat = dy_out.flatten(0, -2)
         wants_y, wants_weight = ctx.needs_input_grad[:2]
         dtype = _wide(dy_out.dtype)
-        g = fp8_quantize(flat, gradient_dtype, transpose=_sides(wants_y, wants_weight),
-                         stochastic=stochastic)  # fmt: skip
+        sides = _sides(wants_y, wants_weight)
+        g = quantize_gradient(flat, gradient_dtype, sides, stochastic)
         dy = dweight = None
         if wants_y:
             w = fp8_quantize(rows_dense(weight), fp8_dtype, transpose="only")
@@ -264,7 +264,7 @@ def fp8_linear(
 
     Args:
         activation: q [..., N] with one scale for all ("tensor"), q_t, and its carrier in `normed`.
-        weight: [O, N], bfloat16, float16 or float32; copied where its rows are not dense.
+        weight: [O, N], bfloat16, float16 or float32, any O; copied where its rows are not dense.
         gradient_dtype: of the quantised gradient.
         stochastic: round that gradient stochastically.
 
