@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .._library import refuse_nested
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
 
 @functools.cache
 @torch.inference_mode(False)
@@ -32,9 +34,12 @@ def carrier_of(x: Tensor, dtype: torch.dtype, eager: bool) -> Tensor:
 
 
 def check_carrier(carrier, x: Tensor) -> None:
-    if not (isinstance(carrier, Tensor) and carrier.is_floating_point()):
+    if not (isinstance(carrier, Tensor) and carrier.dtype in _FLOATS):
         got = getattr(carrier, "dtype", type(carrier).__name__)
-        raise TypeError(f"Fp8RMSNorm: carrier must be a tensor of a floating dtype, got {got}")
+        raise TypeError(
+            "Fp8RMSNorm: carrier must be a tensor of dtype float32, float16 or bfloat16, got "
+            f"{str(got).removeprefix('torch.')}"
+        )
     refuse_nested("Fp8RMSNorm", carrier=carrier)
     if carrier.shape != x.shape:
         shapes = f"{tuple(x.shape)}, got {tuple(carrier.shape)}"

@@ -187,8 +187,8 @@ class Fp8RMSNorm(nn.Module):
         Args:
             x, x_scale, residual: as there. The residual is overwritten in eval mode alone, and
                 where neither it nor x requires a gradient; else the updated one is a new tensor.
-            carrier: stands for an FP8 x in autograd's graph: any tensor of x's shape in a wider
-                dtype; its gradient is that of x * x_scale. It is not read.
+            carrier: stands for an FP8 x in autograd's graph: any tensor of x's shape, float32,
+                float16 or bfloat16; its gradient is that of x * x_scale. It is not read.
 
         Returns:
             Fp8Output, whose `normed` is y in bfloat16 with normed=True and else the carrier of y
