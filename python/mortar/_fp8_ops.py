@@ -69,10 +69,13 @@ def _rmsnorm_impl(
     if _is_grad_enabled():
         written = (q, scale, q_t, scale_t, amax, rstd, normed)
         refuse_gradient("fp8_rmsnorm", x, x_scale, weight, residual, *written)
-    _forward(
-        x, x_scale, weight, eps, weight_offset, residual, scaling, group, pow2_scale, given_scale,
-        numerics, rng, q, scale, q_t, scale_t, amax, rstd, normed, None,
-    )  # fmt: skip
+    try:
+        _forward(
+            x, x_scale, weight, eps, weight_offset, residual, scaling, group, pow2_scale,
+            given_scale, numerics, rng, q, scale, q_t, scale_t, amax, rstd, normed, None,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:  # compiled code shows it as it is
+        raise _renamed(NORM, (), error) from None
     scales = () if given_scale else (scale, scale_t)
     note_writes((residual, q, q_t, amax, rstd, normed, *scales))
 
