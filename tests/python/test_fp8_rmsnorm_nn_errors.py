@@ -160,3 +160,22 @@ def test_hooks_of_the_norm_of_a_linear_run(device, grad):
     with torch.set_grad_enabled(grad):
         layer(torch.ones(4, 32, device=device))
     assert seen == [(4, 32)]
+
+
+class _Twice(Fp8RMSNorm):
+    def forward(self, x, *args, **kwargs):
+        return super().forward(torch.cat((x, x)), *args, **kwargs)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", ""])
+@pytest.mark.parametrize("how", ["subclass", "instance"])
+def test_another_forward_of_the_norm_runs(device, grad, how):
+    """Accelerate, which brings weights to the GPU layer by layer, replaces it on the instance."""
+    layer, x = Fp8RMSNormLinear(32, 16).to(device), torch.randn(4, 32, device=device)
+    if how == "subclass":
+        layer.norm = _Twice(32).to(device)
+    else:
+        forward = layer.norm.forward
+        layer.norm.forward = lambda x, *args, **kwargs: forward(torch.cat((x, x)), *args, **kwargs)
+    with torch.set_grad_enabled(grad):
+        assert layer(x).shape == (8, 16)

@@ -294,9 +294,12 @@ def fp8_linear(
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module is more than its own forward."""
+    """Whether a call of the module is more, or other, than Fp8RMSNorm's forward: as of a subclass,
+    or where a library that loads weights when they are needed has put its own in that place."""
     return bool(
-        module._forward_hooks
+        type(module) is not Fp8RMSNorm
+        or "forward" in module.__dict__
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
