@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "device/any_float.cuh"
 #include "device/bulk_copy.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
@@ -28,6 +29,8 @@
 
 namespace mortar::lora::cuda {
 namespace {
+
+using device::Bits16;
 
 constexpr int kTokens = 16;  ///< of a tile
 constexpr int kWarps = 8;    ///< of a CTA that compute; one more a stage copies
@@ -84,7 +87,6 @@ struct Found {
   int token = -1;
 };
 
-template <class T>
 struct Producer {
   const ExpandParams& p;
   Shared& shared;
@@ -148,7 +150,7 @@ struct Producer {
     if (own_cols > 0 && cols > 0) {
       const StackedSlice& s = p.weights.slices[lane];
       device::copy_bulk(to + kYBytes + 2 * (own - first) * pitch,
-                        static_cast<const T*>(s.b) + tile.adapter * s.b_adapter_stride +
+                        static_cast<const Bits16*>(s.b) + tile.adapter * s.b_adapter_stride +
                             std::int64_t{own_first} * pitch,
                         2 * own_cols * pitch, &full);
     }
@@ -164,11 +166,12 @@ struct Producer {
     device::Mbarrier& full = shared.full[stage];
     if (step.cols == 0) return;
     if (p.add_inputs && lane < step.count) {
-      device::copy_bulk(to + lane * kBulkYPitch, static_cast<const T*>(p.y.data) + step.y[lane],
-                        2 * step.cols, &full);
+      device::copy_bulk(to + lane * kBulkYPitch,
+                        static_cast<const Bits16*>(p.y.data) + step.y[lane], 2 * step.cols, &full);
     }
     if (lane == kTokens) {
-      device::copy_bulk(to + room.h, static_cast<const T*>(p.h.data) + step.start * p.h.row_stride,
+      device::copy_bulk(to + room.h,
+                        static_cast<const Bits16*>(p.h.data) + step.start * p.h.row_stride,
                         h_bytes(step.count), &full);
     }
   }
@@ -179,7 +182,7 @@ struct Producer {
     for (int i = lane; i < step.count * kLines; i += 32) {
       const int column = i % kLines * kLine;
       if (column >= step.cols) continue;
-      device::prefetch_l2(static_cast<const T*>(p.y.data) + step.y[i / kLines] + column);
+      device::prefetch_l2(static_cast<const Bits16*>(p.y.data) + step.y[i / kLines] + column);
     }
   }
 
@@ -209,8 +212,7 @@ struct Ranks {
       keep[i] = left >= 2 * i + 2 ? 0xffffffffu : left == 2 * i + 1 ? 0xffffu : 0u;
     }
   }
-  template <class T>
-  __device__ __forceinline__ uint2 load(const T* row) const {
+  __device__ __forceinline__ uint2 load(const Bits16* row) const {
     const uint2 v = *reinterpret_cast<const uint2*>(row + column);
     return make_uint2(v.x & keep[0], v.y & keep[1]);
   }
@@ -223,15 +225,16 @@ __device__ __forceinline__ void multiply_and_store(const ExpandParams& p, const 
                                                    int warp, int lane) {
   const int row = lane / 4, pitch = p.weights.max_rank;
   const Ranks ranks(lane, step.rank);
-  const T* const h_tile = reinterpret_cast<const T*>(stage + room.h) + row * p.h.row_stride;
+  const auto* const h_tile =
+      reinterpret_cast<const Bits16*>(stage + room.h) + row * p.h.row_stride;
   // Columns: inside groups of 32, MMA fragment j takes columns 8a + 2j + b, so that a lane's
   // results are 8 consecutive columns.
-  const T* const b_tile =
-      reinterpret_cast<const T*>(stage + kYBytes) + (lane / 8 * 8 + lane / 4 % 2) * pitch;
+  const auto* const b_tile =
+      reinterpret_cast<const Bits16*>(stage + kYBytes) + (lane / 8 * 8 + lane / 4 % 2) * pitch;
 #pragma unroll
   for (int first = warp * kGroup; first < kCols; first += kStride) {
     if (first >= step.cols) break;
-    const T* const own_h = h_tile + step.h_column[first / kGroup];
+    const Bits16* const own_h = h_tile + step.h_column[first / kGroup];
     const uint2 upper = ranks.load(own_h), lower = ranks.load(own_h + 8 * p.h.row_stride);
     const std::uint32_t h[4] = {upper.x, lower.x, upper.y, lower.y};
     float acc[4][4] = {};
@@ -250,13 +253,12 @@ __device__ __forceinline__ void multiply_and_store(const ExpandParams& p, const 
       if (p.add_inputs) {
         old = *reinterpret_cast<const uint4*>(stage + place * kBulkYPitch + column * 2);
       }
-      *reinterpret_cast<uint4*>(static_cast<T*>(p.y.data) + step.y[place] + column) =
+      *reinterpret_cast<uint4*>(static_cast<Bits16*>(p.y.data) + step.y[place] + column) =
           add_products<T>(old, acc, half, step.scale);
     }
   }
 }
 
-template <class T>
 __global__ void __launch_bounds__(kMostThreads, kBulkPerSm)
     expand_bulk_kernel(const __grid_constant__ ExpandParams p) {
   extern __shared__ __align__(128) unsigned char smem[];
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(kMostThreads, kBulkPerSm)
   if (warp >= kWarps) {
     const int stage = warp - kWarps;
     const std::uint32_t to = device::smem_address(smem) + stage * room.all;
-    Producer<T>{p, shared, room, to, stage, lane}.run(share);
+    Producer{p, shared, room, to, stage, lane}.run(share);
     return;
   }
 
@@ -292,7 +294,10 @@ __global__ void __launch_bounds__(kMostThreads, kBulkPerSm)
   for (int i = 0; i < share.num_steps; ++i) {
     shared.full[at].wait(round & 1);
     const Step& step = shared.steps[at];
-    multiply_and_store<T>(p, step, smem + at * room.all, room, warp, lane);
+    device::visit_checked_dtype(Float16DTypes(), p.y.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      multiply_and_store<T>(p, step, smem + at * room.all, room, warp, lane);
+    });
     shared.empty[at].arrive();
     if (++at == p.stages) {
       at = 0;
@@ -321,9 +326,7 @@ void expand_bulk(const ExpandParams& p, Stream stream) {
       static_cast<std::size_t>(bulk_stage(p.weights.max_rank, static_cast<int>(p.h.row_stride)));
   l.stream = stream;
   l.pdl = true;
-  device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
-    device::launch<expand_bulk_kernel<typename decltype(tag)::type>>("lora_expand", l, p);
-  });
+  device::launch<expand_bulk_kernel>("lora_expand", l, p);
 }
 
 }  // namespace mortar::lora::cuda

@@ -32,7 +32,6 @@ constexpr int kEarlyB = 1, kEarlyY = 1;
 
 struct Planes {
   using TW = device::TwoParts;
-  using TY = __nv_bfloat16;
   static constexpr int kTokens = 16, kPartsH = device::kParts<TW>;
 };
 constexpr int kPitch = h_pitch(kDirectMaxRank);
@@ -145,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, kPerSm)
     ask(p, work, w, tokens, 0);
     ask(p, work, w, tokens, kAhead * kCols);
   }
-  const HPlanes<Planes> to(planes, kDirectMaxRank, w.rank);
+  const HPlanes<Planes> to(planes, kDirectMaxRank, w.rank, DType::kFloat32, DType::kBFloat16);
   const int first_row = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
   HSum<Planes> sum(to, p.h, work.tile, tokens, first_row, work.block.slice);
   if (p.h.raw) sum.seek(static_cast<int>(threadIdx.x) / 2);

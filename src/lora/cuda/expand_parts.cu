@@ -16,8 +16,10 @@
 // packs of y beside those of its neighbours; y of the next block is asked for as soon as this one's
 // is used up. Sums run over ranks in order, in MMA steps of 16.
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 
+#include "device/any_float.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/parts.cuh"
@@ -54,10 +56,9 @@ struct Traits {
   static constexpr int kTokens = 16 * kFrags;
   /// h, float32, has as many as float32 weights.
   static constexpr int kPartsH = std::is_same_v<TW, device::TwoParts> ? 2 : device::kParts<float>;
-  static constexpr int kPieceElts = 16 / sizeof(TW);       ///< of a cp.async of B
-  static constexpr int kStepBytes = 16 * int{sizeof(TW)};  ///< of a row of B: an MMA step
-  /// Columns of y that a lane moves at a time, 16 bytes, beside those of its three neighbours.
-  static constexpr int kPack = 16 / int{sizeof(TY)};
+  /// Columns of y that a lane moves at a time, 16 bytes, or 8 of 16-bit y where y may be either,
+  /// beside those of its three neighbours: whole sectors.
+  static constexpr int kPack = std::is_same_v<TY, device::AnyFloat> ? 4 : 16 / int{sizeof(TY)};
   static constexpr int kPacks = 8 / kPack;
   static constexpr int kPackStep = 4 * kPack;  ///< columns between a lane's packs
 };
@@ -70,57 +71,56 @@ MORTAR_HOST_DEVICE constexpr int stage_ranks(int width) {
 /// Where the two steps of a row of B change places, so that rows read together lie in different
 /// banks: neighbours of float32, those a pack apart of 16 bits. Never in rows of one step.
 template <class Tr>
-__device__ __forceinline__ int swizzle_bytes(int row, int ranks) {
-  const int bit = sizeof(typename Tr::TW) == 4 ? row & 1 : row / Tr::kPack & 1;
-  return ranks == kRanks ? bit * Tr::kStepBytes : 0;
+__device__ __forceinline__ int swizzle_bytes(int row, int ranks, int size) {
+  const int bit = size == 4 ? row & 1 : row / Tr::kPack & 1;
+  return ranks == kRanks ? bit * 16 * size : 0;
 }
 
 /// A thread's copies of B into the ring: always the same piece of every step-th column.
 template <class Tr>
 struct BCopy {
-  using TW = typename Tr::TW;
-  const TW* src;  ///< this thread's first column
-  std::int64_t stride;
+  const char* src;      ///< this thread's first piece of its first column
+  std::int64_t stride;  ///< bytes
   std::uint32_t dst;
   unsigned char* ring;
-  int rank, ranks, first_rank, col0, step, cols;
+  int size, rank, ranks, first_rank, col0, step, cols;  ///< size: bytes of an element
   bool vector;
   int block = 0, chunk = 0, num_chunks, stage = 0;
 
   __device__ __forceinline__ BCopy(const SliceWeights& w, const Block& b, int width,
-                                   unsigned char* at)
-      : stride(w.b_row_stride),
-        ring(at),
+                                   DType dtype, unsigned char* at)
+      : ring(at),
+        size(device::float_bytes<typename Tr::TW>(dtype)),
         rank(w.rank),
         ranks(stage_ranks(width)),
         cols(b.cols),
         num_chunks(ceil_div(w.rank, stage_ranks(width))) {
-    const int log_pieces = (sizeof(TW) == 4 ? 2 : 1) + (ranks == kRanks ? 1 : 0);
+    stride = w.b_row_stride * size;
+    const int log_pieces = (size == 4 ? 2 : 1) + (ranks == kRanks ? 1 : 0);
     const int piece = static_cast<int>(threadIdx.x) & ((1 << log_pieces) - 1);
     col0 = static_cast<int>(threadIdx.x) >> log_pieces;
     step = kThreads >> log_pieces;
-    first_rank = piece * Tr::kPieceElts;
-    src = static_cast<const TW*>(w.b) + (b.first + col0) * stride;
-    vector = device::is_aligned<TW, Tr::kPieceElts>(static_cast<const TW*>(w.b)) &&
-             stride % Tr::kPieceElts == 0;
+    first_rank = piece * (16 / size);
+    src = static_cast<const char*>(w.b) + (b.first + col0) * stride;
+    vector = device::is_aligned<char, 16>(static_cast<const char*>(w.b)) && stride % 16 == 0;
     // A step of columns is a multiple of 16: swizzle_bytes() is the same for all of them.
-    dst = col0 * row_bytes() + ((piece * 16) ^ swizzle_bytes<Tr>(col0, ranks));
+    dst = col0 * row_bytes() + ((piece * 16) ^ swizzle_bytes<Tr>(col0, ranks, size));
   }
-  __device__ __forceinline__ int row_bytes() const { return ranks * static_cast<int>(sizeof(TW)); }
+  __device__ __forceinline__ int row_bytes() const { return ranks * size; }
 
   /// The next stage, if there is one.
   __device__ __forceinline__ void next() {
     const int first = block * kCols;
     const int r = chunk * ranks + first_rank;
     if (first < cols && r < round_up(rank, 16)) {
-      const int left = max(0, min(rank - r, Tr::kPieceElts));
-      const TW* from = src + first * stride + (left > 0 ? r : 0);
+      const int left = max(0, min(rank - r, 16 / size));
+      const char* from = src + first * stride + (left > 0 ? r * size : 0);
       unsigned char* to = ring + stage * kCols * row_bytes() + dst;
       const std::int64_t src_step = step * stride;
       const int dst_step = step * row_bytes(), count = min(kCols, cols - first);
       if (vector) {
         std::uint32_t at = device::smem_address(to);
-        const int bytes = left * static_cast<int>(sizeof(TW));
+        const int bytes = left * size;
 #pragma unroll 4
         for (int c = col0; c < count; c += step, from += src_step, at += dst_step) {
           device::cp_async_16(at, from, bytes);
@@ -128,8 +128,7 @@ struct BCopy {
       } else {
 #pragma unroll 1
         for (int c = col0; c < count; c += step, from += src_step, to += dst_step) {
-          *reinterpret_cast<uint4*>(to) =
-              device::load_some<TW, Tr::kPieceElts>(from, left).piece(0);
+          *reinterpret_cast<uint4*>(to) = device::load_piece(from, size, left);
         }
       }
     }
@@ -146,17 +145,20 @@ struct BCopy {
 /// they are used.
 template <class Tr>
 struct YPack {
-  using TY = typename Tr::TY;
   uint4 v[Tr::kPacks];
 
   /// left: columns from the first on.
+  template <class TY>
   __device__ __forceinline__ void load(const TY* at, int left) {
 #pragma unroll
     for (int i = 0; i < Tr::kPacks; ++i) {
-      device::load_if(left > i * Tr::kPackStep, v[i], at + i * Tr::kPackStep);
+      using Raw = device::Word<Tr::kPack * int{sizeof(TY)}>;
+      device::load_if(left > i * Tr::kPackStep, reinterpret_cast<Raw&>(v[i]),
+                      at + i * Tr::kPackStep);
     }
   }
   /// Adds the products times `scale` in float32, rounds once and stores.
+  template <class TY>
   __device__ __forceinline__ void add(TY* at, int left, float scale, bool add_inputs,
                                       const device::SumsBy<typename Tr::TW> (&sums)[4], int half) {
 #pragma unroll
@@ -165,9 +167,10 @@ struct YPack {
         const float product = sums[(i * Tr::kPack + c) / 2].total(2 * half + c % 2);
         return fmaf(product, scale, add_inputs ? old : -0.0f);
       };
+      constexpr int kWords = Tr::kPack * int{sizeof(TY)} / 4;
       std::uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
+      for (int k = 0; k < kWords; ++k) {
         if constexpr (std::is_same_v<TY, float>) {
           words[k] = __float_as_uint(sum(__uint_as_float(words[k]), k));
         } else {
@@ -176,20 +179,20 @@ struct YPack {
         }
       }
       if (left > i * Tr::kPackStep) {
-        *reinterpret_cast<uint4*>(at + i * Tr::kPackStep) =
-            make_uint4(words[0], words[1], words[2], words[3]);
+        device::Word<kWords * 4> out;
+        memcpy(&out, words, sizeof(out));
+        *reinterpret_cast<device::Word<kWords * 4>*>(at + i * Tr::kPackStep) = out;
       }
     }
   }
 };
 
 /// The same for columns anywhere in memory.
-template <class Tr>
-__device__ __forceinline__ void add_elements(typename Tr::TY* at, int left, float scale,
+template <class Tr, class TY>
+__device__ __forceinline__ void add_elements(TY* at, int left, float scale,
                                              bool add_inputs,
                                              const device::SumsBy<typename Tr::TW> (&sums)[4],
                                              int half) {
-  using TY = typename Tr::TY;
   float old[8];
   const auto column = [](int c) { return c / Tr::kPack * Tr::kPackStep + c % Tr::kPack; };
 #pragma unroll
@@ -207,11 +210,10 @@ __device__ __forceinline__ void add_elements(typename Tr::TY* at, int left, floa
 
 /// One MMA step of 16 ranks: a warp's tokens by 32 columns. h_lane: the lane's row of ldmatrix;
 /// b_lane: its ranks of its first column.
-template <class Tr>
-__device__ __forceinline__ void multiply(device::SumsBy<typename Tr::TW> (&sums)[Tr::kFrags][4],
+template <class TW, class Tr>
+__device__ __forceinline__ void multiply(device::SumsBy<TW> (&sums)[Tr::kFrags][4],
                                          std::uint32_t h_lane, int plane_bytes, int pitch,
                                          const unsigned char* b_lane, int row_bytes) {
-  using TW = typename Tr::TW;
   std::uint32_t h[Tr::kFrags][Tr::kPartsH][4];
 #pragma unroll
   for (int m = 0; m < Tr::kFrags; ++m) {
@@ -260,9 +262,10 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
   if (w.rank == 0) return device::pdl_wait();
 
   // Load: B does not depend on the predecessor.
-  const HPlanes<Tr> h(smem, p.h.width, w.rank);
+  const DType w_dtype = p.weights.dtype, y_dtype = p.y.dtype;
+  const HPlanes<Tr> h(smem, p.h.width, w.rank, w_dtype, y_dtype);
   unsigned char* const ring = smem + Tr::kPartsH * h.bytes();
-  BCopy<Tr> copy(w, block, p.h.width, ring);
+  BCopy<Tr> copy(w, block, p.h.width, w_dtype, ring);
 #pragma unroll 1
   for (int i = 0; i < kStages; ++i) copy.next();
   if (threadIdx.x < Tr::kTokens) {
@@ -274,7 +277,13 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
   // Pointers
   const int lane_col = warp * 32 + quad * Tr::kPack;
   const int own_cols = block.cols - lane_col;  // the CTA's columns from there on
-  TY* const y_lane = static_cast<TY*>(p.y.data) + block.y_col + lane_col;
+  /// visitor(address of the lane's first column of y in a token's row)
+  const auto with_y = [&](int token, auto visitor) {
+    device::visit_float<TY>(y_dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      visitor(static_cast<T*>(p.y.data) + token * p.y.row_stride + block.y_col + lane_col);
+    });
+  };
   // Rows of y are found again for every block: their addresses would take eight registers.
   const auto row_token = [&](int m, int half) { return tokens[m * 16 + half * 8 + group]; };
   const int row_bytes = copy.row_bytes(), stage_bytes = kCols * row_bytes;
@@ -283,16 +292,16 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
   // Row 2a + b of an MMA column is a column of lane a: the pair's second one for b = 1.
   const int b_row = group / 2 * Tr::kPack + group % 2;
   const int b_lane = (warp * 32 + b_row) * row_bytes +
-                     ((quad * Tr::kStepBytes / 4) ^ swizzle_bytes<Tr>(b_row, copy.ranks));
+                     ((quad * 4 * copy.size) ^ swizzle_bytes<Tr>(b_row, copy.ranks, copy.size));
   const int num_chunks = copy.num_chunks, num_blocks = ceil_div(block.cols, kCols);
   const int num_steps = ceil_div(w.rank, 16);
   if (p.early && p.add_inputs) {
     // The first columns of y to L2, a line each, whatever the predecessor may still write there.
-    constexpr int kLine = 128 / int{sizeof(TY)};
-    const int t = tokens[threadIdx.x % Tr::kTokens];
-    const int col = static_cast<int>(threadIdx.x) / Tr::kTokens * kLine;
+    const int t = tokens[threadIdx.x % Tr::kTokens], size = device::float_bytes<TY>(y_dtype);
+    const int col = static_cast<int>(threadIdx.x) / Tr::kTokens * (128 / size);
     if (t >= 0 && col < block.cols) {
-      device::prefetch_l2(static_cast<TY*>(p.y.data) + t * p.y.row_stride + block.y_col + col);
+      device::prefetch_l2(static_cast<char*>(p.y.data) +
+                          (t * p.y.row_stride + block.y_col + col) * size);
     }
   }
   HSum<Tr> sum(h, p.h, tile, tokens, first_row, block.slice);
@@ -304,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
 #pragma unroll
   for (int i = 0; i < 2 * Tr::kFrags; ++i) {
     const int t = row_token(i / 2, i % 2);
-    y[i / 2][i % 2].load(y_lane + t * p.y.row_stride, load_y && t >= 0 ? own_cols : 0);
+    with_y(t, [&](auto* at) { y[i / 2][i % 2].load(at, load_y && t >= 0 ? own_cols : 0); });
   }
   if (p.h.raw) {
     sum.make();
@@ -326,11 +335,15 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
       refill = true;
       const int steps = min(num_steps - chunk * copy.ranks / 16, copy.ranks / 16);
       const std::uint32_t h_chunk = h_lane + chunk * copy.ranks * 2;
+      device::visit_float<TW>(w_dtype, [&](auto tag) {
+        using T = typename decltype(tag)::type;
 #pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
-        multiply<Tr>(sums, h_chunk + step * 32, h.bytes(), h.pitch,
-                     ring + stage * stage_bytes + (b_lane ^ (step * Tr::kStepBytes)), row_bytes);
-      }
+        for (int step = 0; step < steps; ++step) {
+          multiply<T, Tr>(
+              sums, h_chunk + step * 32, h.bytes(), h.pitch,
+              ring + stage * stage_bytes + (b_lane ^ (step * 16 * int{sizeof(T)})), row_bytes);
+        }
+      });
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     // Store
@@ -341,13 +354,15 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
       for (int half = 0; half < 2; ++half) {
         const int t = row_token(m, half);
         if (t < 0 || left <= 0) continue;
-        TY* const at = y_lane + t * p.y.row_stride + i * kCols;
-        if (p.vector_y) {
-          y[m][half].add(at, left, w.scale, p.add_inputs, sums[m], half);
-          y[m][half].load(at + kCols, load_y ? left - kCols : 0);
-        } else {
-          add_elements<Tr>(at, left, w.scale, p.add_inputs, sums[m], half);
-        }
+        with_y(t, [&](auto* first) {
+          auto* const at = first + i * kCols;
+          if (p.vector_y) {
+            y[m][half].add(at, left, w.scale, p.add_inputs, sums[m], half);
+            y[m][half].load(at + kCols, load_y ? left - kCols : 0);
+          } else {
+            add_elements<Tr>(at, left, w.scale, p.add_inputs, sums[m], half);
+          }
+        });
       }
     }
   }
@@ -367,7 +382,8 @@ void launch_traits(const ExpandParams& p, Stream stream) {
   const int items = p.cols / kCols * ceil_div(p.h.width, ranks);
   l.smem =
       static_cast<std::size_t>(Tr::kPartsH * Tr::kTokens * h_pitch(p.h.width)) * 2 +
-      static_cast<std::size_t>(std::min(kStages, items) * kCols * ranks) * sizeof(typename Tr::TW);
+      static_cast<std::size_t>(std::min(kStages, items) * kCols * ranks *
+                               device::float_bytes<typename Tr::TW>(p.weights.dtype));
   l.stream = stream;
   l.pdl = true;
   device::launch<expand_parts_kernel<Tr>>("lora_expand", l, p);
@@ -384,12 +400,8 @@ void launch_typed(const ExpandParams& p, Stream stream) {
 }  // namespace
 
 void expand_parts(const ExpandParams& p, Stream stream) {
-  if (p.two_parts) return launch_typed<device::TwoParts, __nv_bfloat16>(p, stream);
-  device::visit_dtype<FloatDTypes>(p.weights.dtype, "lora_expand", [&](auto w) {
-    device::visit_dtype<FloatDTypes>(p.y.dtype, "lora_expand", [&](auto y) {
-      launch_typed<typename decltype(w)::type, typename decltype(y)::type>(p, stream);
-    });
-  });
+  p.two_parts ? launch_typed<device::TwoParts, __nv_bfloat16>(p, stream)
+              : launch_typed<device::AnyFloat, device::AnyFloat>(p, stream);
 }
 
 }  // namespace mortar::lora::cuda

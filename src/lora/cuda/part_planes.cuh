@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "device/any_float.cuh"
 #include "device/convert.cuh"
 #include "device/parts.cuh"
 #include "device/split_k.cuh"
@@ -73,12 +74,16 @@ template <class Tr>
 struct HPlanes {
   using TW = typename Tr::TW;
   unsigned char* planes;
+  DType round_to;  ///< what h is rounded to first; float32: nothing
   int pitch, rank;
   int quads;      ///< of a token, which MMA steps read
   int log_quads;  ///< the quads that are counted, a power of two
 
-  __device__ __forceinline__ HPlanes(unsigned char* at, int width, int own_rank)
+  /// h takes the dtype of B where y has it too, as in the kernels for one 16-bit type.
+  __device__ __forceinline__ HPlanes(unsigned char* at, int width, int own_rank, DType weights,
+                                     DType y)
       : planes(at),
+        round_to(weights == y ? weights : DType::kFloat32),
         pitch(h_pitch(width)),
         rank(own_rank),
         quads(ceil_div(own_rank, 16) * 4),
@@ -88,10 +93,12 @@ struct HPlanes {
   __device__ __forceinline__ int quad(int i) const { return i & ((1 << log_quads) - 1); }
 
   __device__ __forceinline__ void store(int i, float4 v) const {
-    // h takes the dtype of B where y has it too, as in the kernels for one 16-bit type.
-    if constexpr (std::is_same_v<TW, typename Tr::TY>) {
-      const auto round = [](float f) { return device::to_float(device::from_float<TW>(f)); };
-      v = make_float4(round(v.x), round(v.y), round(v.z), round(v.w));
+    if constexpr (std::is_same_v<TW, device::AnyFloat>) {
+      device::visit_checked_dtype(FloatDTypes(), round_to, [&](auto tag) {
+        using T = typename decltype(tag)::type;
+        const auto round = [](float f) { return device::to_float(device::from_float<T>(f)); };
+        v = make_float4(round(v.x), round(v.y), round(v.z), round(v.w));
+      });
     }
     std::uint32_t lower[Tr::kPartsH], upper[Tr::kPartsH];
     if constexpr (Tr::kPartsH == 2) {

@@ -16,6 +16,7 @@
 #include <iterator>
 #include <type_traits>
 
+#include "device/any_float.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
@@ -28,12 +29,13 @@
 namespace mortar::lora::cuda {
 namespace {
 
+using device::Bits16;
+
 constexpr int kTileK = 128;
 constexpr int kPitch = kTileK + 8;  ///< elements; 272 B rows make ldmatrix free of bank conflicts
 
-template <class T_, int kShape>
+template <int kShape>
 struct Traits {
-  using T = T_;
   static constexpr MmaShape kOf = kMmaShapes[kShape];
   static constexpr int kWarpsM = kOf.warps_tokens, kWarpsN = kOf.warps_rows;
   static constexpr int kFragsN = kOf.frags;  ///< 8-row fragments of a warp
@@ -56,23 +58,22 @@ constexpr int kSteps = kTileK / 16;  ///< MMA steps of a warp per stage
 /// A thread's pieces of kCopies rows, walking along K one stage at a time.
 template <class Tr, int kCopies>
 struct RowCopies {
-  using T = typename Tr::T;
-  const T* src[kCopies];  ///< null: no such row, its place in the ring stays as it is
-  std::uint32_t dst;      ///< of the first piece, in the stage to be filled next
-  int stage, left;        ///< elements of K from the piece on
+  const Bits16* src[kCopies];  ///< null: no such row, its place in the ring stays as it is
+  std::uint32_t dst;           ///< of the first piece, in the stage to be filled next
+  int stage, left;             ///< elements of K from the piece on
 
   /// Copies the pieces of a stage; zeros past the end of K. vector: every row is 16-byte aligned.
   __device__ __forceinline__ void next(unsigned char* ring, std::uint32_t ring_address,
                                        bool vector) {
     if (vector) {
       // K is a multiple of 8: a piece is whole or absent, and an absent one is not read.
-      each([&](std::uint32_t at, const T* from) {
+      each([&](std::uint32_t at, const Bits16* from) {
         device::cp_async_16(at, from, left > 0 ? 16 : 0);
       });
     } else {
-      each([&](std::uint32_t at, const T* from) {
+      each([&](std::uint32_t at, const Bits16* from) {
         *reinterpret_cast<uint4*>(ring + (at - ring_address)) =
-            device::load_some<T, 8>(from, left).piece(0);
+            device::load_some<Bits16, 8>(from, left).piece(0);
       });
     }
     left -= kTileK;
@@ -124,10 +125,29 @@ struct Fragments {
   }
 };
 
+/// Adds the products of a stage to a warp's sums.
+template <class T, class Tr>
+__device__ __forceinline__ void multiply(float (&sum)[Tr::kFragsN][4], std::uint32_t x_at,
+                                         std::uint32_t a_at, int live_frags) {
+  Fragments<Tr> frags[2];
+  frags[0].load(x_at, a_at, live_frags);
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    if (i + 1 < kSteps) {
+      const int next = (i + 1) * 32;
+      frags[(i + 1) % 2].load(x_at + next, a_at + next, live_frags);
+    }
+#pragma unroll
+    for (int n = 0; n < Tr::kFragsN; ++n) {
+      const std::uint32_t* w = frags[i % 2].w[n];
+      device::mma_16816<T>(sum[n], frags[i % 2].x, w[0], w[1]);
+    }
+  }
+}
+
 template <class Tr>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     shrink_mma_kernel(const __grid_constant__ ShrinkParams p) {
-  using T = typename Tr::T;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RankRows<Tr::kRows> rows;
 
@@ -171,7 +191,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   for (int i = 0; i < Tr::kTokenCopies; ++i) {
     const int t = tile_token(p.groups, p.tiles, tile, row0 + i * Tr::kRowStep, token[i]);
     copy_tokens.src[i] =
-        t < 0 ? nullptr : static_cast<const T*>(p.x.data) + t * p.x.row_stride + k_begin + column;
+        t < 0 ? nullptr
+              : static_cast<const Bits16*>(p.x.data) + t * p.x.row_stride + k_begin + column;
   }
   rows.fill(p, tile.adapter, blockIdx.x * Tr::kRows);
   __syncthreads();
@@ -188,7 +209,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   for (int i = 0; i < Tr::kRowCopies; ++i) {
     const int row = row0 + i * Tr::kRowStep;
     const void* a = row < num_rows ? rows.weights[row] : nullptr;
-    copy_weights.src[i] = a == nullptr ? nullptr : static_cast<const T*>(a) + k_begin + column;
+    copy_weights.src[i] = a == nullptr ? nullptr : static_cast<const Bits16*>(a) + k_begin + column;
   }
   const int num_steps = static_cast<int>(ceil_div<std::int64_t>(k_end - k_begin, kTileK));
   const int leaf_steps = static_cast<int>(leaf / kTileK);
@@ -225,20 +246,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     });
 
     // Compute
-    Fragments<Tr> frags[2];
-    frags[0].load(x_lane + stage, a_lane + stage, live_frags);
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      if (i + 1 < kSteps) {
-        const std::uint32_t next = stage + (i + 1) * 32;
-        frags[(i + 1) % 2].load(x_lane + next, a_lane + next, live_frags);
-      }
-#pragma unroll
-      for (int n = 0; n < Tr::kFragsN; ++n) {
-        const std::uint32_t* w = frags[i % 2].w[n];
-        device::mma_16816<T>(sum[n], frags[i % 2].x, w[0], w[1]);
-      }
-    }
+    device::visit_checked_dtype(Float16DTypes(), p.x.dtype, [&](auto tag) {
+      multiply<typename decltype(tag)::type, Tr>(sum, x_lane + stage, a_lane + stage, live_frags);
+    });
     stage = stage + Tr::kStageBytes == Tr::kSmem ? 0 : stage + Tr::kStageBytes;
     if (++leaf_step == leaf_steps || step + 1 == num_steps) {
       leaf_step = 0;
@@ -300,13 +310,10 @@ void launch_traits(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
 void shrink_mma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   static_assert(std::size(kMmaShapes) == 4);
   check(c.shape >= 0 && c.shape < 4, "lora_shrink: no shape ", c.shape, " of the mma kernel");
-  device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if (c.shape == 0) return launch_traits<Traits<T, 0>>(p, c, stream);
-    if (c.shape == 1) return launch_traits<Traits<T, 1>>(p, c, stream);
-    if (c.shape == 3) return launch_traits<Traits<T, 3>>(p, c, stream);
-    launch_traits<Traits<T, 2>>(p, c, stream);
-  });
+  if (c.shape == 0) return launch_traits<Traits<0>>(p, c, stream);
+  if (c.shape == 1) return launch_traits<Traits<1>>(p, c, stream);
+  if (c.shape == 3) return launch_traits<Traits<3>>(p, c, stream);
+  launch_traits<Traits<2>>(p, c, stream);
 }
 
 }  // namespace mortar::lora::cuda

@@ -43,6 +43,8 @@ constexpr int kMostCtas = 4;
 template <class Tr>
 __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
     shrink_parts_kernel(const __grid_constant__ ShrinkParams p) {
+  using TX = typename Tr::TX;
+  using TW = typename Tr::TW;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RankRows<kMaxRows> rows;
   __shared__ int tokens[Tr::kTokens];
@@ -84,8 +86,10 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
   const int most_own = ceil_div(leaves, static_cast<int>(gridDim.y));
   const int first_leaf = split * most_own, num_own = min(most_own, leaves - first_leaf);
   const std::int64_t k_begin = static_cast<std::int64_t>(first_leaf) * leaf;
+  const DType x_dtype = p.x.dtype, w_dtype = p.weights.dtype;
+  const int a_pitch = Tr::a_pitch(leaf, w_dtype);
   unsigned char* const planes = smem;
-  unsigned char* const sums = planes + Tr::x_bytes(leaf);
+  unsigned char* const sums = planes + Tr::x_bytes(leaf, x_dtype);
   unsigned char* const totals = sums + Tr::kSumBytes;
   unsigned char* const ring = totals + (whole ? Tr::total_bytes(p.rows_per_cta / kStageRows) : 0);
   RowCopy<Tr> copy(p, rows, ring, leaf, k_begin, num_own * row_stages, row_stages);
@@ -102,8 +106,7 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
   const std::uint32_t x_lane =
       device::smem_address(planes) + lane % 16 * Tr::x_pitch(leaf) + (quarter + lane / 16 * 8) * 2;
   const unsigned char* const a_lane =
-      ring + lane / 4 * Tr::a_pitch(leaf) +
-      (quarter + lane % 4 * 4) * static_cast<int>(sizeof(typename Tr::TW));
+      ring + lane / 4 * a_pitch + (quarter + lane % 4 * 4) * device::float_bytes<TW>(w_dtype);
   float2* const sum_lane = reinterpret_cast<float2*>(sums) + warp * Tr::kSumPairs + lane;
   // A thread adds the quarters of one token of every MMA tile and two rank rows of a stage.
   const int own_row = static_cast<int>(threadIdx.x) / 64 * 8 + lane % 4 * 2;
@@ -111,12 +114,12 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
   const int first_row = p.h.by_position ? first_position(p.groups, p.tiles) : 0;
   if (p.early) {
     // x to L2, a line of a token each, whatever the predecessor may still write there.
-    constexpr int kLine = 128 / int{sizeof(typename Tr::TX)},
-                  kStep = kThreads / Tr::kTokens * kLine;
-    const int own = tokens[threadIdx.x % Tr::kTokens];
-    const auto* x = static_cast<const typename Tr::TX*>(p.x.data) + own * p.x.row_stride + k_begin;
+    constexpr int kLine = 128, kStep = kThreads / Tr::kTokens * kLine;
+    const int own = tokens[threadIdx.x % Tr::kTokens], size = device::float_bytes<TX>(x_dtype);
+    const auto* x =
+        static_cast<const char*>(p.x.data) + (own * p.x.row_stride + k_begin) * size;
     const std::int64_t first = whole ? leaf : num_own * leaf;  // elements
-    const std::int64_t end = own < 0 ? 0 : min(first, p.weights.hidden - k_begin);
+    const std::int64_t end = own < 0 ? 0 : min(first, p.weights.hidden - k_begin) * size;
     for (int c = static_cast<int>(threadIdx.x) / Tr::kTokens * kLine; c < end; c += kStep) {
       device::prefetch_l2(x + c);
     }
@@ -139,9 +142,13 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
     // The last reads of x before this lie in front of a barrier.
     const std::int64_t k = k_begin + static_cast<std::int64_t>(own_leaf) * leaf;
     if constexpr (Tr::kKeepX) {
-      kept.load(p, x_tokens, k + quarter + lane % 4 * 4);
+      const std::int64_t own_k = k + quarter + lane % 4 * 4;
+      device::float_bytes<TX>(x_dtype) == 4 ? kept.template load<float>(p, x_tokens, own_k)
+                                            : kept.template load<__half>(p, x_tokens, own_k);
     } else {
-      load_x<Tr>(p, tokens, k, leaf, planes);
+      device::visit_float<TX>(x_dtype, [&](auto x) {
+        load_x<Tr, typename decltype(x)::type>(p, tokens, k, leaf, planes);
+      });
     }
 #pragma unroll 1
     for (int row_stage = 0; row_stage < row_stages; ++row_stage) {
@@ -151,13 +158,19 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
       refill = true;
 
       // Compute
-      device::SumsBy<typename Tr::TW> acc[Tr::kFrags][2];
-      const unsigned char* a = a_lane + stage * kStageRows * Tr::a_pitch(leaf);
-      if constexpr (Tr::kKeepX) {
-        multiply<Tr>(acc, kept, a, Tr::a_pitch(leaf));
-      } else {
-        multiply<Tr>(acc, x_lane, a, leaf);
-      }
+      device::SumsBy<TW> acc[Tr::kFrags][2];
+      const unsigned char* a = a_lane + stage * kStageRows * a_pitch;
+      device::visit_float<TX>(x_dtype, [&](auto x) {
+        device::visit_float<TW>(w_dtype, [&](auto w) {
+          using OwnX = typename decltype(x)::type;
+          using OwnW = typename decltype(w)::type;
+          if constexpr (Tr::kKeepX) {
+            multiply<OwnX, OwnW>(acc, kept, a, a_pitch);
+          } else {
+            multiply<OwnX, OwnW, Tr>(acc, x_lane, a, a_pitch, leaf);
+          }
+        });
+      });
       stage = stage + 1 == kStages ? 0 : stage + 1;
 #pragma unroll
       for (int m = 0; m < Tr::kFrags; ++m) {
@@ -179,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
         const float2 q0 = q[0], q1 = q[Tr::kSumPairs], q2 = q[2 * Tr::kSumPairs],
                      q3 = q[3 * Tr::kSumPairs];
         const auto leaf_sum = [](float a, float b, float c, float d) {
-          constexpr bool kInOrder = std::is_same_v<typename Tr::TW, device::TwoParts>;
+          constexpr bool kInOrder = std::is_same_v<TW, device::TwoParts>;
           return kInOrder ? ((a + b) + c) + d : (a + b) + (c + d);
         };
         float2 v = make_float2(leaf_sum(q0.x, q1.x, q2.x, q3.x), leaf_sum(q0.y, q1.y, q2.y, q3.y));
@@ -221,9 +234,9 @@ std::size_t smem_bytes(const ShrinkParams& p, const ShrinkPlan& c) {
   const int row_stages = c.rows / kStageRows;
   const bool whole = p.h.num_slabs == 1;
   const int items = row_stages * static_cast<int>(whole ? num_leaves(p.weights.hidden) : c.leaves);
-  return static_cast<std::size_t>(Tr::x_bytes(leaf) + Tr::kSumBytes +
-                                  (whole ? Tr::total_bytes(row_stages) : 0) +
-                                  std::min(kStages, items) * kStageRows * Tr::a_pitch(leaf));
+  return static_cast<std::size_t>(
+      Tr::x_bytes(leaf, p.x.dtype) + Tr::kSumBytes + (whole ? Tr::total_bytes(row_stages) : 0) +
+      std::min(kStages, items) * kStageRows * Tr::a_pitch(leaf, p.weights.dtype));
 }
 template <class Tr>
 bool fits(const ShrinkParams& p, const ShrinkPlan& c) {
@@ -250,36 +263,30 @@ void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
 template <class TX, class TW>
 void launch_typed(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   constexpr int kShort = leaf_size(1) / (16 * kWarps);  // MMA steps of a warp in a leaf
-  constexpr bool kOnePart = device::kParts<TX> == 1;
+  const bool one_part = device::num_parts<TX>(p.x.dtype) == 1;
   const bool large = c.tile_tokens == 64, whole = p.h.num_slabs == 1;
   if (leaf_size(p.weights.hidden) == leaf_size(1)) {
     // 1,024 tokens, qkv, rank 16: 14.8 us with 64 tokens of one part, 19.9 with 16. With all of K:
     // 130 and 102 (8,192 tokens, rank 16), but 264 and 392 (rank 64).
-    if constexpr (kOnePart) {
-      using Large = Traits<TX, TW, 4, 0>;
-      const bool few = p.weights.num_slices * p.weights.max_rank <= kPartsMaxTotals;
-      if (large && !(whole && few) && fits<Large>(p, c)) {
-        return launch_traits<Large>(p, c, stream);
-      }
+    using Large = Traits<TX, TW, 4, 0>;
+    const bool few = p.weights.num_slices * p.weights.max_rank <= kPartsMaxTotals;
+    if (one_part && large && !(whole && few) && fits<Large>(p, c)) {
+      return launch_traits<Large>(p, c, stream);
     }
     return launch_traits<Traits<TX, TW, 1, kShort>>(p, c, stream);
   }
   // Long leaves of two or three parts, down, rank 16: 49 us with 16 tokens, 57 with 32, 1,024
   // tokens; 441 and 326, 8,192 tokens, with all of K.
   using Pair = Traits<TX, TW, 2, 0>;
-  if (large && (kOnePart || whole) && fits<Pair>(p, c)) return launch_traits<Pair>(p, c, stream);
+  if (large && (one_part || whole) && fits<Pair>(p, c)) return launch_traits<Pair>(p, c, stream);
   launch_traits<Traits<TX, TW, 1, 2 * kShort>>(p, c, stream);
 }
 
 }  // namespace
 
 void shrink_parts(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
-  if (p.two_parts) return launch_typed<__nv_bfloat16, device::TwoParts>(p, c, stream);
-  device::visit_dtype<FloatDTypes>(p.x.dtype, "lora_shrink", [&](auto x) {
-    device::visit_dtype<FloatDTypes>(p.weights.dtype, "lora_shrink", [&](auto w) {
-      launch_typed<typename decltype(x)::type, typename decltype(w)::type>(p, c, stream);
-    });
-  });
+  p.two_parts ? launch_typed<__nv_bfloat16, device::TwoParts>(p, c, stream)
+              : launch_typed<device::AnyFloat, device::AnyFloat>(p, c, stream);
 }
 
 }  // namespace mortar::lora::cuda

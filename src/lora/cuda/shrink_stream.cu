@@ -21,6 +21,7 @@
 // Rank rows are the rows of the MMA and tokens its columns.
 #include <algorithm>
 
+#include "device/any_float.cuh"
 #include "device/async_copy.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -32,6 +33,8 @@
 
 namespace mortar::lora::cuda {
 namespace {
+
+using device::Bits16;
 
 constexpr int kTokens = kStreamTokens;  ///< of a piece: half a tile
 constexpr int kK = kDecodeK;            ///< elements of K of a piece
@@ -83,7 +86,6 @@ __device__ __forceinline__ Piece next_piece(const ShrinkParams& p,
 }
 
 /// What a warp does with a piece.
-template <class T>
 struct Worker {
   const ShrinkParams& p;
   std::uint32_t rows_at, x_at;  ///< shared-memory addresses
@@ -100,8 +102,8 @@ struct Worker {
     return 2 * static_cast<int>(min(left, std::int64_t{kK}));
   }
   /// Copies `count` rows a stride apart, with zeros past their end.
-  __device__ __forceinline__ void copy(std::uint32_t to, const T* from, std::int64_t stride,
-                                       int count) const {
+  __device__ __forceinline__ void copy(std::uint32_t to, const Bits16* from,
+                                       std::int64_t stride, int count) const {
     const int all = bytes(), left = all - lane() * 16;
     const char* at = reinterpret_cast<const char*>(from) + (left > 0 ? lane() * 16 : 0);
     to += lane() * 16;
@@ -135,7 +137,7 @@ struct Worker {
       const int rows = min(own - r, piece.rows - row);
       if (lane() >= row) place = s * static_cast<int>(p.h.slice_stride) + r + lane() - row;
       copy(rows_at + row * kPitch * 2,
-           static_cast<const T*>(w.a) + r * w.a_row_stride + std::int64_t{piece.chunk} * kK,
+           static_cast<const Bits16*>(w.a) + r * w.a_row_stride + std::int64_t{piece.chunk} * kK,
            w.a_row_stride, rows);
       row += rows;
       r = 0;
@@ -143,7 +145,7 @@ struct Worker {
   }
   /// And for x of its tokens, of which a lane of the first eight has one.
   __device__ __forceinline__ void ask_for_tokens(int token) const {
-    const T* x = static_cast<const T*>(p.x.data) + std::int64_t{piece.chunk} * kK;
+    const auto* x = static_cast<const Bits16*>(p.x.data) + std::int64_t{piece.chunk} * kK;
 #pragma unroll 1
     for (int i = 0; i < piece.tile.count; ++i) {
       copy(x_at + i * kPitch * 2, x + __shfl_sync(0xffffffffu, token, i) * p.x.row_stride, 0, 1);
@@ -153,7 +155,7 @@ struct Worker {
 
   /// Sums of leaves of K that lie there, `pairs` pairs of MMA steps, or all: of rank rows lane / 4
   /// and 8 beyond, two tokens each.
-  template <int kLeaves, bool kAll>
+  template <class T, int kLeaves, bool kAll>
   __device__ __forceinline__ void multiply(float (&sum)[kLeaves][4], int pairs) const {
     constexpr int kLeafPairs = kPairs / kLeaves, kUnroll = kAll ? kLeafPairs : 1;
     const std::uint32_t a_at =
@@ -196,7 +198,11 @@ struct Worker {
   __device__ __forceinline__ void make_sums() const {
     float sum[kLeaves][4] = {};
     const int pairs = ceil_div(bytes(), 64);
-    pairs == kPairs ? multiply<kLeaves, true>(sum, pairs) : multiply<kLeaves, false>(sum, pairs);
+    device::visit_checked_dtype(Float16DTypes(), p.x.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      pairs == kPairs ? multiply<T, kLeaves, true>(sum, pairs)
+                      : multiply<T, kLeaves, false>(sum, pairs);
+    });
 #pragma unroll
     for (int l = 0; l < kLeaves; ++l) {
       const int slab = piece.chunk * kLeaves + l;
@@ -212,7 +218,6 @@ struct Worker {
   }
 };
 
-template <class T>
 __global__ void __launch_bounds__(kStreamThreads)
     shrink_stream_kernel(const __grid_constant__ ShrinkParams p) {
   extern __shared__ __align__(128) unsigned char smem[];
@@ -231,8 +236,8 @@ __global__ void __launch_bounds__(kStreamThreads)
 
   // Load: A does not depend on the predecessor.
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  Worker<T> worker(p, device::smem_address(smem) + p.tiles.num * static_cast<int>(sizeof(int4)) +
-                          warp * (p.rows_per_cta + kTokens) * kPitch * 2);
+  Worker worker(p, device::smem_address(smem) + p.tiles.num * static_cast<int>(sizeof(int4)) +
+                       warp * (p.rows_per_cta + kTokens) * kPitch * 2);
   Piece piece = next_piece(p, list);
   int token = token_of(piece);
   worker.ask_for_rows(piece);
@@ -247,33 +252,27 @@ __global__ void __launch_bounds__(kStreamThreads)
   }
 }
 
-// ---- host ---------------------------------------------------------------------------------------
-
-template <class T>
-void launch_typed(ShrinkParams p, int per_sm, Stream stream) {
-  const int rows = rank_rows(p);
-  p.rows_per_cta = std::min(rows, kStreamRows);
-  const device::DeviceInfo& device = device::current_device();
-  const int warps = stream_warps(rows, p.tiles.num, device.max_smem) / per_sm;
-  device::Launch l;
-  l.grid = dim3(static_cast<unsigned>(per_sm * device.num_sms));
-  l.threads = static_cast<unsigned>(32 * warps);
-  l.smem = static_cast<std::size_t>(stream_list_smem(p.tiles.num) + warps * stream_warp_smem(rows));
-  l.stream = stream;
-  l.pdl = true;
-  device::launch<shrink_stream_kernel<T>>("lora_shrink", l, p);
-}
-
 }  // namespace
 
-void shrink_stream(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
+// ---- host ---------------------------------------------------------------------------------------
+
+void shrink_stream(const ShrinkParams& params, const ShrinkPlan& c, Stream stream) {
+  ShrinkParams p = params;
   check(c.per_sm > 0 && p.vector && p.h.raw && p.groups.plan != nullptr && p.tiles.first == 0 &&
             p.tiles.num <= kStreamTiles && !p.pad,
         "lora_shrink: persistent warps leave partial sums of aligned x and A, by a plan of up to ",
         kStreamTiles, " tiles");
-  device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
-    launch_typed<typename decltype(tag)::type>(p, c.per_sm, stream);
-  });
+  const int rows = rank_rows(p);
+  p.rows_per_cta = std::min(rows, kStreamRows);
+  const device::DeviceInfo& device = device::current_device();
+  const int warps = stream_warps(rows, p.tiles.num, device.max_smem) / c.per_sm;
+  device::Launch l;
+  l.grid = dim3(static_cast<unsigned>(c.per_sm * device.num_sms));
+  l.threads = static_cast<unsigned>(32 * warps);
+  l.smem = static_cast<std::size_t>(stream_list_smem(p.tiles.num) + warps * stream_warp_smem(rows));
+  l.stream = stream;
+  l.pdl = true;
+  device::launch<shrink_stream_kernel>("lora_shrink", l, p);
 }
 
 }  // namespace mortar::lora::cuda
