@@ -16,25 +16,34 @@ namespace mortar::device {
 /// An element of either 16-bit type, where only its size counts.
 using Bits16 = std::uint16_t;
 
-/// A value of one of FloatDTypes.
+/// A value of one of FloatDTypes, and of one of Float16DTypes.
 struct AnyFloat {};
+struct AnyFloat16 {
+  Bits16 bits;
+};
 /// The most parts that any of them has.
 template <>
 inline constexpr int kParts<AnyFloat> = kParts<float>;
+template <>
+inline constexpr int kParts<AnyFloat16> = kParts<__half>;
+template <class T>
+inline constexpr bool kIsAny = std::is_same_v<T, AnyFloat> || std::is_same_v<T, AnyFloat16>;
 
-/// visitor(TypeTag<T>()), in place of AnyFloat with the type that `dtype` says.
+/// visitor(TypeTag<T>()), in place of one of these with the type that `dtype` says.
 template <class T, class Visitor>
 __device__ __forceinline__ void visit_float(DType dtype, Visitor&& visitor) {
   if constexpr (std::is_same_v<T, AnyFloat>) {
     visit_checked_dtype(FloatDTypes(), dtype, visitor);
+  } else if constexpr (std::is_same_v<T, AnyFloat16>) {
+    visit_checked_dtype(Float16DTypes(), dtype, visitor);
   } else {
     visitor(TypeTag<T>());
   }
 }
-/// Parts of T, in place of AnyFloat of what `dtype` says.
+/// Parts of T, in place of one of these of what `dtype` says.
 template <class T>
 MORTAR_HOST_DEVICE constexpr int num_parts(DType dtype) {
-  if constexpr (std::is_same_v<T, AnyFloat>) {
+  if constexpr (kIsAny<T>) {
     return dtype == DType::kFloat32   ? kParts<float>
            : dtype == DType::kFloat16 ? kParts<__half>
                                       : kParts<__nv_bfloat16>;

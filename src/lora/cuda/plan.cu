@@ -56,7 +56,6 @@ __device__ __forceinline__ void each_chunk(const std::int32_t* cell, int bins, i
   }
 }
 
-template <class Id>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     plan_kernel(const __grid_constant__ PlanParams p) {
   // Shared memory: one histogram per warp, then five tables of L + 1 words.
@@ -100,13 +99,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const auto walk = [&](bool load, auto visit) {
     for (int base = 0; base < p.warp_tokens; base += 32 * kAhead) {
       if (load) {
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
+        load_ids(p.token_adapter, ids, [&](int i) {
           const int at = base + 32 * i + lane;
           const std::int64_t token = warp_first + at;
-          const bool there = at < p.warp_tokens && token < p.num_tokens;
-          ids[i] = there ? p.token_adapter.get<Id>(token) : INT_MIN;
-        }
+          return at < p.warp_tokens && token < p.num_tokens ? token : -1;
+        });
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -253,7 +250,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 namespace {
 
-template <class Id>
 void plan_any(PlanParams p, Stream stream) {
   const std::int64_t bins = p.num_adapters + 1;
   // All CTAs meet at barriers, so there are never more than fit: one per SM always does.
@@ -264,7 +260,7 @@ void plan_any(PlanParams p, Stream stream) {
     return (threads / 32 + 5) * bins * static_cast<std::int64_t>(sizeof(int));
   };
   int threads = kMaxThreads;
-  while (threads > 32 && !device::fits<plan_kernel<Id>>("lora_plan", smem(threads))) threads /= 2;
+  while (threads > 32 && !device::fits<plan_kernel>("lora_plan", smem(threads))) threads /= 2;
   p.warp_tokens = static_cast<int>(
       round_up<std::int64_t>(ceil_div<std::int64_t>(p.num_tokens, ctas * (threads / 32)), 32));
   device::Launch l;
@@ -273,7 +269,7 @@ void plan_any(PlanParams p, Stream stream) {
   l.smem = static_cast<std::size_t>(smem(threads));
   l.stream = stream;
   l.cooperative = ctas > 1;
-  device::launch<plan_kernel<Id>>("lora_plan", l, p);
+  device::launch<plan_kernel>("lora_plan", l, p);
 }
 
 }  // namespace
@@ -287,7 +283,7 @@ void plan(const IdsView& token_adapter, std::int64_t num_tokens, std::int64_t nu
   p.num_tokens = num_tokens;
   p.num_adapters = static_cast<int>(num_adapters);
   if (plan_small(p, stream)) return;
-  token_adapter.wide ? plan_any<std::int64_t>(p, stream) : plan_any<std::int32_t>(p, stream);
+  plan_any(p, stream);
 }
 
 void read_plan_header(const std::int32_t* plan, std::int32_t* header, Stream stream) {

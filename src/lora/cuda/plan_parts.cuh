@@ -2,8 +2,10 @@
 // What the planner kernels share.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
+#include "core/dtype_visitor.h"
 #include "device/prefix_sum.cuh"
 #include "lora/problem.h"
 #include "mortar/stream.h"
@@ -37,6 +39,20 @@ __device__ __forceinline__ unsigned same_value(int value, int num_bits) {
     same &= one ? ones : ~ones;
   }
   return same;
+}
+
+/// Ids of kNum tokens, INT_MIN where token(i) is negative. All loads are on their way together.
+template <int kNum, class Token>
+__device__ __forceinline__ void load_ids(const IdsView& from, int (&ids)[kNum],
+                                         const Token& token) {
+  const auto load = [&](auto tag) {
+#pragma unroll
+    for (int i = 0; i < kNum; ++i) {
+      const std::int64_t at = token(i);
+      ids[i] = at >= 0 ? from.get<typename decltype(tag)::type>(at) : INT_MIN;
+    }
+  };
+  from.wide ? load(TypeTag<std::int64_t>()) : load(TypeTag<std::int32_t>());
 }
 
 /// Enters a warp's tokens into their bins, stably: returns the lane's place in its bin, and which

@@ -179,7 +179,7 @@ struct Summary {
   int bad, first_bad;  ///< ids outside [-1, L), and the first token that has one
 };
 
-template <class Id, int kCtas>
+template <int kCtas>
 __global__ void __launch_bounds__(kThreads, 1)
     plan_small_kernel(const __grid_constant__ PlanParams p) {
   extern __shared__ __align__(16) uint4 counts[];  // [bin][warp], bytes; then the tables
@@ -201,11 +201,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first = cta * p.cta_tokens + warp * p.warp_tokens;
   const int last = min(static_cast<int>(p.num_tokens), (cta + 1) * p.cta_tokens);
   int bin[kRounds];
-#pragma unroll
-  for (int i = 0; i < kRounds; ++i) {
+  load_ids(p.token_adapter, bin, [&](int i) {
     const int token = first + 32 * i + lane;
-    bin[i] = i < num_rounds && token < last ? p.token_adapter.get<Id>(token) : INT_MIN;
-  }
+    return i < num_rounds && token < last ? token : -1;
+  });
   if (own == 0) summary = {0, 0, INT_MAX};
   for (int b = own; b < bins; b += kThreads) counts[b] = make_uint4(0, 0, 0, 0);
   if (own < tables.words) own_totals[own] = {};
@@ -347,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 namespace {
 
-template <class Id, int kCtas>
+template <int kCtas>
 bool plan_by(PlanParams p, Stream stream) {
   const int tokens = static_cast<int>(p.num_tokens);
   p.warp_tokens = 32 * std::max(1, ceil_div(tokens, kCtas * kThreads));
@@ -361,23 +360,17 @@ bool plan_by(PlanParams p, Stream stream) {
   l.threads = kThreads;
   l.smem = static_cast<std::size_t>(words) * sizeof(uint4);
   l.stream = stream;
-  if (!device::fits<plan_small_kernel<Id, kCtas>>("lora_plan", l.smem)) return false;
-  device::launch<plan_small_kernel<Id, kCtas>>("lora_plan", l, p);
+  if (!device::fits<plan_small_kernel<kCtas>>("lora_plan", l.smem)) return false;
+  device::launch<plan_small_kernel<kCtas>>("lora_plan", l, p);
   return true;
-}
-
-template <class Id>
-bool plan_typed(const PlanParams& p, Stream stream) {
-  if (p.num_tokens <= kCtaPlanTokens) return plan_by<Id, 1>(p, stream);
-  const bool clusters = device::current_device().arch == 90;
-  return clusters && p.num_tokens <= kClusterPlanTokens && plan_by<Id, kMostCtas>(p, stream);
 }
 
 }  // namespace
 
 bool plan_small(const PlanParams& p, Stream stream) {
-  return p.token_adapter.wide ? plan_typed<std::int64_t>(p, stream)
-                              : plan_typed<std::int32_t>(p, stream);
+  if (p.num_tokens <= kCtaPlanTokens) return plan_by<1>(p, stream);
+  const bool clusters = device::current_device().arch == 90;
+  return clusters && p.num_tokens <= kClusterPlanTokens && plan_by<kMostCtas>(p, stream);
 }
 
 }  // namespace mortar::lora::cuda

@@ -6,6 +6,7 @@
 // bytes  = 4 Z M R (partials, from L2) + M R (h), Z leaves
 // 1024 tokens, qkv r16, K=4096: 3.1 MB -> 0.6 us at L2 speed
 // limit  : latency, so a thread has one 16-byte column of all partials in flight at once
+#include "device/any_float.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
@@ -26,7 +27,6 @@ struct FinishParams {
   int log_owners;  ///< as SplitKSum has it
 };
 
-template <class H>
 __global__ void __launch_bounds__(kMostThreads, 2)
     finish_kernel(const __grid_constant__ FinishParams p) {
   device::pdl_begin(p.to.early);
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   const int place = piece / row_pieces, slice = piece % row_pieces / pieces, r = piece % pieces * 4;
   SliceWeights w;
   const int middle = static_cast<int>(first_leaves(from.num_slabs));
-  H* out = nullptr;  // where the first lane of a piece writes all four columns; null: nowhere
+  char* out = nullptr;  // where the first lane of a piece writes all four columns; null: nowhere
   if (place < tile.count) {
     w = p.to.weights.get(tile.adapter, slice);
     const int token = h.by_position ? 0 : sorted_token(p.to.groups, p.to.tiles, tile, place);
@@ -53,8 +53,9 @@ __global__ void __launch_bounds__(kMostThreads, 2)
     const int row_to = h_row(h, tile, 0, place, token);
     if (row_from >= 0 && row_to >= 0) {
       if (thread % partials.lanes() == 0) {
-        out = static_cast<H*>(h.data) + std::int64_t{row_to} * h.row_stride +
-              slice * h.slice_stride + r;
+        out = static_cast<char*>(h.data) +
+              (std::int64_t{row_to} * h.row_stride + slice * h.slice_stride + r) *
+                  device::float_bytes<device::AnyFloat>(h.dtype);
       }
       if (r < w.rank) {
         partials.seek(static_cast<const float*>(from.data) +
@@ -74,7 +75,10 @@ __global__ void __launch_bounds__(kMostThreads, 2)
     float scaled[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) scaled[c] = r + c < w.rank ? v[c] * scale : 0.0f;
-    device::store_some(out, device::round_to<H>(scaled), count);
+    device::visit_checked_dtype(FloatDTypes(), h.dtype, [&](auto tag) {
+      using H = typename decltype(tag)::type;
+      device::store_some(reinterpret_cast<H*>(out), device::round_to<H>(scaled), count);
+    });
   }
   if (!p.to.pad || blockIdx.x > 0) return;
   // A public h may be wider than the partials.
@@ -108,10 +112,7 @@ void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream) {
   l.grid = dim3(static_cast<unsigned>(ceil_div(lanes, static_cast<int>(l.threads))), 1, depth);
   l.stream = stream;
   l.pdl = true;
-  device::visit_dtype<FloatDTypes>(to.h.dtype, "lora_shrink", [&](auto tag) {
-    using H = typename decltype(tag)::type;
-    device::launch<finish_kernel<H>>("lora_shrink", l, p);
-  });
+  device::launch<finish_kernel>("lora_shrink", l, p);
 }
 
 }  // namespace mortar::lora::cuda

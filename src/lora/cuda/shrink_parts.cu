@@ -142,9 +142,7 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
     // The last reads of x before this lie in front of a barrier.
     const std::int64_t k = k_begin + static_cast<std::int64_t>(own_leaf) * leaf;
     if constexpr (Tr::kKeepX) {
-      const std::int64_t own_k = k + quarter + lane % 4 * 4;
-      device::float_bytes<TX>(x_dtype) == 4 ? kept.template load<float>(p, x_tokens, own_k)
-                                            : kept.template load<__half>(p, x_tokens, own_k);
+      kept.load(p, x_tokens, k + quarter + lane % 4 * 4);
     } else {
       device::visit_float<TX>(x_dtype, [&](auto x) {
         load_x<Tr, typename decltype(x)::type>(p, tokens, k, leaf, planes);
@@ -160,17 +158,16 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
       // Compute
       device::SumsBy<TW> acc[Tr::kFrags][2];
       const unsigned char* a = a_lane + stage * kStageRows * a_pitch;
-      device::visit_float<TX>(x_dtype, [&](auto x) {
-        device::visit_float<TW>(w_dtype, [&](auto w) {
-          using OwnX = typename decltype(x)::type;
-          using OwnW = typename decltype(w)::type;
-          if constexpr (Tr::kKeepX) {
-            multiply<OwnX, OwnW>(acc, kept, a, a_pitch);
-          } else {
-            multiply<OwnX, OwnW, Tr>(acc, x_lane, a, a_pitch, leaf);
-          }
+      if constexpr (Tr::kKeepX) {
+        multiply<Tr>(acc, kept, a, a_pitch);
+      } else {
+        device::visit_float<TX>(x_dtype, [&](auto x) {
+          device::visit_float<TW>(w_dtype, [&](auto w) {
+            multiply<typename decltype(x)::type, typename decltype(w)::type, Tr>(acc, x_lane, a,
+                                                                                 a_pitch, leaf);
+          });
         });
-      });
+      }
       stage = stage + 1 == kStages ? 0 : stage + 1;
 #pragma unroll
       for (int m = 0; m < Tr::kFrags; ++m) {
@@ -263,30 +260,44 @@ void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
 template <class TX, class TW>
 void launch_typed(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   constexpr int kShort = leaf_size(1) / (16 * kWarps);  // MMA steps of a warp in a leaf
-  const bool one_part = device::num_parts<TX>(p.x.dtype) == 1;
+  constexpr bool kOnePart = device::kParts<TX> == 1;
   const bool large = c.tile_tokens == 64, whole = p.h.num_slabs == 1;
   if (leaf_size(p.weights.hidden) == leaf_size(1)) {
     // 1,024 tokens, qkv, rank 16: 14.8 us with 64 tokens of one part, 19.9 with 16. With all of K:
     // 130 and 102 (8,192 tokens, rank 16), but 264 and 392 (rank 64).
-    using Large = Traits<TX, TW, 4, 0>;
-    const bool few = p.weights.num_slices * p.weights.max_rank <= kPartsMaxTotals;
-    if (one_part && large && !(whole && few) && fits<Large>(p, c)) {
-      return launch_traits<Large>(p, c, stream);
+    if constexpr (kOnePart) {
+      using Large = Traits<TX, TW, 4, 0>;
+      const bool few = p.weights.num_slices * p.weights.max_rank <= kPartsMaxTotals;
+      if (large && !(whole && few) && fits<Large>(p, c)) {
+        return launch_traits<Large>(p, c, stream);
+      }
     }
     return launch_traits<Traits<TX, TW, 1, kShort>>(p, c, stream);
   }
   // Long leaves of two or three parts, down, rank 16: 49 us with 16 tokens, 57 with 32, 1,024
   // tokens; 441 and 326, 8,192 tokens, with all of K.
   using Pair = Traits<TX, TW, 2, 0>;
-  if (large && (one_part || whole) && fits<Pair>(p, c)) return launch_traits<Pair>(p, c, stream);
+  if (large && (kOnePart || whole) && fits<Pair>(p, c)) return launch_traits<Pair>(p, c, stream);
   launch_traits<Traits<TX, TW, 1, 2 * kShort>>(p, c, stream);
+}
+
+/// Weights of 16 bits beside x of another type are rare, and have kernels for all of these.
+void launch_half_weights(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
+  using TX = device::AnyFloat;
+  using TW = device::AnyFloat16;
+  using Pair = Traits<TX, TW, 2, 0>;
+  const bool pair = c.tile_tokens == 64 && p.h.num_slabs == 1 && fits<Pair>(p, c);
+  pair ? launch_traits<Pair>(p, c, stream) : launch_traits<Traits<TX, TW, 1, 0>>(p, c, stream);
 }
 
 }  // namespace
 
 void shrink_parts(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
-  p.two_parts ? launch_typed<__nv_bfloat16, device::TwoParts>(p, c, stream)
-              : launch_typed<device::AnyFloat, device::AnyFloat>(p, c, stream);
+  if (p.two_parts) return launch_typed<__nv_bfloat16, device::TwoParts>(p, c, stream);
+  if (p.weights.dtype != DType::kFloat32) return launch_half_weights(p, c, stream);
+  device::visit_dtype<FloatDTypes>(p.x.dtype, "lora_shrink", [&](auto x) {
+    launch_typed<typename decltype(x)::type, float>(p, c, stream);
+  });
 }
 
 }  // namespace mortar::lora::cuda

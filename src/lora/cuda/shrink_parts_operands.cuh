@@ -29,19 +29,17 @@ template <class TX_, class TW_, int kFrags_, int kKeptSteps_>
 struct Traits {
   using TX = TX_;
   using TW = TW_;
-  static constexpr bool kAny = std::is_same_v<TX, device::AnyFloat>;
-  static_assert(kAny == std::is_same_v<TW, device::AnyFloat>, "both types are known, or neither");
+  static constexpr int kPartsX = device::kParts<TX>, kPartsW = device::kParts<TW>;  ///< at most
   static constexpr int kFrags = kFrags_;  ///< MMA tiles of 16 tokens
   /// MMA steps of a warp's quarter of a leaf whose x stays in registers; 0: x lies in planes.
   static constexpr int kKeptSteps = kKeptSteps_;
   static constexpr bool kKeepX = kKeptSteps > 0;
-  static_assert(kKeepX == (kFrags == 1),
-                "x of 16 tokens stays in registers, that of more in planes");
-  static constexpr int kKeptWords = kAny ? 4 : sizeof(TX);  ///< of four elements of x
+  static_assert(!kKeepX || !(device::kIsAny<TX> || device::kIsAny<TW>));
+  static_assert(!kKeepX || kFrags == 1, "registers hold x of 16 tokens at most");
   /// CTAs that an SM must hold, which caps the registers.
-  static constexpr int kMinCtas = kFrags == 4                                  ? 2
-                                  : kFrags == 2 || kKeptSteps * kKeptWords > 16 ? 3
-                                                                                : 4;
+  static constexpr int kMinCtas = kFrags == 4 || kKeptSteps * kPartsX > 16  ? 2
+                                  : kFrags == 2 || kKeptSteps* kPartsX > 12 ? 3
+                                                                            : 4;
   static constexpr int kTokens = 16 * kFrags;
   static constexpr int kSumPairs = kFrags * kThreads;  ///< pairs of sums of a stage
 
@@ -101,50 +99,50 @@ __device__ __forceinline__ void load_x(const ShrinkParams& p, const int* tokens,
   }
 }
 
-/// A lane's x of a warp's quarter of a leaf, as it came from memory: elements 4q to 4q + 3 of every
-/// step of 16 (parts.cuh), of two tokens.
+/// A lane's x of a warp's quarter of a leaf, as the products take it: elements 4q to 4q + 3 of
+/// every step of 16 (parts.cuh), of two tokens.
 template <class Tr>
 struct KeptX {
+  using TX = typename Tr::TX;
   static constexpr int kSteps = Tr::kKeepX ? Tr::kKeptSteps : 1;
-  std::uint32_t words[kSteps][2][Tr::kKeptWords];
+  std::uint32_t x[kSteps][Tr::kPartsX][4];
 
-  /// tokens: those of the lane's rows; k: its first element. TX: any type of x's size.
-  template <class TX>
+  /// tokens: those of the lane's rows; k: its first element.
   __device__ __forceinline__ void load(const ShrinkParams& p, const int (&tokens)[2],
                                        std::int64_t k) {
     using Raw = device::Word<4 * sizeof(TX)>;
+    Raw raw[kSteps][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const TX* row = static_cast<const TX*>(p.x.data) + tokens[half] * p.x.row_stride + k;
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const std::int64_t left = tokens[half] < 0 ? 0 : p.weights.hidden - k - i * 16;
-        Raw raw = {};
+        raw[i][half] = {};
         if (p.vector) {
-          device::load_if(left > 0, raw, row + i * 16);
+          device::load_if(left > 0, raw[i][half], row + i * 16);
         } else {
           TX element[4];
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             element[j] = j < left ? row[i * 16 + j] : device::from_float<TX>(0.0f);
           }
-          memcpy(&raw, element, sizeof(element));
+          memcpy(&raw[i][half], element, sizeof(element));
         }
-        memcpy(words[i][half], &raw, sizeof(raw));
       }
     }
-  }
-  /// Step i in parts, as the products take it.
-  template <class TX>
-  __device__ __forceinline__ void split(int i, std::uint32_t (&x)[device::kParts<TX>][4]) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      std::uint32_t part[device::kParts<TX>][2];
-      device::split4<TX>(words[i][half], part);
+    for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
-      for (int j = 0; j < device::kParts<TX>; ++j) {
-        x[j][half] = part[j][0];
-        x[j][half + 2] = part[j][1];
+      for (int half = 0; half < 2; ++half) {
+        std::uint32_t words[sizeof(Raw) / 4], part[Tr::kPartsX][2];
+        memcpy(words, &raw[i][half], sizeof(Raw));
+        device::split4<TX>(words, part);
+#pragma unroll
+        for (int j = 0; j < Tr::kPartsX; ++j) {
+          x[i][j][half] = part[j][0];
+          x[i][j][half + 2] = part[j][1];
+        }
       }
     }
   }
@@ -225,20 +223,21 @@ __device__ __forceinline__ void load_rows(std::uint32_t (&w)[2][device::kParts<T
 
 /// One warp's quarter of a leaf: its tokens by 16 rank rows. a_lane: the lane's first elements of
 /// its first row.
-template <class TX, class TW, class Tr>
-__device__ __forceinline__ void multiply(device::SumsBy<TW> (&sums)[1][2], const KeptX<Tr>& kept,
-                                         const unsigned char* a_lane, int a_pitch) {
+template <class Tr>
+__device__ __forceinline__ void multiply(device::SumsBy<typename Tr::TW> (&sums)[1][2],
+                                         const KeptX<Tr>& kept, const unsigned char* a_lane,
+                                         int a_pitch) {
+  using TW = typename Tr::TW;
 #pragma unroll
   for (int i = 0; i < KeptX<Tr>::kSteps; ++i) {
-    std::uint32_t w[2][device::kParts<TW>][2], x[device::kParts<TX>][4];
+    std::uint32_t w[2][Tr::kPartsW][2];
     load_rows<TW>(w, a_lane + i * 16 * sizeof(TW), a_pitch);
-    kept.template split<TX>(i, x);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) sums[0][n].add(x, w[n]);
+    for (int n = 0; n < 2; ++n) sums[0][n].add(kept.x[i], w[n]);
   }
 }
 
-/// The same with x in planes. x_lane: the lane's row of ldmatrix.
+/// The same with x in planes, of the types that x and A have. x_lane: the lane's row of ldmatrix.
 template <class TX, class TW, class Tr>
 __device__ __forceinline__ void multiply(device::SumsBy<TW> (&sums)[Tr::kFrags][2],
                                          std::uint32_t x_lane, const unsigned char* a_lane,
