@@ -16,7 +16,6 @@
 // packs of y beside those of its neighbours; y of the next block is asked for as soon as this one's
 // is used up. Sums run over ranks in order, in MMA steps of 16.
 #include <algorithm>
-#include <cstring>
 #include <type_traits>
 
 #include "device/any_float.cuh"
@@ -56,9 +55,8 @@ struct Traits {
   static constexpr int kTokens = 16 * kFrags;
   /// h, float32, has as many as float32 weights.
   static constexpr int kPartsH = std::is_same_v<TW, device::TwoParts> ? 2 : device::kParts<float>;
-  /// Columns of y that a lane moves at a time, 16 bytes, or 8 of 16-bit y where y may be either,
-  /// beside those of its three neighbours: whole sectors.
-  static constexpr int kPack = std::is_same_v<TY, device::AnyFloat> ? 4 : 16 / int{sizeof(TY)};
+  /// Columns of y that a lane moves at a time, 16 bytes, beside those of its three neighbours.
+  static constexpr int kPack = 16 / int{sizeof(TY)};
   static constexpr int kPacks = 8 / kPack;
   static constexpr int kPackStep = 4 * kPack;  ///< columns between a lane's packs
 };
@@ -145,20 +143,17 @@ struct BCopy {
 /// they are used.
 template <class Tr>
 struct YPack {
+  using TY = typename Tr::TY;
   uint4 v[Tr::kPacks];
 
   /// left: columns from the first on.
-  template <class TY>
   __device__ __forceinline__ void load(const TY* at, int left) {
 #pragma unroll
     for (int i = 0; i < Tr::kPacks; ++i) {
-      using Raw = device::Word<Tr::kPack * int{sizeof(TY)}>;
-      device::load_if(left > i * Tr::kPackStep, reinterpret_cast<Raw&>(v[i]),
-                      at + i * Tr::kPackStep);
+      device::load_if(left > i * Tr::kPackStep, v[i], at + i * Tr::kPackStep);
     }
   }
   /// Adds the products times `scale` in float32, rounds once and stores.
-  template <class TY>
   __device__ __forceinline__ void add(TY* at, int left, float scale, bool add_inputs,
                                       const device::SumsBy<typename Tr::TW> (&sums)[4], int half) {
 #pragma unroll
@@ -167,10 +162,9 @@ struct YPack {
         const float product = sums[(i * Tr::kPack + c) / 2].total(2 * half + c % 2);
         return fmaf(product, scale, add_inputs ? old : -0.0f);
       };
-      constexpr int kWords = Tr::kPack * int{sizeof(TY)} / 4;
       std::uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-      for (int k = 0; k < kWords; ++k) {
+      for (int k = 0; k < 4; ++k) {
         if constexpr (std::is_same_v<TY, float>) {
           words[k] = __float_as_uint(sum(__uint_as_float(words[k]), k));
         } else {
@@ -179,20 +173,20 @@ struct YPack {
         }
       }
       if (left > i * Tr::kPackStep) {
-        device::Word<kWords * 4> out;
-        memcpy(&out, words, sizeof(out));
-        *reinterpret_cast<device::Word<kWords * 4>*>(at + i * Tr::kPackStep) = out;
+        *reinterpret_cast<uint4*>(at + i * Tr::kPackStep) =
+            make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
   }
 };
 
 /// The same for columns anywhere in memory.
-template <class Tr, class TY>
-__device__ __forceinline__ void add_elements(TY* at, int left, float scale,
+template <class Tr>
+__device__ __forceinline__ void add_elements(typename Tr::TY* at, int left, float scale,
                                              bool add_inputs,
                                              const device::SumsBy<typename Tr::TW> (&sums)[4],
                                              int half) {
+  using TY = typename Tr::TY;
   float old[8];
   const auto column = [](int c) { return c / Tr::kPack * Tr::kPackStep + c % Tr::kPack; };
 #pragma unroll
@@ -262,8 +256,8 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
   if (w.rank == 0) return device::pdl_wait();
 
   // Load: B does not depend on the predecessor.
-  const DType w_dtype = p.weights.dtype, y_dtype = p.y.dtype;
-  const HPlanes<Tr> h(smem, p.h.width, w.rank, w_dtype, y_dtype);
+  const DType w_dtype = p.weights.dtype;
+  const HPlanes<Tr> h(smem, p.h.width, w.rank, w_dtype, p.y.dtype);
   unsigned char* const ring = smem + Tr::kPartsH * h.bytes();
   BCopy<Tr> copy(w, block, p.h.width, w_dtype, ring);
 #pragma unroll 1
@@ -277,13 +271,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
   // Pointers
   const int lane_col = warp * 32 + quad * Tr::kPack;
   const int own_cols = block.cols - lane_col;  // the CTA's columns from there on
-  /// visitor(address of the lane's first column of y in a token's row)
-  const auto with_y = [&](int token, auto visitor) {
-    device::visit_float<TY>(y_dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      visitor(static_cast<T*>(p.y.data) + token * p.y.row_stride + block.y_col + lane_col);
-    });
-  };
+  TY* const y_lane = static_cast<TY*>(p.y.data) + block.y_col + lane_col;
   // Rows of y are found again for every block: their addresses would take eight registers.
   const auto row_token = [&](int m, int half) { return tokens[m * 16 + half * 8 + group]; };
   const int row_bytes = copy.row_bytes(), stage_bytes = kCols * row_bytes;
@@ -297,11 +285,11 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
   const int num_steps = ceil_div(w.rank, 16);
   if (p.early && p.add_inputs) {
     // The first columns of y to L2, a line each, whatever the predecessor may still write there.
-    const int t = tokens[threadIdx.x % Tr::kTokens], size = device::float_bytes<TY>(y_dtype);
-    const int col = static_cast<int>(threadIdx.x) / Tr::kTokens * (128 / size);
+    constexpr int kLine = 128 / int{sizeof(TY)};
+    const int t = tokens[threadIdx.x % Tr::kTokens];
+    const int col = static_cast<int>(threadIdx.x) / Tr::kTokens * kLine;
     if (t >= 0 && col < block.cols) {
-      device::prefetch_l2(static_cast<char*>(p.y.data) +
-                          (t * p.y.row_stride + block.y_col + col) * size);
+      device::prefetch_l2(static_cast<TY*>(p.y.data) + t * p.y.row_stride + block.y_col + col);
     }
   }
   HSum<Tr> sum(h, p.h, tile, tokens, first_row, block.slice);
@@ -313,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
 #pragma unroll
   for (int i = 0; i < 2 * Tr::kFrags; ++i) {
     const int t = row_token(i / 2, i % 2);
-    with_y(t, [&](auto* at) { y[i / 2][i % 2].load(at, load_y && t >= 0 ? own_cols : 0); });
+    y[i / 2][i % 2].load(y_lane + t * p.y.row_stride, load_y && t >= 0 ? own_cols : 0);
   }
   if (p.h.raw) {
     sum.make();
@@ -354,15 +342,13 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
       for (int half = 0; half < 2; ++half) {
         const int t = row_token(m, half);
         if (t < 0 || left <= 0) continue;
-        with_y(t, [&](auto* first) {
-          auto* const at = first + i * kCols;
-          if (p.vector_y) {
-            y[m][half].add(at, left, w.scale, p.add_inputs, sums[m], half);
-            y[m][half].load(at + kCols, load_y ? left - kCols : 0);
-          } else {
-            add_elements<Tr>(at, left, w.scale, p.add_inputs, sums[m], half);
-          }
-        });
+        TY* const at = y_lane + t * p.y.row_stride + i * kCols;
+        if (p.vector_y) {
+          y[m][half].add(at, left, w.scale, p.add_inputs, sums[m], half);
+          y[m][half].load(at + kCols, load_y ? left - kCols : 0);
+        } else {
+          add_elements<Tr>(at, left, w.scale, p.add_inputs, sums[m], half);
+        }
       }
     }
   }
@@ -400,8 +386,10 @@ void launch_typed(const ExpandParams& p, Stream stream) {
 }  // namespace
 
 void expand_parts(const ExpandParams& p, Stream stream) {
-  p.two_parts ? launch_typed<device::TwoParts, __nv_bfloat16>(p, stream)
-              : launch_typed<device::AnyFloat, device::AnyFloat>(p, stream);
+  if (p.two_parts) return launch_typed<device::TwoParts, __nv_bfloat16>(p, stream);
+  device::visit_dtype<FloatDTypes>(p.y.dtype, "lora_expand", [&](auto y) {
+    launch_typed<device::AnyFloat, typename decltype(y)::type>(p, stream);
+  });
 }
 
 }  // namespace mortar::lora::cuda

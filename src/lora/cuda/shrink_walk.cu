@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "device/any_float.cuh"
 #include "device/async_copy.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -41,6 +42,7 @@ namespace mortar::lora::cuda {
 namespace {
 
 using namespace walk_units;
+using device::Bits16;
 
 __device__ __forceinline__ int steps_of(const Params& p) {
   return static_cast<int>(ceil_div<std::int64_t>(p.weights.hidden, kTileK));
@@ -82,7 +84,6 @@ __device__ __forceinline__ void ask_for_weights(const Params& p, Shared<Tr>& sha
 template <class Tr>
 __device__ __forceinline__ void copy_tokens(const Params& p, Shared<Tr>& shared,
                                             std::uint32_t ring) {
-  using T = typename Tr::T;
   constexpr int kStep = kProducers / 8, kCopies = kTokens / kStep;
   const int thread = static_cast<int>(threadIdx.x) - kConsumers, piece = thread % 8,
             row0 = thread / 8;
@@ -96,11 +97,11 @@ __device__ __forceinline__ void copy_tokens(const Params& p, Shared<Tr>& shared,
     shared.told[now.stage].wait(now.round & 1);
     const Unit<Tr>& unit = shared.units[now.stage];
     if (unit.count == 0) return;
-    const T* rows[kCopies];
+    const Bits16* rows[kCopies];
     unsigned there = 0;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      rows[i] = static_cast<const T*>(unit.x[row0 + i * kStep]);
+      rows[i] = static_cast<const Bits16*>(unit.x[row0 + i * kStep]);
       there |= (rows[i] != nullptr ? 1u : 0u) << i;
     }
     asm("" : "+r"(there));  // or the compiler would compare the pointers again in every step
@@ -123,9 +124,8 @@ __device__ __forceinline__ void copy_tokens(const Params& p, Shared<Tr>& shared,
 }
 
 /// Multiplies all units, and stores their sums.
-template <class Tr>
+template <class T, class Tr>
 struct Consumer {
-  using T = typename Tr::T;
   const Params& p;
   Shared<Tr>& shared;
   std::uint32_t ring;
@@ -212,6 +212,31 @@ struct Consumer {
       }
     }
   }
+  __device__ __forceinline__ void run() {
+    const int thread = static_cast<int>(threadIdx.x);
+    device::RingCursor<kUnits> now;
+#pragma unroll 1
+    for (;; now.next()) {
+      shared.told[now.stage].wait(now.round & 1);
+      const Unit<Tr>& unit = shared.units[now.stage];
+      const int count = __shfl_sync(0xffffffffu, unit.count, 0);
+      if (count == 0) return;
+      float first[Tr::kKept], total[Tr::kSums];
+      const bool live = count > __shfl_sync(0xffffffffu, thread / 128 * 64, 0);
+      multiply(live, first, total);
+      if (live) {
+        if constexpr (Tr::kKept < Tr::kSums) {
+          add_sums<kConsumers>(total, parked);
+        } else {
+#pragma unroll
+          for (int i = 0; i < Tr::kSums; ++i) total[i] += first[i];
+        }
+        store(unit, total);
+      }
+      __syncwarp();
+      if (thread % 32 == 0) shared.used[now.stage].arrive();
+    }
+  }
 };
 
 template <class Tr>
@@ -257,30 +282,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // Compute
   device::more_registers<Tr::kConsumerRegisters>();
-  Consumer<Tr> consumer{p, shared, ring, p.parked + blockIdx.x * (Tr::kSumBytes / 16)};
   device::pdl_wait();
-  device::RingCursor<kUnits> now;
-#pragma unroll 1
-  for (;; now.next()) {
-    shared.told[now.stage].wait(now.round & 1);
-    const Unit<Tr>& unit = shared.units[now.stage];
-    const int count = __shfl_sync(0xffffffffu, unit.count, 0);
-    if (count == 0) return;
-    float first[Tr::kKept], total[Tr::kSums];
-    const bool live = count > __shfl_sync(0xffffffffu, thread / 128 * 64, 0);
-    consumer.multiply(live, first, total);
-    if (live) {
-      if constexpr (Tr::kKept < Tr::kSums) {
-        add_sums<kConsumers>(total, consumer.parked);
-      } else {
-#pragma unroll
-        for (int i = 0; i < Tr::kSums; ++i) total[i] += first[i];
-      }
-      consumer.store(unit, total);
-    }
-    __syncwarp();
-    if (thread % 32 == 0) shared.used[now.stage].arrive();
-  }
+  device::visit_checked_dtype(Float16DTypes(), p.x.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    Consumer<T, Tr>{p, shared, ring, p.parked + blockIdx.x * (Tr::kSumBytes / 16)}.run();
+  });
 #endif
 }
 
@@ -316,11 +322,8 @@ void shrink_walk(const ShrinkParams& p, const ShrinkPlan& c, void* parked, Strea
             p.weights.table == nullptr && p.weights.ranks == nullptr,
         "lora_apply: the persistent shrink needs a plan, its own h, aligned x, stacked A of one "
         "rank, and room for sums");
-  device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    c.shape == 0 ? launch_traits<Traits<T, 0>>(p, parked, stream)
-                 : launch_traits<Traits<T, 1>>(p, parked, stream);
-  });
+  c.shape == 0 ? launch_traits<Traits<0>>(p, parked, stream)
+               : launch_traits<Traits<1>>(p, parked, stream);
 }
 
 }  // namespace mortar::lora::cuda

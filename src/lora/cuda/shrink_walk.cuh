@@ -27,9 +27,8 @@ inline constexpr int kTokenBytes = kTokens * device::kSwizzleBytes;
 inline constexpr int kBoxBytes = kWalkBoxRows * device::kSwizzleBytes;
 inline constexpr int kUnits = 3;  ///< that are described, with the one that is computed
 
-template <class T_, int kShape>
+template <int kShape>
 struct Traits {
-  using T = T_;
   static constexpr int kRows = kWalkShapes[kShape].rows, kStages = kWalkShapes[kShape].stages;
   static constexpr int kSums = kRows / 2;                ///< of a thread
   static constexpr int kKept = kSums <= 64 ? kSums : 1;  ///< of the first half of K, in registers
