@@ -13,6 +13,12 @@
 
 namespace mortar::device {
 
+/// Throws unless `dtype` is one that a kernel may be told. On the host, before the launch.
+template <class List>
+void check_dtype(DType dtype, const char* op) {
+  device::visit_dtype<List>(dtype, op, [](auto) {});
+}
+
 /// An element of either 16-bit type, where only its size counts.
 using Bits16 = std::uint16_t;
 

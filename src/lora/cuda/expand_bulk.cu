@@ -314,6 +314,7 @@ void expand_bulk(const ExpandParams& p, Stream stream) {
   check(p.groups.plan != nullptr && p.h.by_position && p.h.vector && !p.h.raw && p.vector_y &&
             p.tiles.first == 0 && p.cols == kCols && p.stages <= kBulkMostStages,
         "lora_apply: persistent CTAs of low ranks need a plan, its own h and aligned y");
+  device::check_dtype<Float16DTypes>(p.y.dtype, "lora_expand");
   std::int64_t columns = 0;
   for (int s = 0; s < p.weights.num_slices; ++s) columns += p.weights.widths[s];
   const std::int64_t steps = p.tiles.num * ceil_div<std::int64_t>(columns, kCols);

@@ -387,6 +387,7 @@ void launch_typed(const ExpandParams& p, Stream stream) {
 
 void expand_parts(const ExpandParams& p, Stream stream) {
   if (p.two_parts) return launch_typed<device::TwoParts, __nv_bfloat16>(p, stream);
+  device::check_dtype<FloatDTypes>(p.weights.dtype, "lora_expand");
   device::visit_dtype<FloatDTypes>(p.y.dtype, "lora_expand", [&](auto y) {
     launch_typed<device::AnyFloat, typename decltype(y)::type>(p, stream);
   });

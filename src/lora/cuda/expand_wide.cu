@@ -47,6 +47,7 @@ void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
   if (kWideShapes[c.shape].float_weights) return expand_wide_parts(p, c, stream);
   if (p.h.dtype == DType::kFloat32) return expand_wide_rounded(p, c, stream);
   check(p.h.vector, "lora_expand: the wide kernel needs an h of aligned 16-bit rows");
+  device::check_dtype<Float16DTypes>(p.y.dtype, "lora_expand");
   launch_shape(c.shape, p, stream);
 }
 

@@ -20,6 +20,7 @@ namespace mortar::lora::cuda {
 void expand_wide_rounded(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
   check(c.shape == kWideRoundedShape && p.h.rows_by_16 && p.h.dtype == DType::kFloat32,
         "lora_expand: the wide kernel that rounds h takes aligned rows of float32");
+  device::check_dtype<Float16DTypes>(p.y.dtype, "lora_expand");
   wide_expand::launch_traits<wide_expand::Traits<kWideRoundedShape, true>>(p, stream);
 }
 

@@ -183,6 +183,7 @@ void expand_wide_walk(const ExpandParams& p, const ExpandPlan& c, Stream stream)
           (c.shape != kWideWalkPartsShape || p.h.width <= kWideWalkPartsMaxRank),
       "lora_apply: the persistent wide kernel needs a plan, its own h, aligned y, and room for it");
   if (c.shape == kWideWalkPartsShape) return launch_kernel<false, float>(p, stream);
+  device::check_dtype<Float16DTypes>(p.y.dtype, "lora_expand");
   c.shape == kWideStagedShape ? launch_kernel<true>(p, stream) : launch_kernel<false>(p, stream);
 }
 

@@ -386,6 +386,7 @@ void shrink_decode(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
             (c.split() ? p.h.raw && !p.pad : !p.h.raw && !p.h.by_position && c.rows % 2 == 0),
         "lora_shrink: the decode kernel takes tiles of 16 tokens and aligned rows, and leaves "
         "partials or a caller's h");
+  device::check_dtype<Float16DTypes>(p.x.dtype, "lora_shrink");
   c.split() ? launch_leaves<false>(p, c, stream) : launch_leaves<true>(p, c, stream);
 }
 

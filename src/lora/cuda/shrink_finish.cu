@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
 // ---- host ---------------------------------------------------------------------------------------
 
 void shrink_finish(const ShrinkParams& to, const HView& from, Stream stream) {
+  device::check_dtype<FloatDTypes>(to.h.dtype, "lora_shrink");
   const int middle = static_cast<int>(first_leaves(from.num_slabs));
   const FinishParams p{to, from, device::SplitKSum<2>::log_owners_of(middle)};
   device::Launch l;

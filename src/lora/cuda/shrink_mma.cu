@@ -310,6 +310,7 @@ void launch_traits(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
 void shrink_mma(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   static_assert(std::size(kMmaShapes) == 4);
   check(c.shape >= 0 && c.shape < 4, "lora_shrink: no shape ", c.shape, " of the mma kernel");
+  device::check_dtype<Float16DTypes>(p.x.dtype, "lora_shrink");
   if (c.shape == 0) return launch_traits<Traits<0>>(p, c, stream);
   if (c.shape == 1) return launch_traits<Traits<1>>(p, c, stream);
   if (c.shape == 3) return launch_traits<Traits<3>>(p, c, stream);

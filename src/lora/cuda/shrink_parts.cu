@@ -285,6 +285,8 @@ void launch_typed(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
 void launch_half_weights(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   using TX = device::AnyFloat;
   using TW = device::AnyFloat16;
+  device::check_dtype<FloatDTypes>(p.x.dtype, "lora_shrink");
+  device::check_dtype<Float16DTypes>(p.weights.dtype, "lora_shrink");
   using Pair = Traits<TX, TW, 2, 0>;
   const bool pair = c.tile_tokens == 64 && p.h.num_slabs == 1 && fits<Pair>(p, c);
   pair ? launch_traits<Pair>(p, c, stream) : launch_traits<Traits<TX, TW, 1, 0>>(p, c, stream);

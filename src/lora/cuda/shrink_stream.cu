@@ -262,6 +262,7 @@ void shrink_stream(const ShrinkParams& params, const ShrinkPlan& c, Stream strea
             p.tiles.num <= kStreamTiles && !p.pad,
         "lora_shrink: persistent warps leave partial sums of aligned x and A, by a plan of up to ",
         kStreamTiles, " tiles");
+  device::check_dtype<Float16DTypes>(p.x.dtype, "lora_shrink");
   const int rows = rank_rows(p);
   p.rows_per_cta = std::min(rows, kStreamRows);
   const device::DeviceInfo& device = device::current_device();

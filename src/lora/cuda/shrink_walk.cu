@@ -322,6 +322,7 @@ void shrink_walk(const ShrinkParams& p, const ShrinkPlan& c, void* parked, Strea
             p.weights.table == nullptr && p.weights.ranks == nullptr,
         "lora_apply: the persistent shrink needs a plan, its own h, aligned x, stacked A of one "
         "rank, and room for sums");
+  device::check_dtype<Float16DTypes>(p.x.dtype, "lora_shrink");
   c.shape == 0 ? launch_traits<Traits<0>>(p, parked, stream)
                : launch_traits<Traits<1>>(p, parked, stream);
 }
