@@ -28,13 +28,16 @@ namespace {
 using namespace wide_expand;
 
 /// Other shapes are those of expand_wide_parts.cu, expand_wide_walk.cu and expand_wide_kept.cu.
+/// Rows of y that are not aligned are rare, and have a kernel of one shape alone.
+template <class T>
 void launch_shape(int shape, const ExpandParams& p, Stream stream) {
   const bool alone = shape == kWideAloneShape;
-  check(shape == kAnyYShape || ((shape == 1 || alone) && p.vector_y),
+  check(shape == 0 || ((shape == 1 || alone) && p.vector_y),
         "lora_expand: no wide kernel of shape ", shape);
-  if (alone) return launch_traits<Traits<kWideAloneShape>>(p, stream);
-  shape == 1 ? launch_traits<Traits<1>>(p, stream)
-             : launch_traits<Traits<kAnyYShape>>(p, stream);
+  if (shape == 1) return launch_traits<Traits<T, 1, true>>(p, stream);
+  if (alone) return launch_traits<Traits<T, kWideAloneShape, true>>(p, stream);
+  p.vector_y ? launch_traits<Traits<T, 0, true>>(p, stream)
+             : launch_traits<Traits<T, 0, false>>(p, stream);
 }
 
 }  // namespace
@@ -47,8 +50,9 @@ void expand_wide(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
   if (kWideShapes[c.shape].float_weights) return expand_wide_parts(p, c, stream);
   if (p.h.dtype == DType::kFloat32) return expand_wide_rounded(p, c, stream);
   check(p.h.vector, "lora_expand: the wide kernel needs an h of aligned 16-bit rows");
-  device::check_dtype<Float16DTypes>(p.y.dtype, "lora_expand");
-  launch_shape(c.shape, p, stream);
+  device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
+    launch_shape<typename decltype(tag)::type>(c.shape, p, stream);
+  });
 }
 
 }  // namespace mortar::lora::cuda

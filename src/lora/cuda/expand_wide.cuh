@@ -49,9 +49,10 @@ __device__ __forceinline__ void copy_ranks(const void* const* rows, unsigned cha
 /// Fills the ring with h of float32, 64 ranks at a time, and B of 16 bits, of which the first
 /// stages are asked for before the predecessor's end is awaited. A thread arrives at a stage twice,
 /// for either.
-template <class T, class Tr>
+template <class Tr>
 __device__ __forceinline__ void produce_rounded(Shared<Tr>& shared, unsigned char* ring, int rank,
                                                 bool vector) {
+  using T = typename Tr::T;
   const int num_steps = ceil_div(rank, kStepRanks), ahead = min(num_steps, Tr::kStages);
   const auto copy_b = [&](int stage, int step) {
     copy_ranks<T, Tr::kCols, Tr::kProducers>(shared.rows + Tr::kTokens,
@@ -157,9 +158,10 @@ __device__ __forceinline__ void produce_boxes(const BoxParams& p, Shared<Tr>& sh
 }
 
 /// acc = h B^T of a consumer warpgroup: its 64 tokens and all columns.
-template <class T, class Tr>
+template <class Tr>
 __device__ __forceinline__ void consume(Shared<Tr>& shared, std::uint32_t ring, int rank,
                                         bool boxes, float (&acc)[Tr::kCols / 2]) {
+  using T = typename Tr::T;
   const int warpgroup = static_cast<int>(threadIdx.x) / 128;
   const int num_steps = ceil_div(rank, kStepRanks);
   const bool signals = threadIdx.x % 32 == 0;
@@ -261,9 +263,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
       vector ? produce_parts<Tr, true>(shared, smem, w.rank)
              : produce_parts<Tr, false>(shared, smem, w.rank);
     } else if constexpr (Tr::kFloatH) {
-      device::visit_float<T>(p.y.dtype, [&](auto tag) {
-        produce_rounded<typename decltype(tag)::type>(shared, smem, w.rank, vector);
-      });
+      produce_rounded<Tr>(shared, smem, w.rank, vector);
     } else {
       produce<Tr>(shared, smem, w.rank, vector);
     }
@@ -281,20 +281,16 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   }
   const int row0 = thread / 32 * 16 + thread % 32 / 4, col0 = thread % 4 * 8;
   constexpr int kGroups = Tr::kCols / kGroupCols;
-  const bool vector_y = !Tr::kAnyY || p.vector_y;  // y moves as whole, aligned 16-byte packs
   const auto load_y = [&](int half, uint4(&to)[kGroups]) {
     const std::int64_t at = shared.y[row0 + 8 * half];
-    const T* const from = y + at + col0;
-    const int left = at < 0 || !p.add_inputs ? 0 : block.cols - col0;
-    if (vector_y) {
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        device::load_if(left > g * kGroupCols, to[g], from + g * kGroupCols);
-      }
-    } else {
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        to[g] = device::load_some<T, 8>(from + g * kGroupCols, left - g * kGroupCols).piece(0);
+    for (int g = 0; g < kGroups; ++g) {
+      const int left = at < 0 || !p.add_inputs ? 0 : block.cols - g * kGroupCols - col0;
+      const T* from = y + at + g * kGroupCols + col0;
+      if constexpr (Tr::kVectorY) {
+        device::load_if(left > 0, to[g], from);
+      } else {
+        to[g] = device::load_some<T, 8>(from, left).piece(0);
       }
     }
   };
@@ -304,42 +300,39 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
     load_y(0, early[0]);
     load_y(1, early[1]);
   }
-  device::visit_float<T>(p.y.dtype, [&](auto tag) {
-    using TY = typename decltype(tag)::type;
-    float acc[Tr::kCols / 2];
-    if constexpr (Tr::kRawH) {
-      consume_raw_h<Tr>(shared, smem, w.rank, acc);
-    } else if constexpr (Tr::kFloatWeights) {
-      consume_parts<Tr>(shared, device::smem_address(smem), w.rank, acc);
-    } else {
-      consume<TY>(shared, device::smem_address(smem), w.rank, boxes, acc);
-    }
+  float acc[Tr::kCols / 2];
+  if constexpr (Tr::kRawH) {
+    consume_raw_h<Tr>(shared, smem, w.rank, acc);
+  } else if constexpr (Tr::kFloatWeights) {
+    consume_parts<Tr>(shared, device::smem_address(smem), w.rank, acc);
+  } else {
+    consume<Tr>(shared, device::smem_address(smem), w.rank, boxes, acc);
+  }
 
-    // Store
+  // Store
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const std::int64_t at = shared.y[row0 + 8 * half];
-      if (at < 0) continue;
-      uint4 late[kGroups] = {};
-      if constexpr (!Tr::kEarlyY) load_y(half, late);
-      uint4(&old)[kGroups] = Tr::kEarlyY ? early[half] : late;
+  for (int half = 0; half < 2; ++half) {
+    const std::int64_t at = shared.y[row0 + 8 * half];
+    if (at < 0) continue;
+    uint4 late[kGroups] = {};
+    if constexpr (!Tr::kEarlyY) load_y(half, late);
+    uint4(&old)[kGroups] = Tr::kEarlyY ? early[half] : late;
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        const int left = block.cols - g * kGroupCols - col0;
-        if (left <= 0) continue;
-        const auto& products = reinterpret_cast<const float(&)[4][4]>(acc[g * 16]);
-        const uint4 out = add_products<TY>(old[g], products, half, w.scale, p.add_inputs);
-        T* to = y + at + g * kGroupCols + col0;
-        if (vector_y) {
-          *reinterpret_cast<uint4*>(to) = out;
-        } else {
-          device::Vector<T, 8> some;
-          some.set_piece(0, out);
-          device::store_some(to, some, left);
-        }
+    for (int g = 0; g < kGroups; ++g) {
+      const int left = block.cols - g * kGroupCols - col0;
+      if (left <= 0) continue;
+      const auto& products = reinterpret_cast<const float(&)[4][4]>(acc[g * 16]);
+      const uint4 out = add_products<T>(old[g], products, half, w.scale, p.add_inputs);
+      T* to = y + at + g * kGroupCols + col0;
+      if constexpr (Tr::kVectorY) {
+        *reinterpret_cast<uint4*>(to) = out;
+      } else {
+        device::Vector<T, 8> some;
+        some.set_piece(0, out);
+        device::store_some(to, some, left);
       }
     }
-  });
+  }
 #endif
 }
 

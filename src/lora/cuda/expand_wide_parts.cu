@@ -31,8 +31,9 @@ void expand_wide_parts(const ExpandParams& p, const ExpandPlan& c, Stream stream
         "lora_expand: the wide kernel of parts takes aligned rows of h and weights in float32 and "
         "an aligned bfloat16 y");
   using wide_expand::launch_traits, wide_expand::Traits;
-  c.shape == kWidePartsShape ? launch_traits<Traits<kWidePartsShape>>(p, stream)
-                             : launch_traits<Traits<kWidePairPartsShape>>(p, stream);
+  c.shape == kWidePartsShape
+      ? launch_traits<Traits<__nv_bfloat16, kWidePartsShape, true>>(p, stream)
+      : launch_traits<Traits<__nv_bfloat16, kWidePairPartsShape, true>>(p, stream);
 }
 
 }  // namespace mortar::lora::cuda

@@ -20,8 +20,12 @@ namespace mortar::lora::cuda {
 void expand_wide_rounded(const ExpandParams& p, const ExpandPlan& c, Stream stream) {
   check(c.shape == kWideRoundedShape && p.h.rows_by_16 && p.h.dtype == DType::kFloat32,
         "lora_expand: the wide kernel that rounds h takes aligned rows of float32");
-  device::check_dtype<Float16DTypes>(p.y.dtype, "lora_expand");
-  wide_expand::launch_traits<wide_expand::Traits<kWideRoundedShape, true>>(p, stream);
+  device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using namespace wide_expand;
+    p.vector_y ? launch_traits<Traits<T, kWideRoundedShape, true, true>>(p, stream)
+               : launch_traits<Traits<T, kWideRoundedShape, false, true>>(p, stream);
+  });
 }
 
 }  // namespace mortar::lora::cuda

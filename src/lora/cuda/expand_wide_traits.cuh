@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "device/any_float.cuh"
 #include "device/barrier.cuh"
 #include "device/swizzle.cuh"
 #include "lora/config.h"
@@ -18,26 +17,24 @@ namespace mortar::lora::cuda::wide_expand {
 inline constexpr int kStepRanks = kBoxRanks;      ///< of a stage
 inline constexpr int kGroupCols = kPermutedCols;  ///< columns that are permuted together
 
-inline constexpr int kAnyYShape = 0;  ///< the one that takes rows of y that are not aligned, too
-
-/// kFloatH_: h is the caller's and float32 beside 16-bit weights, whose type it is rounded to.
-template <int kShape, bool kFloatH_ = false>
+/// kFloatH_: h is the caller's and float32 beside 16-bit weights: rounded to T as it comes.
+template <class T_, int kShape, bool kVectorY_, bool kFloatH_ = false>
 struct Traits {
+  using T = T_;
   static constexpr WideShape kOf = kWideShapes[kShape];
-  static constexpr bool kAnyY = kShape == kAnyYShape;
+  static constexpr bool kVectorY = kVectorY_;  ///< y moves as whole, aligned 16-byte packs
   static constexpr int kTiles = kOf.tiles, kTokens = 64 * kTiles, kCols = kOf.cols;
   static constexpr int kStages = kOf.stages, kMinCtas = kOf.per_sm;
   static constexpr int kConsumers = 128 * kTiles;
   /// B and h are float32, split into planes of parts as they come.
   static constexpr bool kFloatWeights = kOf.float_weights;
   static constexpr bool kFloatH = kFloatH_;
-  using T = std::conditional_t<kFloatWeights, __nv_bfloat16, device::AnyFloat16>;  ///< of y
   using TW = std::conditional_t<kFloatWeights, float, T>;
   using TH = std::conditional_t<kFloatH, float, TW>;
   /// Consumers split their rows of h, which lie as they came in front of the planes of B.
   static constexpr bool kRawH = kFloatWeights && kTiles > 1;
   /// The tensor copy engine brings h and B where it can.
-  static constexpr bool kBoxes = !kFloatWeights && !kFloatH;
+  static constexpr bool kBoxes = kVectorY && !kFloatWeights && !kFloatH;
   using Params = std::conditional_t<kBoxes, BoxParams, ExpandParams>;
   static constexpr int kProducers = kRawH ? 256 : 128;
   static constexpr int kThreads = kConsumers + kProducers;
@@ -57,7 +54,7 @@ struct Traits {
       kRegisters + (kRegisters - kProducerRegisters) * kProducers / kConsumers / 8 * 8;
   /// y is on its way while h and B are multiplied: where a thread has registers for it.
   static constexpr bool kRoom = kTiles == 1 || kMinCtas == 1;
-  static constexpr bool kEarlyY = kRoom && !kFloatWeights;
+  static constexpr bool kEarlyY = kRoom && kVectorY && !kFloatWeights;
   /// Columns of one wgmma.
   static constexpr int kMmaCols = kRoom && !kFloatWeights ? kCols : 64;
   static_assert(kCols % kMmaCols == 0 && kConsumers >= kCols, "a thread looks up a column");

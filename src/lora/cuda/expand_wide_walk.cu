@@ -24,9 +24,7 @@
 // from zero, as in the other kernels; the permutation of columns is theirs too.
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
-#include "device/any_float.cuh"
 #include "device/async_copy.cuh"
 #include "device/cluster.cuh"
 #include "device/launch.cuh"
@@ -45,7 +43,7 @@ namespace {
 
 using namespace wide_walk;
 
-template <bool kStaged, class Element>
+template <class T, bool kStaged, class Element>
 __global__ void __launch_bounds__(kThreads, 1)
     expand_wide_walk_kernel(const __grid_constant__ WalkParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -101,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Scout<kStaged, Element> scout(p, shared, share, tiles, first);
     wait_for_other();
     if constexpr (kStaged) {
-      tell_and_copy(p, shared, scout, ring + Own::kY);
+      tell_and_copy<T>(p, shared, scout, ring + Own::kY);
     } else {
       // Where warpgroups take turns, each learns of the end.
 #pragma unroll 1
@@ -117,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (Own::kParts > 1) {
       produce_parts(p, shared, smem);
     } else if (!p.b_boxes) {
-      produce(shared, RowCopier<kStaged>(p, shared, ring));
+      produce(shared, RowCopier<T, kStaged>(p, shared, ring));
     } else if (thread == kConsumers) {
       produce(shared, BoxCopier<kStaged>{p, shared, ring});
     }
@@ -127,24 +125,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Compute
   device::more_registers<kConsumerRegisters<kStaged, Element>>();
   wait_for_other();
+  T* const y = static_cast<T*>(p.y.data);
   const int first_row = (Own::kTurns ? thread % 128 : thread) / 32 * 16;
-  // Float32 weights are those under a bfloat16 y.
-  using Y = std::conditional_t<std::is_same_v<Element, float>, __nv_bfloat16, device::AnyFloat16>;
-  device::visit_float<Y>(p.y.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    Consumer<T, kStaged, Element> consumer{p,
-                                           shared,
-                                           ring,
-                                           smem + Own::kY,
-                                           static_cast<T*>(p.y.data),
-                                           first_row + thread % 32 / 4,
-                                           thread % 4 * 8};
-    if constexpr (Own::kTurns) {
-      consumer.take_turns();
-    } else {
-      consumer.share_steps();
-    }
-  });
+  Consumer<T, kStaged, Element> consumer{
+      p, shared, ring, smem + Own::kY, y, first_row + thread % 32 / 4, thread % 4 * 8};
+  if constexpr (Own::kTurns) {
+    consumer.take_turns();
+  } else {
+    consumer.share_steps();
+  }
   if (p.cluster > 1) {  // the other CTA still arrives here, until its products have ended
     device::cluster_arrive_relaxed();
     device::cluster_wait();
@@ -152,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <bool kStaged, class Element = std::uint16_t>
+template <class T, bool kStaged, class Element = std::uint16_t>
 void launch_kernel(const ExpandParams& p, Stream stream) {
   static_assert(kSmem<kStaged, Element> + 1024 <= 228 * 1024, "a CTA fits an SM");
   WalkParams walk{{p, {}, {}, {}}, 0};
@@ -168,7 +157,7 @@ void launch_kernel(const ExpandParams& p, Stream stream) {
   l.smem = kSmem<kStaged, Element>;
   l.stream = stream;
   l.pdl = true;
-  device::launch<expand_wide_walk_kernel<kStaged, Element>>("lora_expand", l, walk);
+  device::launch<expand_wide_walk_kernel<T, kStaged, Element>>("lora_expand", l, walk);
 }
 
 }  // namespace
@@ -182,9 +171,12 @@ void expand_wide_walk(const ExpandParams& p, const ExpandPlan& c, Stream stream)
           (c.shape != kWideStagedShape || p.h.width <= kWideStagedMaxRank) &&
           (c.shape != kWideWalkPartsShape || p.h.width <= kWideWalkPartsMaxRank),
       "lora_apply: the persistent wide kernel needs a plan, its own h, aligned y, and room for it");
-  if (c.shape == kWideWalkPartsShape) return launch_kernel<false, float>(p, stream);
-  device::check_dtype<Float16DTypes>(p.y.dtype, "lora_expand");
-  c.shape == kWideStagedShape ? launch_kernel<true>(p, stream) : launch_kernel<false>(p, stream);
+  if (c.shape == kWideWalkPartsShape) return launch_kernel<__nv_bfloat16, false, float>(p, stream);
+  device::visit_dtype<Float16DTypes>(p.y.dtype, "lora_expand", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    c.shape == kWideStagedShape ? launch_kernel<T, true>(p, stream)
+                                : launch_kernel<T, false>(p, stream);
+  });
 }
 
 }  // namespace mortar::lora::cuda

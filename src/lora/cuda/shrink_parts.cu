@@ -10,8 +10,8 @@
 // limit  : DRAM (A) in decode; in prefill DRAM (x) beside splitting A and the tensor cores
 //
 // A CTA takes 16, 32 or 64 tokens of one adapter, a run of its rank rows, and all leaves of K or
-// (split) one or two. Parts of a leaf of x wait in registers (16 tokens) or in planes in shared
-// memory; rank rows stream past them, as they are, through a ring of cp.async stages that is filled
+// (split) one or two. Parts of a leaf of x wait in registers (16 tokens) or, of more and beside
+// 16-bit A, in planes in shared memory; rank rows stream past them, as they are, through a ring of cp.async stages that is filled
 // before the predecessor has ended. Each of the four warps multiplies a quarter of the leaf, all
 // tokens and all 16 rank rows of a stage, so that every element is split once and no warp idles at
 // low ranks; the quarters meet in shared memory and are added in one order. Leaves are added as
@@ -281,7 +281,9 @@ void launch_typed(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   launch_traits<Traits<TX, TW, 1, 2 * kShort>>(p, c, stream);
 }
 
-/// Weights of 16 bits beside x of another type are rare, and have kernels for all of these.
+/// Weights of 16 bits beside x or y of another type are rare: two kernels for all of these, with x
+/// in planes. (us of shrink on an H100, these and one for the two types, with x in registers: 256
+/// tokens of 4 adapters, qkv, rank 32, float32 x and bfloat16 A, 20.5 and 16.8.)
 void launch_half_weights(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   using TX = device::AnyFloat;
   using TW = device::AnyFloat16;
