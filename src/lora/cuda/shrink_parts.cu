@@ -11,11 +11,11 @@
 //
 // A CTA takes 16, 32 or 64 tokens of one adapter, a run of its rank rows, and all leaves of K or
 // (split) one or two. Parts of a leaf of x wait in registers (16 tokens) or, of more and beside
-// 16-bit A, in planes in shared memory; rank rows stream past them, as they are, through a ring of cp.async stages that is filled
-// before the predecessor has ended. Each of the four warps multiplies a quarter of the leaf, all
-// tokens and all 16 rank rows of a stage, so that every element is split once and no warp idles at
-// low ranks; the quarters meet in shared memory and are added in one order. Leaves are added as
-// leaf_size in problem.h says.
+// 16-bit A, in planes in shared memory; rank rows stream past them, as they are, through a ring of
+// cp.async stages that is filled before the predecessor has ended. Each of the four warps
+// multiplies a quarter of the leaf, all tokens and all 16 rank rows of a stage, so that every
+// element is split once and no warp idles at low ranks; the quarters meet in shared memory and are
+// added in one order. Leaves are added as leaf_size in problem.h says.
 #include <algorithm>
 #include <type_traits>
 
