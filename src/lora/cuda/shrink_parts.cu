@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "device/any_float.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/pdl.cuh"
