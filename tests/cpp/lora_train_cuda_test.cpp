@@ -11,6 +11,7 @@
 namespace mortar::testing {
 namespace {
 
+using lora::train::cuda::kChainPanels;
 using lora::train::cuda::kPanelShapes;
 using lora::train::cuda::PanelShape;
 
@@ -36,7 +37,8 @@ std::vector<BackwardPlan> plans(int width, std::int64_t rows, DType weight, int 
     BackwardPlan plan = all.back();
     for (auto* part : {&plan.dy, &plan.x}) {
       const PanelShape& own = kPanelShapes[part->shape];
-      part->chunk = lora::train::cuda::even_cut(rows, adapters, own.rows * own.groups, 3, 10, 7);
+      const int unit = part->shape == kChainPanels ? 64 : own.rows * own.groups;
+      part->chunk = lora::train::cuda::even_cut(rows, adapters, unit, 3, 10, 7);
     }
     all.push_back(plan);
   }
@@ -299,6 +301,8 @@ TEST_P(LoraTrainGpu, StridesChangeNoBitOfWideRanks) {
                                                           {16, DType::kFloat32},
                                                           {40, DType::kFloat32},
                                                           {72, DType::kFloat32},
+                                                          {40, kBF16, 3},
+                                                          {16, DType::kFloat32, 3},
                                                           {136, kBF16, 3}}) {
     TrainCase c = base_case();
     c.w = weight;

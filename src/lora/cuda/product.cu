@@ -48,12 +48,13 @@ __device__ __forceinline__ void produce(const Params& p, Ring<S> ring, int units
     int pair = 0, step = unit.first_step;
     const int stages = unit.steps + (S::kBase && p.base != nullptr ? 1 : 0);
     for (int i = 0; i < stages; ++i, ++step, ring.at.next()) {
-      while (p.num_groups == 1 && i < unit.steps && step == p.steps[unit.first_b + pair]) {
+      while (!S::kCutsDepth && p.num_groups == 1 && i < unit.steps &&
+             step == p.steps[unit.first_b + pair]) {
         ++pair;
         step = 0;
       }
       const CUtensorMap& a = p.a[pair];
-      const CUtensorMap& b = p.b[unit.first_b + pair];
+      const CUtensorMap& b = p.b[S::kCutsDepth ? 0 : unit.first_b + pair];
       device::Mbarrier* full = ring.full + ring.at.stage;
       ring.empty[ring.at.stage].wait((ring.at.round & 1) ^ 1);
       full->arrive_and_expect(S::kStageBytes);
@@ -66,7 +67,7 @@ __device__ __forceinline__ void produce(const Params& p, Ring<S> ring, int units
         }
         continue;
       }
-      const int depth = step * kProductStep;
+      const int depth = unit.depth + step * kProductStep;
       if constexpr (S::kA == Major::kDepth) {
         device::copy_box(to, a, depth, unit.row, full);
       } else {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "lora/train/cuda/grad_sum.h"
+#include "lora/train/cuda/row_cut.h"
 #include "mortar/lora.h"
 #include "mortar/stream.h"
 #include "mortar/tensor.h"
@@ -57,6 +58,9 @@ struct Product {
   const std::int32_t* offsets = nullptr;
   int segments = 1;
   int pairs = 1;
+  /// Of sums over rows with offsets: these cut the depth. All share a[0] and b[0], segment i stores
+  /// columns[i], and partials are of chunks of its rows, numbered through all segments.
+  lora::train::cuda::RowCut chunk;
   bool along_depth =
       false;  ///< pairs are summed; else all share a[0] and make columns of their own
   /// b without data: its segment has none, and sums of zeros.

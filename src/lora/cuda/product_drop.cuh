@@ -27,7 +27,7 @@ __device__ __forceinline__ void drop_stage(const Params& p, const lora::train::c
   constexpr int kLines = S::kRowsBytes / device::kSwizzleBytes / 2;  // of a warpgroup
   constexpr bool kByDepth = S::kA == Major::kDepth;
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
-  const int depth = (unit.first_step + step) * kProductStep;
+  const int depth = unit.depth + (unit.first_step + step) * kProductStep;
   auto* const tile = static_cast<unsigned char*>(__cvta_shared_to_generic(stage));
   if (threshold != 0) {
     const train::cuda::Keep keep(threshold);

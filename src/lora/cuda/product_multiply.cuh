@@ -32,6 +32,20 @@ __device__ __forceinline__ void add_leaf(Tree* tree, float4* parked, int i,
   }
 }
 
+/// Puts zeros past a chunk's end, where its last step has the next segment's rows, into a stage:
+/// into both operands, as neither may bring NaN to the other's zeros. By both warpgroups.
+template <class S>
+__device__ __forceinline__ void clear_past(int left, std::uint32_t stage) {
+  constexpr int kVectors = kProductStep * device::kSwizzleBytes / 16;  // of a block
+  const int thread = static_cast<int>(threadIdx.x), first = left * device::kSwizzleBytes / 16;
+  auto* const to = static_cast<uint4*>(__cvta_shared_to_generic(stage));
+  for (int i = thread; i < S::kStageBytes / 16; i += kConsumers) {
+    if (i % kVectors >= first) to[i] = make_uint4(0, 0, 0, 0);
+  }
+  device::fence_async_proxy();
+  device::named_barrier<3, kConsumers>();
+}
+
 /// The sums of a unit, a part of the depth.
 template <class S>
 __device__ __forceinline__ void multiply(const Params& p, const Unit<S>& unit, Ring<S>* ring,
@@ -54,6 +68,10 @@ __device__ __forceinline__ void multiply(const Params& p, const Unit<S>& unit, R
 #pragma unroll 1
     for (; step < end; ++step, ring->at.next()) {
       ring->full[ring->at.stage].wait(ring->at.round & 1);
+      if constexpr (S::kCutsDepth) {
+        const int left = unit.depths - step * kProductStep;
+        if (unit.depths > 0 && left < kProductStep) clear_past<S>(left, ring->stage());
+      }
       if constexpr (S::kDrops) {
         drop_stage(p, draws, p.thresholds[unit.first_b], unit, step, ring->stage());
       }

@@ -65,7 +65,20 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
     p.tiles += static_cast<int>(ceil_div<std::int64_t>(product.columns[i], S::kColumns));
   }
   int all_steps = 0;
-  for (int first = 0; first < product.segments * product.pairs; first += product.pairs) {
+  const bool cuts_depth = S::kCutsDepth && p.offsets != nullptr;
+  if (cuts_depth) {
+    const ProductOperand& b = product.b[0];
+    set_map(p.b[0], product, b, S::kColumns / S::kSharers, kProductStep / S::kSharers);
+    p.tiles = static_cast<int>(ceil_div<std::int64_t>(b.rows, S::kColumns));
+    p.steps[0] = all_steps = steps_of(b);
+    p.chunk = product.chunk;
+    p.depth = b.depth;
+  }
+  for (int i = 0; cuts_depth && i < product.segments; ++i) {
+    p.columns[i] = static_cast<int>(product.columns[i]);
+    p.thresholds[i] = product.thresholds[i];
+  }
+  for (int first = 0; !cuts_depth && first < product.segments * product.pairs; first += product.pairs) {
     int steps = 0;  // of the segment
     for (int i = 0; i < product.pairs; ++i) {
       const ProductOperand& b = product.b[first + i];
@@ -94,7 +107,7 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
         ": a product's parts leave some of the depth out");
   p.rows = product.a[0].rows;
   const std::int64_t units = (ceil_div<std::int64_t>(p.rows, S::kSharers * S::kRows) +
-                              (p.offsets != nullptr ? p.segments : 0)) *
+                              (p.offsets != nullptr && !cuts_depth ? p.segments : 0)) *
                              p.tiles * (S::kSplit ? 1 : p.parts);
   check(units < std::int64_t{1} << 30, op, ": too many tiles");
   p.units = static_cast<int>(units);

@@ -15,6 +15,7 @@
 #include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
 #include "lora/cuda/product.h"
+#include "lora/train/cuda/params.cuh"
 
 namespace mortar::lora::cuda::product {
 
@@ -28,10 +29,12 @@ inline constexpr int kRingBytes = 200 * 1024;       ///< at most
 inline constexpr int kStoreRingBytes = 226 * 1024;  ///< at most, with the tile that is stored
 inline constexpr int kBarrierBytes = 512;           ///< of these, at most
 
-/// Where the rows of segments begin, and their tiles: those of a cluster, counted through all
-/// segments. One entry more than there are segments says where the last one ends.
+/// Where the rows of segments begin, and their tiles: those of a cluster, or chunks of the depth,
+/// counted through all segments. One entry more than there are segments says where the last one
+/// ends.
 struct Segments {
   int row[kMostProductPairs + 1], tile[kMostProductPairs + 1];
+  int end[kMostProductPairs + 1], chunk;  ///< where these cut the depth
 };
 
 /// kLevels: of the tree of leaves that a thread holds; of those kParked in shared memory, as two
@@ -63,6 +66,8 @@ struct Shape {
   static constexpr int kStageBytes = kRowsBytes + kColumns / kMmaColumns * kMmaBytes;
   /// Warps of the copying thread's warpgroup add partial sums of another kernel.
   static constexpr bool kAddsBeside = kEnd == ProductEnd::kStore && kA == Major::kDepth && !kSplit;
+  /// Segments cut the depth, not rows.
+  static constexpr bool kCutsDepth = kA == Major::kRows && kEnd == ProductEnd::kPartials;
   /// Dropout on what is stored.
   static constexpr bool kDropsStored = kAddsBeside;
   /// Of a thread; all three warpgroups have 504 together, what the kernel starts with.
@@ -98,6 +103,8 @@ struct Params {
   float factor[kMostProductPairs];
   Group groups[kMostProductPairs];
   const std::int32_t* offsets;
+  lora::train::cuda::RowCut chunk;  ///< where segments cut the depth
+  std::int64_t depth;               ///< the same: all of it
   int segments, pairs;
   int num_groups, tiles, parts, part_steps, leaf_steps, leaves, units;
   int tile_rows;  ///< of clusters that share the depth
@@ -117,19 +124,27 @@ struct Params {
 };
 
 /// A thread block's part of unit `index`: rows `row` to `end` - 1 and the columns of a tile up to
-/// `columns`, of which b `first_b` and (if pairs are summed) the next ones have the operands.
+/// `columns`, of which b `first_b` and (if pairs are summed) the next ones have the operands. Steps
+/// are counted from `depth` on, of which a segment's chunk has `depths` elements.
 template <class S>
 struct Unit {
   int row, end, group, first_b, column, columns, part, first_step, steps;
+  int depth = 0, depths = 0;
 
   __device__ __forceinline__ Unit(const Params& p, const Segments& segments, int index) {
     const bool one = p.tiles == 1;  // a division takes some 100 clocks of a start
     const int own = static_cast<int>(blockIdx.y);
     const int tile = one ? 0 : index % p.tiles, rest = one ? index : index / p.tiles;
+    end = static_cast<int>(p.rows);
+    if constexpr (S::kCutsDepth) {
+      if (p.offsets != nullptr) {
+        cut_depth(p, segments, tile, rest);
+        return;
+      }
+    }
     part = S::kSplit ? own : rest % p.parts;
     int tile_of_rows = S::kSplit ? rest : rest / p.parts, segment = 0, first_row = 0;
-    end = static_cast<int>(p.rows);
-    if (p.offsets != nullptr) {
+    if (!S::kCutsDepth && p.offsets != nullptr) {
       while (segment + 1 < p.segments && tile_of_rows >= segments.tile[segment + 1]) ++segment;
       tile_of_rows -= segments.tile[segment];
       first_row = segments.row[segment];
@@ -149,12 +164,53 @@ struct Unit {
     }
     steps = column < columns ? max(0, min(p.part_steps, all - first_step)) : 0;
   }
+
+  /// Rows of the output by a chunk of a segment's depth.
+  __device__ __forceinline__ void cut_depth(const Params& p, const Segments& segments, int tile,
+                                            int rest) {
+    const int chunks = segments.tile[p.segments];
+    part = rest % chunks;
+    row = (rest / chunks * S::kSharers + static_cast<int>(blockIdx.y)) * S::kRows;
+    group = first_b = first_step = 0;
+    while (first_b + 1 < p.segments && part >= segments.tile[first_b + 1]) ++first_b;
+    column = tile * S::kColumns;
+    columns = p.columns[first_b];
+    depth = segments.row[first_b] + (part - segments.tile[first_b]) * segments.chunk;
+    depths = min(segments.chunk, segments.end[first_b] - depth);
+    steps = column < columns ? (depths + kProductStep - 1) / kProductStep : 0;
+  }
 };
+
+/// Segments that cut the depth, and their chunks, by all threads of a block.
+template <class S>
+__device__ __forceinline__ int find_chunks(const Params& p, Segments* to) {
+  namespace train = lora::train::cuda;
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < 32) {
+    const train::RowGroups rows{p.offsets, nullptr, nullptr, nullptr, p.depth, p.segments};
+    const train::RowTile own = train::lane_group(rows);
+    const int chunk = train::rows_of(rows, p.chunk, false, own);
+    int tiles = (own.count + chunk - 1) / chunk;
+    if (thread <= p.segments) {
+      to->row[thread] = static_cast<int>(own.start);
+      to->end[thread] = static_cast<int>(own.start) + own.count;
+    }
+    for (int step = 1; step <= kMostProductPairs; step *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, tiles, step);
+      if (thread >= step) tiles += before;
+    }
+    if (thread < p.segments) to->tile[thread + 1] = min(tiles, p.parts);
+    if (thread == 0) to->tile[0] = 0, to->chunk = chunk;
+  }
+  __syncthreads();
+  return to->tile[p.segments] * (p.units / p.parts);
+}
 
 /// The segments, by all threads of a block. Gives the units of all of them.
 template <class S>
 __device__ __forceinline__ int find_segments(const Params& p, Segments* to) {
   if (p.offsets == nullptr) return p.units;
+  if constexpr (S::kCutsDepth) return find_chunks<S>(p, to);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread <= p.segments) {
     const std::int64_t row = __ldcg(p.offsets + thread);

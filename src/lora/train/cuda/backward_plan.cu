@@ -20,6 +20,8 @@ BackwardPlan plan_backward(const Problem& p) {
   const bool wide = copies > 1 || p.hidden_width > kPanelShapes[kInputPanels32].ranks;
   x.with_dx = copies == 1 && p.dx.data != nullptr && !p.add_dx && !(wide && p.drops_input());
   dy.adapters = x.adapters = grouped(p) ? p.num_adapters : 0;
+  dy.few_segments = x.few_segments =
+      p.rows.offsets != nullptr && p.num_adapters * p.num_slices <= kOwnPairs;
   for (int s = 0; s < p.num_slices; ++s) {
     if (!takes_panels(p, s)) continue;
     dy.columns[dy.matrices++] = p.slices[s].width;

@@ -12,6 +12,7 @@
 #include "lora/train/cuda/leaves.h"
 #include "lora/train/cuda/part_plan.h"
 #include "lora/train/cuda/product_plan.h"
+#include "lora/train/cuda/row_cut.h"
 #include "lora/train/cuda/shrink_time.h"
 #include "mortar/tensor.h"
 
@@ -44,40 +45,7 @@ constexpr int parts_of(DType dtype) {
   return dtype == DType::kFloat32 ? 3 : (dtype == DType::kFloat16 ? 2 : 1);
 }
 
-/// How rows are cut into tiles, of which each has the rows of one adapter. A tile has `rows`; or,
-/// where adapters' rows are few tiles each, kernels try 32 sizes from `rows` to almost four times
-/// that, and take the one whose tiles all end first (rows_of): one wave of tiles that are nearly
-/// full, in place of a second wave for those that are not.
-struct RowCut {
-  int rows = 0;
-  int unit = 1;        ///< whole steps
-  int blocks = 1;      ///< thread blocks side by side that have the same rows
-  int at_once = 0;     ///< thread blocks that run at a time; 0: `rows` as they are
-  int fixed_rows = 0;  ///< that take as long as a tile's start and end
-};
-inline constexpr int kExpandFixedRows = 50;   ///< of the streaming expand: 0.8 us
-inline constexpr int kMostEvenAdapters = 32;  ///< of which each lane of a warp has one
-inline constexpr int kMostCutRows = 1 << 24;  ///< of the smallest size
-
-/// Rows of a tile: one of kMostEvenAdapters sizes, 16 for every doubling.
-MORTAR_HOST_DEVICE constexpr int even_size(const RowCut& cut, int i) {
-  const std::int64_t rows = (cut.rows * std::int64_t{16 + i % 16} / 16) << (i / 16);
-  return static_cast<int>(round_up<std::int64_t>(rows, cut.unit));
-}
-/// Waves in which tiles of `adapters` may at least be cut as needed: twice as many as adapters fit.
-constexpr std::int64_t even_waves(std::int64_t adapters, std::int64_t blocks, int at_once) {
-  return std::max<std::int64_t>(ceil_div<std::int64_t>(2 * adapters * blocks, at_once), 1);
-}
-/// A cut for up to kMostEvenAdapters adapters.
-constexpr RowCut even_cut(std::int64_t rows, std::int64_t adapters, int unit, std::int64_t blocks,
-                          int at_once, int fixed_rows) {
-  const std::int64_t tiles =
-      std::max<std::int64_t>(even_waves(adapters, blocks, at_once) * at_once / blocks, 1);
-  const std::int64_t least =
-      round_up<std::int64_t>(ceil_div(std::max<std::int64_t>(rows, 1), tiles), unit);
-  return {static_cast<int>(std::min<std::int64_t>(least, kMostCutRows / unit * unit)), unit,
-          static_cast<int>(blocks), at_once, fixed_rows};
-}
+inline constexpr int kExpandFixedRows = 50;  ///< of the streaming expand: 0.8 us
 
 /// What launch choices depend on beside sizes. No bit of a result does.
 struct Machine {

@@ -24,13 +24,15 @@ struct PanelProblem {
   int width = 0;              ///< the most rank columns of any
   std::int64_t adapters = 0;  ///< whose rows are cut apart; 0: one has all rows
   bool products = false;      ///< lora/cuda/product.cu takes most operands: sm_90a
+  bool few_segments = false;  ///< the same of several adapters: their operands come with a launch
   int copies = 1;             ///< columns of a rank (part_columns.cuh)
   bool beside_ds = false;     ///< of dy: dB comes beside ds
   bool with_dx = false;       ///< of x: dx is wanted, and not added to what is there
 
   /// Whether chunks are those of products, and have one chain each.
   bool by_products() const {
-    return width >= (products && adapters == 0 ? kLeastRowProductRanks : kLeastProductRanks);
+    if (adapters > 0) return products && few_segments && width > kPanelShapes[kInputPanels32].ranks;
+    return width >= (products ? kLeastRowProductRanks : kLeastProductRanks);
   }
   /// Whether dB's thread blocks run beside those of ds by a product.
   bool beside_product() const {
@@ -156,6 +158,25 @@ inline void offer_chunks(const PanelProblem& p, int shape_index, PanelCut* best)
   }
 }
 
+/// Chunks of several adapters' rows by products, whose clusters are one wave or few.
+inline RowCut segment_chunks(const PanelProblem& p) {
+  using namespace lora::cuda;
+  const int tile = rows_tile(p.width);
+  std::int64_t clusters = 0;  // side by side
+  for (int i = 0; i < p.matrices; ++i) {
+    clusters += ceil_div<std::int64_t>(p.columns[i], kProductCluster * kProductRows) *
+                ceil_div(p.width, tile);
+  }
+  // A chunk's first stage and its partial sums take as long as so many rows.
+  const double fixed_steps = (kRampUs + tile / 64.0) / long_step_us(tile);
+  const int fixed_rows = static_cast<int>(fixed_steps) * kProductStep;
+  RowCut cut = even_cut(p.rows, p.adapters, kProductStep, std::max<std::int64_t>(clusters, 1),
+                        kPanelSms / kProductCluster, fixed_rows);
+  // Shorter chunks would leave more bytes than they read.
+  cut.rows = std::max(cut.rows, round_up(2 * p.width, kProductStep));
+  return cut;
+}
+
 /// Chunks of several adapters' rows, of which each leaves half a chunk on average. Of few adapters
 /// the kernels choose the size.
 inline void offer_even_chunks(const PanelProblem& p, int shape_index, PanelCut* best) {
@@ -192,12 +213,16 @@ inline PanelCut choose_panels(const PanelProblem& p, bool makes_ds, int smem) {
     if (shape.makes_ds != makes_ds || panel_smem(shape) > smem) continue;
     const bool too_wide = shape.ranks > 16 && shape.ranks >= 2 * p.width;
     if (shape.ranks < p.width && (makes_ds || shape.ranks < kMostRanks)) continue;
-    if (p.adapters > 0) {
-      if (!too_wide) offer_even_chunks(p, i, &best);
-      continue;
-    }
     // Wide ranks have one chain over a chunk's rows.
     const bool one_chain = shape.ranks == kMostRanks && shape.groups == 1;
+    if (p.adapters > 0) {
+      if (p.by_products()) {
+        if (one_chain) best.offer({i, segment_chunks(p)}, 0);
+      } else if (!too_wide) {
+        offer_even_chunks(p, i, &best);
+      }
+      continue;
+    }
     if (!makes_ds && p.by_products() != one_chain) continue;
     if (too_wide && !one_chain) continue;
     offer_chunks(p, i, &best);

@@ -40,7 +40,6 @@ ProductOperand weights_of(const PairEntry& pair, Side side, bool rows_are_ranks,
   return {m.data, pair.rank, columns, stride, !rows_are_ranks};
 }
 
-bool one_group(const RowGroups& rows) { return rows.offsets == nullptr && rows.groups == nullptr; }
 /// Rows lie side by side, and all adapters' operands have room in a launch.
 bool takes_rows(const RowGroups& rows, const PairTable& pairs) {
   return rows.groups == nullptr && pairs.entries == nullptr;
@@ -162,21 +161,38 @@ Product stored_product_of(const PanelParams& s, const PanelOperand& own, Policy 
   return p;
 }
 
+/// Of these those up to the last one of a segment that has a gradient; of one adapter all.
+std::int64_t live_columns(const PanelParams& s, const PanelOperand& own, int segment) {
+  if (s.rows.offsets == nullptr) return own.width;
+  int end = 0;
+  for (int i = own.slice; i < own.slice + own.num_slices; ++i) {
+    const PairEntry& pair = s.pairs.own[segment * s.pairs.num_slices + i];
+    if (pair.rank == 0 || pair.grad(s.side == Side::kA).data == nullptr) continue;
+    end = s.copies * (s.hidden.first[i] + round_up(pair.rank, kHiddenGranule)) - own.first_hidden;
+  }
+  return end;
+}
+
 Product product_of(const PanelParams& s, const PanelOperand& own, Policy policy) {
   const Matrix narrow = narrow_of(s, own, policy);
   Product p;
   p.dtype = type_of(policy);
+  set_rows(&p, s.rows);
+  p.chunk = s.chunk;
   p.a[0] = by_rows(own.wide, s.rows.num_rows, own.columns);
   p.b[0] = by_rows(narrow, s.rows.num_rows, own.width);
-  p.columns[0] = own.width;
+  for (int i = 0; i < p.segments; ++i) p.columns[i] = live_columns(s, own, i);
   p.end = ProductEnd::kPartials;
   p.early = s.early;
   if (s.masked) {
     p.rng = s.mask.rng;
     p.mask_columns = s.mask.columns;
     p.mask_first = own.mask_first;
-    for (int i = own.slice; i < own.slice + own.num_slices; ++i) {
-      if (s.pairs.own[i].rank > 0) p.thresholds[0] = s.pairs.own[i].threshold;
+    for (int i = 0; i < p.segments; ++i) {
+      for (int slice = own.slice; slice < own.slice + own.num_slices; ++slice) {
+        const PairEntry& pair = s.pairs.own[i * s.pairs.num_slices + slice];
+        if (pair.rank > 0) p.thresholds[i] = pair.threshold;
+      }
     }
   }
   p.partials = own.sums;
@@ -219,7 +235,7 @@ bool takes_products(const ExpandParams& e, Policy policy) {
          e.columns % 8 == 0 && takes_base && takes_operands(product_of(e, policy));
 }
 bool takes_products(const PanelParams& s, Policy policy) {
-  bool takes = one_group(s.rows) && (!s.masked || s.pairs.entries == nullptr);
+  bool takes = takes_rows(s.rows, s.pairs);
   for (int i = 0; i < s.num_operands; ++i) {
     const std::int64_t first = s.mask.columns | s.operands[i].mask_first;
     takes = takes && (!s.masked ||
@@ -281,6 +297,10 @@ void panel_products(const PanelParams& s, const StoredSums& stored, Policy polic
         s.masked ? rows_masked_tile(own.width, s.copies) : rows_launch_tile(own.width, s.copies);
     plan.parts = static_cast<int>(ceil_div<std::int64_t>(s.rows.num_rows, s.chunk.rows));
     plan.leaf = s.chunk.rows;
+    if (s.rows.offsets != nullptr) {
+      plan.parts = static_cast<int>(s.max_tiles);
+      plan.leaf = 0;
+    }
     if (stored.of[i]) {
       plan.columns = lora::cuda::kProductRows;
       plan.leaves = plan.parts;

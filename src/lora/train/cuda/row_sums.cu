@@ -175,7 +175,9 @@ void RowSums::run_panels(PanelParams panel) {
   if (plan_.whole) return whole_sums(panel, plan_.whole_ranks, p_.drops, stream_);
   const bool wide = kPanelShapes[panel.shape].ranks == kMostRanks &&
                     kPanelShapes[panel.shape].groups == 1 &&
-                    panel.chunk.rows % lora::cuda::kProductStep == 0;
+                    panel.chunk.rows % lora::cuda::kProductStep == 0 &&
+                    (panel.chunk.at_once == 0 ||
+                     panel.chunk.unit % lora::cuda::kProductStep == 0);
   if (wide && plan_.products && takes_products(panel, policy)) {
     StoredSums stored;
     for (int i = 0; i < panel.num_operands; ++i) {
@@ -191,7 +193,7 @@ void RowSums::run_panels(PanelParams panel) {
 
 /// Whether a product stores dA or dB, dense along its rows and of the operands' type.
 bool RowSums::stores_grad(const PanelParams& panel, const PanelOperand& o) const {
-  if (p_.num_adapters > 1 || o.num_slices > 1 || panel.pairs.entries != nullptr ||
+  if (panel.rows.offsets != nullptr || o.num_slices > 1 || panel.pairs.entries != nullptr ||
       panel.copies > 1 || panel.masked) {
     return false;
   }
