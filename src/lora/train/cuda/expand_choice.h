@@ -58,6 +58,7 @@ inline ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int wid
     return 2.0 *
            (tile_rows * (arrays * panel + plan.ranks * kL2Weight) + kL2Weight * panel * plan.ranks);
   };
+  const double wide_time = plan.ranks >= 64 ? kWideStreamTime : 1.0;
   double least = 0;
   for (int row_warps = 1; row_warps <= 2; row_warps *= 2) {
     const int panel = expand_warp_columns(plan.ranks) * (kThreads / 32) / row_warps;
@@ -69,7 +70,8 @@ inline ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int wid
       const double tiles = static_cast<double>(waves * at_once) / static_cast<double>(panels) -
                            0.5 * static_cast<double>(adapters);
       const double tile_rows = static_cast<double>(rows) / tiles + 8 * row_warps;
-      const double us = time_of(2 * waves, block_bytes(tile_rows, panel), 1.0);
+      const double us =
+          wide_time * time_of(2 * waves, block_bytes(tile_rows, panel), 1.0);
       if (least > 0 && us >= least) continue;
       least = us;
       const int fewest =
@@ -86,8 +88,7 @@ inline ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int wid
           1 << 20);
       const std::int64_t blocks = panels * (ceil_div<std::int64_t>(rows, tile_rows) + adapters / 2);
       const std::int64_t blocks_of_sm = ceil_div<std::int64_t>(blocks, machine.sms);
-      const double us = (plan.ranks >= 64 ? kWideStreamTime : 1.0) *
-                        (row_warps > 1 ? kTwoRowWarpsTime : 1.0) *
+      const double us = wide_time * (row_warps > 1 ? kTwoRowWarpsTime : 1.0) *
                         time_of(blocks_of_sm, block_bytes(static_cast<double>(tile_rows), panel),
                                 blocks_of_sm > 1 ? 1.0 : 0.7);
       if (least > 0 && us >= least) continue;

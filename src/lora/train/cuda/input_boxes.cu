@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// dx = ds A and dA^T = x^T ds, up to 64 ranks of one adapter or 32 of each of several, of
+// dx = ds A and dA^T = x^T ds, up to 64 ranks of each adapter, of
 // neighbouring dense rows of one 16-bit type on sm_90a: while x comes from memory for dA, dx goes
 // to it. The sums of expand_stream.cu and panel.cu in their order, by wgmma on boxes that the copy
 // engine brings and takes.
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(S::kThreads) __maxnreg__(S::kRegisters)
 #endif
 }
 
-template <class T, class S, bool kSegments = false>
+template <class T, class S>
 void launch_shape(const PanelParams& p, const Matrix& dx, DType dtype, Stream stream) {
   InputBoxParams params;
   set_params<S>(&params, p, dx, dtype);
@@ -118,7 +118,7 @@ void launch_shape(const PanelParams& p, const Matrix& dx, DType dtype, Stream st
   device::set_tensor_map(params.narrow, dtype, p.s, p.hidden_width, p.rows.num_rows, p.hidden_width,
                          kBlockRows);
   device::Launch l = launch_of<S>(params.panel, stream);
-  if constexpr (kSegments) {
+  if constexpr (S::kSegments) {
     l.grid = segment_grid(params.panel, &params.places);
     device::launch<input_segments_kernel<T, S>>("lora_train", l, params);
   } else {
@@ -130,7 +130,11 @@ template <class T>
 void launch_type(const PanelParams& p, const Matrix& dx, DxPanels panels, DType dtype,
                  Stream stream) {
   using enum DxPanels;
-  // Of up to 64 ranks of one adapter, in one chain. Few ranks mostly have panels of 128 columns.
+  // Of up to 64 ranks, in one chain. Few ranks mostly have panels of 128 columns.
+  const bool segments = p.rows.offsets != nullptr;
+  if (panels == k64 && segments) {
+    return launch_shape<T, Shape<64, kChainPanels, k64, 0, true>>(p, dx, dtype, stream);
+  }
   if (panels == k128) {
     return p.operands[0].width <= 32
                ? launch_shape<T, Shape<32, kChainPanels, k128>>(p, dx, dtype, stream)
@@ -141,10 +145,10 @@ void launch_type(const PanelParams& p, const Matrix& dx, DxPanels panels, DType 
     return launch_shape<T, Shape<64, kChainPanels, k64Pairs>>(p, dx, dtype, stream);
   }
   // Of 16 ranks the same, half of them zeros.
-  if (p.rows.offsets != nullptr) {
+  if (segments) {
     return p.masked
-               ? launch_shape<T, Shape<32, kInputPanels32, k256, 1>, true>(p, dx, dtype, stream)
-               : launch_shape<T, Shape<32, kInputPanels32, k256>, true>(p, dx, dtype, stream);
+               ? launch_shape<T, Shape<32, kInputPanels32, k256, 1, true>>(p, dx, dtype, stream)
+               : launch_shape<T, Shape<32, kInputPanels32, k256, 0, true>>(p, dx, dtype, stream);
   }
   if (p.shape == kInputPanels32) {
     return p.masked ? launch_shape<T, Shape<32, kInputPanels32, k256, 1>>(p, dx, dtype, stream)

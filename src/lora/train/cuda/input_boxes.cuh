@@ -22,9 +22,10 @@ inline constexpr int kWarpgroup = 128;
 /// and of whose dA one all or two a half; of 128, of whose dA one has all; or of 64, of whose dx
 /// two take boxes of rows in turns: by a thread block with an SM of its own or (k64Pairs) two of
 /// them. kChains: of dA, of every other 32 rows, or one. kDroppers: warpgroups that draw; more than
-/// five in all would leave each too few registers.
-template <int kRanks_, int kPlan, DxPanels kPanels, int kDroppers_ = 0>
+/// five in all would leave each too few registers. kSegments: rows may be of several adapters.
+template <int kRanks_, int kPlan, DxPanels kPanels, int kDroppers_ = 0, bool kSegments_ = false>
 struct Shape {
+  static constexpr bool kSegments = kSegments_;
   static constexpr int kRanks = kRanks_;
   static constexpr bool kDrops = kDroppers_ > 0, kPairs = kPanels == DxPanels::k64Pairs;
   static constexpr int kColumns = dx_columns(kPanels), kBlocks = kColumns / kBlockColumns;
@@ -39,7 +40,7 @@ struct Shape {
   static constexpr int kBuffers = kWhole || kTurns ? 1 : 2;     ///< of these on their way out
   static constexpr int kDroppers = kDroppers_;
   static constexpr int kThreads = (kSummers + kStorers + kDroppers) * kWarpgroup + 32;
-  static constexpr int kRegisters = kTurns ? 64 : 96;
+  static constexpr int kRegisters = kTurns && !kSegments ? 64 : 96;
   static constexpr int kStageBytes = kBlocks * kBlockBytes;
   /// ds of a step takes some 3 us to come from L2 while DRAM is busy: where a step is short, as
   /// many stages as x has.

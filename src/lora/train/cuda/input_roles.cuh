@@ -12,10 +12,9 @@ namespace mortar::lora::train::cuda::input_pass {
 
 using device::Major;
 
-/// Thread blocks that take boxes of dx in turns have rows of one adapter.
 template <class S>
 __device__ __forceinline__ bool ends_in_box(const PanelPart<>& part, int first) {
-  return !S::kTurns && cuda::ends_in_box(part, first);
+  return S::kSegments && cuda::ends_in_box(part, first);
 }
 
 /// Adds the products of a box of rows, of each block of 64 columns with all ranks: the rows of a

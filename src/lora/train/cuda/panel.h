@@ -158,6 +158,9 @@ inline void offer_chunks(const PanelProblem& p, int shape_index, PanelCut* best)
   }
 }
 
+/// Rows that take as long as a chunk's first stages and partial sums.
+inline constexpr int kSegmentFixedRows = 256;
+
 /// Chunks of several adapters' rows by products, whose clusters are one wave or few.
 inline RowCut segment_chunks(const PanelProblem& p) {
   using namespace lora::cuda;
@@ -167,11 +170,8 @@ inline RowCut segment_chunks(const PanelProblem& p) {
     clusters += ceil_div<std::int64_t>(p.columns[i], kProductCluster * kProductRows) *
                 ceil_div(p.width, tile);
   }
-  // A chunk's first stage and its partial sums take as long as so many rows.
-  const double fixed_steps = (kRampUs + tile / 64.0) / long_step_us(tile);
-  const int fixed_rows = static_cast<int>(fixed_steps) * kProductStep;
   RowCut cut = even_cut(p.rows, p.adapters, kProductStep, std::max<std::int64_t>(clusters, 1),
-                        kPanelSms / kProductCluster, fixed_rows);
+                        kPanelSms / kProductCluster, kSegmentFixedRows);
   // Shorter chunks would leave more bytes than they read.
   cut.rows = std::max(cut.rows, round_up(2 * p.width, kProductStep));
   return cut;
@@ -257,6 +257,20 @@ constexpr bool fills_with_dx(DxPanels panels, std::int64_t blocks, std::int64_t 
   return 8 * blocks >= 7 * sms;
 }
 
+/// Chunks of several adapters' rows with dx, by these.
+inline RowCut dx_chunks(const PanelProblem& x) {
+  const std::int64_t panels = ceil_div<std::int64_t>(x.columns[0], dx_columns(DxPanels::k64));
+  return even_cut(x.rows, x.adapters, lora::cuda::kProductStep, panels, kPanelSms,
+                  kSegmentFixedRows);
+}
+
+/// Whether panels of 64 columns with an SM each have the rows of each adapter at once.
+inline bool segments_with_dx(const PanelProblem& x) {
+  const std::int64_t panels = ceil_div<std::int64_t>(x.columns[0], dx_columns(DxPanels::k64));
+  return x.with_dx && x.adapters > 0 && x.by_products() && x.width <= kMostRanks &&
+         panels * x.adapters <= kPanelSms;
+}
+
 /// Whether dx comes in the pass over x for dA (input_boxes.cu), beside which it costs little, and
 /// in what panels. Of several adapters these have 256 columns, which are up to 32 ranks. So have
 /// those of one adapter up to 16, with dropout 32; its thread blocks have an SM each: where a
@@ -273,7 +287,7 @@ inline DxPanels dx_panels(const PanelProblem& x, const PanelPlan& plan, int sms,
   using enum DxPanels;
   if (x.width > kPanelShapes[plan.shape].ranks) return kNone;
   const bool wide_panels = plan.shape == kInputPanels || plan.shape == kInputPanels32;
-  if (x.adapters > 0) return wide_panels ? k256 : kNone;
+  if (x.adapters > 0) return wide_panels ? k256 : segments_with_dx(x) ? k64 : kNone;
   const std::int64_t chunks = ceil_div<std::int64_t>(x.rows, plan.chunk.rows);
   const auto blocks = [&](DxPanels panels) {
     return ceil_div<std::int64_t>(x.columns[0], dx_columns(panels)) * chunks;
@@ -350,6 +364,7 @@ inline int chunks_with_dx(const PanelProblem& x) {
 inline PanelPlan choose_input(const PanelProblem& x, int smem) {
   constexpr int kFewestRows = 256;
   PanelPlan chain = choose_panels(x, false, smem).plan;
+  if (segments_with_dx(x)) chain.chunk = dx_chunks(x);
   const int ranks = kPanelShapes[kInputPanels32].ranks;
   if (!x.with_dx || x.adapters > 0 || !x.by_products() || x.width > kMostRanks) return chain;
   if (x.width > ranks) {

@@ -19,14 +19,17 @@ struct RowCut {
   int blocks = 1;      ///< thread blocks side by side that have the same rows
   int at_once = 0;     ///< thread blocks that run at a time; 0: `rows` as they are
   int fixed_rows = 0;  ///< that take as long as a tile's start and end
+
+  bool operator==(const RowCut&) const = default;
 };
 inline constexpr int kMostEvenAdapters = 32;  ///< of which each lane of a warp has one
 inline constexpr int kMostCutRows = 1 << 24;  ///< of the smallest size
 
 /// Rows of a tile: one of kMostEvenAdapters sizes, 16 for every doubling.
 MORTAR_HOST_DEVICE constexpr int even_size(const RowCut& cut, int i) {
-  const std::int64_t rows = (cut.rows * std::int64_t{16 + i % 16} / 16) << (i / 16);
-  return static_cast<int>(round_up<std::int64_t>(rows, cut.unit));
+  static_assert(std::int64_t{kMostCutRows} * 31 < std::int64_t{1} << 30);
+  const unsigned rows = (static_cast<unsigned>(cut.rows) * (16u + i % 16u) / 16u) << (i / 16);
+  return static_cast<int>(round_up(rows, static_cast<unsigned>(cut.unit)));
 }
 /// Waves in which tiles of `adapters` may at least be cut as needed: twice as many as adapters fit.
 constexpr std::int64_t even_waves(std::int64_t adapters, std::int64_t blocks, int at_once) {

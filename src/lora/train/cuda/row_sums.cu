@@ -98,7 +98,7 @@ bool RowSums::sum_x_with_dx(const HiddenForms& ds) {
   const bool takes_plan =
       plan_.with_dx != DxPanels::kNone && !plan_.whole &&
       (plan.shape == kInputPanels || plan.shape == kInputPanels32 ||
-       (chain && p_.num_adapters == 1)) &&
+       (chain && (plan_.with_dx == DxPanels::k64 || grads_.rows.offsets == nullptr))) &&
       (plan.chunk.at_once > 0 ? plan.chunk.unit : plan.chunk.rows) % kBlockRows == 0 &&
       p_.hidden_width <= kPanelShapes[plan.shape].ranks;
   const auto takes = [&](const Matrix& m, std::int64_t columns) {

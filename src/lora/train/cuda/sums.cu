@@ -179,58 +179,78 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Gradients of the only adapter, and the thread blocks that each has.
-struct OneAdapterParams {
-  GradSum sums[2 * kLoraMaxSlices];
-  unsigned first_block[2 * kLoraMaxSlices + 1];
+/// Gradients of pairs that come with the launch, and the thread blocks that each has.
+struct FewPairsParams {
+  RowGroups rows;
+  RowCut chunks[2];  ///< of dB and of dA, of several adapters' rows
+  GradSum sums[2 * kOwnPairs];
+  int adapter[2 * kOwnPairs];
+  unsigned first_block[2 * kOwnPairs + 1];
   int num_sums;
 };
 
-/// The same of one adapter's gradients of whole vectors and few partials, by threads of so few
+/// The same of few pairs' gradients of whole vectors and few partials, by threads of so few
 /// registers that all of them fit an SM at once, some beside the pass over x. (us, a backward on an
 /// H200, without / with: rank 64, 1024 x 7168 x 2048 23.1 / 21.9, 4096 x 2560 x 9728 63.7 / 62.3;
 /// but of 8 and 16 partials, rank 32 and 16, 4096 x 4096 x 4096, 43.0 / 43.9 and 38.8 / 39.7.)
 __global__ void __launch_bounds__(kThreads, 8)
-    one_adapter_kernel(const __grid_constant__ OneAdapterParams p) {
+    few_pairs_kernel(const __grid_constant__ FewPairsParams p) {
   int which = 0;
   while (which + 1 < p.num_sums && blockIdx.x >= p.first_block[which + 1]) ++which;
   const GradSum& g = p.sums[which];
+  int chunks = g.chunks, first = 0;
+  if (p.rows.offsets != nullptr) {
+    const int adapter = p.adapter[which], lane = static_cast<int>(threadIdx.x) % 32;
+    const RowTile own = lane_group(p.rows);
+    const int rows = rows_of(p.rows, p.chunks[g.of_a ? 1 : 0], false, own);
+    const int tiles = (own.count + rows - 1) / rows;
+    chunks = __shfl_sync(0xffffffffu, tiles, adapter);
+    first = __reduce_add_sync(0xffffffffu, lane < adapter ? tiles : 0);
+  }
   const auto vectors = static_cast<unsigned>((g.of_a ? g.dense : g.ranks) / kVector);  // of a line
   const unsigned i = (blockIdx.x - p.first_block[which]) * kThreads + threadIdx.x;
   const unsigned line = i / vectors, at = (i - line * vectors) * kVector;
   const bool there = line < static_cast<unsigned>(g.of_a ? g.ranks : g.columns);
   const float* from = g.partials + std::int64_t{line} * g.dense + at;
   const std::int64_t to = line * g.out.row_stride + at;
+  if (first > 0) from += first * g.stride;
   device::pdl_begin(false);
-  if (!there) return;
-  store_vector(g.out, to, g.adds, sum_in_order<kFewLoads>(from, g.stride, g.chunks));
+  if (!there || (g.adds && chunks == 0)) return;
+  store_vector(g.out, to, g.adds, sum_in_order<kFewLoads>(from, g.stride, chunks));
 }
 
 /// False, and nothing done, for gradients that are not whole vectors, or of many partials.
-bool sum_of_one_adapter(const WeightGradParams& p, Stream stream) {
-  OneAdapterParams one{};
+bool sum_of_few_pairs(const WeightGradParams& p, Stream stream) {
+  FewPairsParams few{};
+  few.rows = p.rows;
   for (int i = 0; i < p.num_sums; ++i) {
     const GradSums& g = p.sums[i];
+    RowCut& chunk = few.chunks[g.side == Side::kA ? 1 : 0];
+    if (chunk.rows > 0 && chunk != g.chunk) return false;
+    chunk = g.chunk;
     const auto chunks = static_cast<int>(ceil_div<std::int64_t>(p.rows.num_rows, g.chunk.rows));
-    if (chunks > kFewLoads) return false;
-    for (int s = g.first_slice; s < g.first_slice + g.num_slices; ++s) {
+    if (chunks > kFewLoads * p.num_adapters) return false;
+    for (int pair = 0; pair < p.num_adapters * p.pairs.num_slices; ++pair) {
+      const int slice = pair % p.pairs.num_slices;
+      if (slice < g.first_slice || slice >= g.first_slice + g.num_slices) continue;
       const GradSum sum =
-          grad_sum_of(p.pairs.own[s], g, 0, chunks, p.hidden.first[s] - g.first_hidden);
+          grad_sum_of(p.pairs.own[pair], g, 0, chunks, p.hidden.first[slice] - g.first_hidden);
       if (sum.partials == nullptr) continue;
       if (!adds_vectors(sum.out, sum.of_a ? sum.columns : sum.ranks)) return false;
       const std::int64_t vectors = sum.columns * sum.ranks / kVector;
-      one.first_block[one.num_sums + 1] =
-          one.first_block[one.num_sums] +
+      few.first_block[few.num_sums + 1] =
+          few.first_block[few.num_sums] +
           static_cast<unsigned>(ceil_div<std::int64_t>(vectors, kThreads));
-      one.sums[one.num_sums++] = sum;
+      few.adapter[few.num_sums] = pair / p.pairs.num_slices;
+      few.sums[few.num_sums++] = sum;
     }
   }
   device::Launch l;
-  l.grid = dim3(one.first_block[one.num_sums]);
+  l.grid = dim3(few.first_block[few.num_sums]);
   l.threads = kThreads;
   l.stream = stream;
   l.pdl = true;
-  device::launch<one_adapter_kernel>("lora_train", l, one);
+  device::launch<few_pairs_kernel>("lora_train", l, few);
   return true;
 }
 
@@ -247,8 +267,9 @@ void sum_ds(const DsParams& p, Stream stream) {
 }
 
 void sum_weight_grads(WeightGradParams* p, Stream stream) {
-  const bool one = looks_ahead(p->pairs, p->rows) && p->num_adapters == 1 && p->rows.num_rows > 0;
-  if (one && sum_of_one_adapter(*p, stream)) return;
+  const bool few =
+      p->pairs.entries == nullptr && p->rows.groups == nullptr && p->rows.num_rows > 0;
+  if (few && sum_of_few_pairs(*p, stream)) return;
   std::int64_t most = 0;  // partials of a sum
   // Thread blocks of several adapters look up rows before they add anything: not in several waves.
   constexpr int kManyPlaces = 4;
