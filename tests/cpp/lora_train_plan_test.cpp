@@ -242,6 +242,28 @@ TEST(LoraTrainPlan, RowsOfSeveralAdaptersFillTheDeviceOnce) {
   EXPECT_EQ(even_blocks(b.x.chunk, ragged), std::pair(std::int64_t{128}, 576));
 }
 
+// Above 32 ranks by clusters of products, or with dx where panels have all adapters' rows at once.
+TEST(LoraTrainPlan, WideRanksOfSeveralAdaptersFillTheDeviceOnce) {
+  PanelProblem p;
+  p.rows = 2048;
+  p.matrices = 1;
+  p.columns[0] = 4096;
+  p.width = 64;
+  p.adapters = 2;
+  p.products = p.few_segments = p.with_dx = true;
+  const BackwardPlan b = choose_backward(p, p, true, 227 * 1024);
+  EXPECT_FALSE(b.one_pass) << to_string(b);
+  EXPECT_EQ(even_blocks(b.dy.chunk, {1024, 1024}), std::pair(std::int64_t{64}, 512));
+  EXPECT_EQ(even_blocks(b.x.chunk, {1024, 1024}), std::pair(std::int64_t{128}, 1024));
+  EXPECT_EQ(dx_panels(p, b.x, 132, 50 << 20), DxPanels::k64);
+  p.adapters = 8;
+  const PanelPlan apart = choose_input(p, 227 * 1024);
+  EXPECT_EQ(apart.shape, kChainPanels);
+  EXPECT_EQ(dx_panels(p, apart, 132, 50 << 20), DxPanels::kNone);
+  const ExpandPlan dx = choose_expand(2048, 4096, 128, 2, 1, Policy::kBFloat16, kH200);
+  EXPECT_EQ(dx.kernel, ExpandPlan::Kernel::kProduct) << describe(dx);
+}
+
 TEST(LoraTrainPlan, ProductsSumOverRowsFrom24RanksOn) {
   for (const int width : {8, 16, 24, 32, 40, 64}) {
     for (const bool products : {false, true}) {

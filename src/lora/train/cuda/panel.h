@@ -11,35 +11,11 @@
 
 #include "core/check.h"
 #include "lora/train/cuda/config.h"
+#include "lora/train/cuda/panel_problem.h"
 #include "lora/train/cuda/panel_shapes.h"
 #include "mortar/lora.h"
 
 namespace mortar::lora::train::cuda {
-
-/// What a pass over the matrices of all slices, or over x, depends on.
-struct PanelProblem {
-  std::int64_t rows = 0;
-  int matrices = 0;
-  std::array<std::int64_t, kLoraMaxSlices> columns{};
-  int width = 0;              ///< the most rank columns of any
-  std::int64_t adapters = 0;  ///< whose rows are cut apart; 0: one has all rows
-  bool products = false;      ///< lora/cuda/product.cu takes most operands: sm_90a
-  bool few_segments = false;  ///< the same of several adapters: their operands come with a launch
-  int copies = 1;             ///< columns of a rank (part_columns.cuh)
-  bool beside_ds = false;     ///< of dy: dB comes beside ds
-  bool with_dx = false;       ///< of x: dx is wanted, and not added to what is there
-
-  /// Whether chunks are those of products, and have one chain each.
-  bool by_products() const {
-    if (adapters > 0) return products && few_segments && width > kPanelShapes[kInputPanels32].ranks;
-    return width >= (products ? kLeastRowProductRanks : kLeastProductRanks);
-  }
-  /// Whether dB's thread blocks run beside those of ds by a product.
-  bool beside_product() const {
-    return beside_ds && copies == 1 && matrices == 1 && adapters == 0 &&
-           width >= kLeastProductRanks;
-  }
-};
 
 /// One such pass.
 struct PanelPlan {
@@ -158,25 +134,6 @@ inline void offer_chunks(const PanelProblem& p, int shape_index, PanelCut* best)
   }
 }
 
-/// Rows that take as long as a chunk's first stages and partial sums.
-inline constexpr int kSegmentFixedRows = 256;
-
-/// Chunks of several adapters' rows by products, whose clusters are one wave or few.
-inline RowCut segment_chunks(const PanelProblem& p) {
-  using namespace lora::cuda;
-  const int tile = rows_tile(p.width);
-  std::int64_t clusters = 0;  // side by side
-  for (int i = 0; i < p.matrices; ++i) {
-    clusters += ceil_div<std::int64_t>(p.columns[i], kProductCluster * kProductRows) *
-                ceil_div(p.width, tile);
-  }
-  RowCut cut = even_cut(p.rows, p.adapters, kProductStep, std::max<std::int64_t>(clusters, 1),
-                        kPanelSms / kProductCluster, kSegmentFixedRows);
-  // Shorter chunks would leave more bytes than they read.
-  cut.rows = std::max(cut.rows, round_up(2 * p.width, kProductStep));
-  return cut;
-}
-
 /// Chunks of several adapters' rows, of which each leaves half a chunk on average. Of few adapters
 /// the kernels choose the size.
 inline void offer_even_chunks(const PanelProblem& p, int shape_index, PanelCut* best) {
@@ -255,20 +212,6 @@ constexpr bool fills_with_dx(DxPanels panels, std::int64_t blocks, std::int64_t 
   if (blocks > sms) return false;
   if (panels == DxPanels::k128) return chunks > 1 && 6 * blocks >= 5 * sms;
   return 8 * blocks >= 7 * sms;
-}
-
-/// Chunks of several adapters' rows with dx, by these.
-inline RowCut dx_chunks(const PanelProblem& x) {
-  const std::int64_t panels = ceil_div<std::int64_t>(x.columns[0], dx_columns(DxPanels::k64));
-  return even_cut(x.rows, x.adapters, lora::cuda::kProductStep, panels, kPanelSms,
-                  kSegmentFixedRows);
-}
-
-/// Whether panels of 64 columns with an SM each have the rows of each adapter at once.
-inline bool segments_with_dx(const PanelProblem& x) {
-  const std::int64_t panels = ceil_div<std::int64_t>(x.columns[0], dx_columns(DxPanels::k64));
-  return x.with_dx && x.adapters > 0 && x.by_products() && x.width <= kMostRanks &&
-         panels * x.adapters <= kPanelSms;
 }
 
 /// Whether dx comes in the pass over x for dA (input_boxes.cu), beside which it costs little, and

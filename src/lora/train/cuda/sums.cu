@@ -200,12 +200,18 @@ __global__ void __launch_bounds__(kThreads, 8)
   const GradSum& g = p.sums[which];
   int chunks = g.chunks, first = 0;
   if (p.rows.offsets != nullptr) {
-    const int adapter = p.adapter[which], lane = static_cast<int>(threadIdx.x) % 32;
-    const RowTile own = lane_group(p.rows);
-    const int rows = rows_of(p.rows, p.chunks[g.of_a ? 1 : 0], false, own);
-    const int tiles = (own.count + rows - 1) / rows;
-    chunks = __shfl_sync(0xffffffffu, tiles, adapter);
-    first = __reduce_add_sync(0xffffffffu, lane < adapter ? tiles : 0);
+    // By one warp, as a lookup is some 300 instructions.
+    __shared__ int found[2];
+    if (threadIdx.x < 32) {
+      const int adapter = p.adapter[which], lane = static_cast<int>(threadIdx.x);
+      const RowTile own = lane_group(p.rows);
+      const int rows = rows_of(p.rows, p.chunks[g.of_a ? 1 : 0], false, own);
+      const int tiles = (own.count + rows - 1) / rows;
+      const int before = __reduce_add_sync(0xffffffffu, lane < adapter ? tiles : 0);
+      if (lane == adapter) found[0] = tiles, found[1] = before;
+    }
+    __syncthreads();
+    chunks = found[0], first = found[1];
   }
   const auto vectors = static_cast<unsigned>((g.of_a ? g.dense : g.ranks) / kVector);  // of a line
   const unsigned i = (blockIdx.x - p.first_block[which]) * kThreads + threadIdx.x;
