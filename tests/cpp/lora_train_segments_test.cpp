@@ -61,13 +61,12 @@ std::vector<TrainCase> cases() {
 }
 
 class LoraTrainSegments : public ::testing::TestWithParam<Device> {};
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LoraTrainSegments);  // on a machine without a GPU
 
 TEST_P(LoraTrainSegments, WideRanksMatchOracleInAnyStrides) {
   for (const TrainCase& c : cases()) {
     TrainStep step(c, GetParam());
     expect_matches(step);
-    expect_strides_change_no_bit(c, GetParam(), c.name);
+    if (GetParam().type == DeviceType::kCUDA) expect_strides_change_no_bit(c, GetParam(), c.name);
     if (HasFailure()) {
       ADD_FAILURE() << c.name;
       return;
@@ -102,7 +101,7 @@ TEST_P(LoraTrainSegments, NanStaysWithItsAdapter) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Devices, LoraTrainSegments, ::testing::ValuesIn(gpus()),
+INSTANTIATE_TEST_SUITE_P(Devices, LoraTrainSegments, ::testing::ValuesIn(devices()),
                          [](const auto& one) { return device_label(one.param); });
 
 }  // namespace

@@ -78,7 +78,8 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
     p.columns[i] = static_cast<int>(product.columns[i]);
     p.thresholds[i] = product.thresholds[i];
   }
-  for (int first = 0; !cuts_depth && first < product.segments * product.pairs; first += product.pairs) {
+  for (int first = 0; !cuts_depth && first < product.segments * product.pairs;
+       first += product.pairs) {
     int steps = 0;  // of the segment
     for (int i = 0; i < product.pairs; ++i) {
       const ProductOperand& b = product.b[first + i];

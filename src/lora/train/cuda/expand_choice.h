@@ -70,8 +70,7 @@ inline ExpandPlan choose_expand(std::int64_t rows, std::int64_t columns, int wid
       const double tiles = static_cast<double>(waves * at_once) / static_cast<double>(panels) -
                            0.5 * static_cast<double>(adapters);
       const double tile_rows = static_cast<double>(rows) / tiles + 8 * row_warps;
-      const double us =
-          wide_time * time_of(2 * waves, block_bytes(tile_rows, panel), 1.0);
+      const double us = wide_time * time_of(2 * waves, block_bytes(tile_rows, panel), 1.0);
       if (least > 0 && us >= least) continue;
       least = us;
       const int fewest =

@@ -62,7 +62,7 @@ inline std::int64_t dx_panels_of(const PanelProblem& x) {
   const std::int64_t columns = std::max<std::int64_t>(x.columns[0], 1);
   return ceil_div<std::int64_t>(columns, dx_columns(DxPanels::k64));
 }
-/// Whether such panels with an SM each have the rows of each adapter at once: dx then comes with dA.
+/// Whether such panels with an SM each have each adapter's rows at once: dx comes with dA then.
 inline bool segments_with_dx(const PanelProblem& x) {
   return x.with_dx && x.adapters > 0 && x.by_products() && x.width <= kMostRanks &&
          dx_panels_of(x) * x.adapters <= kPanelSms;

@@ -176,8 +176,7 @@ void RowSums::run_panels(PanelParams panel) {
   const bool wide = kPanelShapes[panel.shape].ranks == kMostRanks &&
                     kPanelShapes[panel.shape].groups == 1 &&
                     panel.chunk.rows % lora::cuda::kProductStep == 0 &&
-                    (panel.chunk.at_once == 0 ||
-                     panel.chunk.unit % lora::cuda::kProductStep == 0);
+                    (panel.chunk.at_once == 0 || panel.chunk.unit % lora::cuda::kProductStep == 0);
   if (wide && plan_.products && takes_products(panel, policy)) {
     StoredSums stored;
     for (int i = 0; i < panel.num_operands; ++i) {

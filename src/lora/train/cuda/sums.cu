@@ -273,8 +273,7 @@ void sum_ds(const DsParams& p, Stream stream) {
 }
 
 void sum_weight_grads(WeightGradParams* p, Stream stream) {
-  const bool few =
-      p->pairs.entries == nullptr && p->rows.groups == nullptr && p->rows.num_rows > 0;
+  const bool few = p->pairs.entries == nullptr && p->rows.groups == nullptr && p->rows.num_rows > 0;
   if (few && sum_of_few_pairs(*p, stream)) return;
   std::int64_t most = 0;  // partials of a sum
   // Thread blocks of several adapters look up rows before they add anything: not in several waves.
