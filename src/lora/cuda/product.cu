@@ -17,8 +17,8 @@
 // shared memory, while the next unit is multiplied. A part of the depth is one MMA chain, or some
 // leaves that are one each and are added in pairs. Rows may be of segments, each with its own b: a
 // unit then has rows of one segment, and those past its end are multiplied but not stored. Of sums
-// over rows segments cut the depth: a unit has a chunk of one, with zeros past its end. Dropout on a
-// is drawn as its stages pass (product_drop.cuh), that on what is stored before a base is added.
+// over rows segments cut the depth: a unit has a chunk of one, with zeros past its end. Dropout on
+// a is drawn as its stages pass (product_drop.cuh), that on what is stored before a base is added.
 // Wrong where there are few rows: half of the SMs then have nothing to do.
 #include "lora/cuda/product.h"
 

@@ -42,7 +42,6 @@ struct PartsShape {
   static constexpr int kSumRanks = kSumCopies * kRanks;  ///< columns of parts
   static constexpr bool kDrops = false;
   static constexpr int kColumns = dx_columns(DxPanels::k128), kBlocks = kColumns / kBlockColumns;
-  static constexpr bool kSegments = false;
   static constexpr int kSummers = 1, kStorers = kBlocks, kDroppers = 0;
   static constexpr int kThreads = (kSummers + kStorers) * kWarpgroup + 32, kRegisters = 152;
   static constexpr int kBuffers = kRanks > 16 ? 1 : 2;
