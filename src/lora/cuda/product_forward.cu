@@ -43,9 +43,9 @@ constexpr int padded_sums(int octets) { return 8 * (octets | 1); }
 /// columns of B.
 /// kShare: columns of B that share a row of 128 bytes, as they lie side by side. kHalves: of a
 /// tile's rows, up to 64 each; a warpgroup makes h of all columns of one of two.
-template <class T_, int kRanks, int kShare_, int kHalves_>
-struct ForwardShape : Shape<T_, kRanks, Major::kDepth, Major::kDepth, ProductEnd::kStore, 2, true,
-                            false, kHalves_ == 1> {
+template <int kRanks, int kShare_, int kHalves_>
+struct ForwardShape : Shape<AnyFloat16, kRanks, Major::kDepth, Major::kDepth, ProductEnd::kStore, 2,
+                            true, false, kHalves_ == 1> {
   static constexpr int kShare = kShare_, kLines = kForwardColumns / kShare, kHalves = kHalves_;
   static constexpr int kTileRows = kHalves * kForwardRows, kBoxes = kHalves;
   static constexpr int kStageBytes = std::max(kForwardColumns * device::kSwizzleBytes,
@@ -87,7 +87,7 @@ __device__ __forceinline__ void clear_hidden(unsigned char* hidden, int octets) 
 }
 
 /// Sums this thread block's rows of h, stores them and sends them to the whole cluster.
-template <class S>
+template <class T, class S>
 __device__ __forceinline__ void share_hidden(const ForwardParams& q, const Unit<S>& unit,
                                              const float* sums, unsigned char* hidden,
                                              device::Mbarrier* came) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void share_hidden(const ForwardParams& q, const Unit<
     if (octet >= octets) continue;
     const int tile_row = unit.part * own_rows + own_row;
     const uint4 words =
-        round_received<S>(sums, p.parts, own_rows, own_row, 8 * octet, factor, live);
+        round_received<T, S>(sums, p.parts, own_rows, own_row, 8 * octet, factor, live);
     const int half = tile_row < q.half_rows ? 0 : 1;
     auto* to = reinterpret_cast<float*>(hidden + half * kBlockBytes +
                                         device::swizzled(tile_row - half * q.half_rows, octet));
@@ -116,10 +116,9 @@ __device__ __forceinline__ void share_hidden(const ForwardParams& q, const Unit<
 }
 
 /// y of this thread block's columns: a warpgroup has 64 of the 128 that a stage has weights of.
-template <class S>
+template <class T, class S>
 __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& unit, Ring<S>* ring,
                                        unsigned char* smem) {
-  using T = typename S::T;
   constexpr int kSums = 64 / 2;
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4,
@@ -148,7 +147,7 @@ __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& un
     for (int half = 0; half < S::kHalves; ++half) {
       const auto own = a + half * (kBlockBytes / 16);
       if constexpr (S::kShare > 1) {
-        multiply_lines<S>(own, b, sums[half]);
+        multiply_lines<T, S>(own, b, sums[half]);
       } else {
 #pragma unroll
         for (int k = 0; k < S::kColumns / 16; ++k) {
@@ -179,7 +178,7 @@ __device__ __forceinline__ void make_y(const ForwardParams& q, const Unit<S>& un
         free_stage();
       }
       if constexpr (S::kShare > 1) {
-        if (16 * warp < q.half_rows) put_lines<S>(tile_bytes + (block - ring->tile), sum);
+        if (16 * warp < q.half_rows) put_lines<T, S>(tile_bytes + (block - ring->tile), sum);
       } else {
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
@@ -253,18 +252,21 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   auto* const out = reinterpret_cast<float*>(hidden + S::kHiddenBytes);
   float* const sums = out + S::kOutBytes / 4;
   clear_hidden<S>(hidden, octets);
-  float sum[S::kSums];
-  multiply(p, unit, &ring, sum);
-  if constexpr (S::kCopiesSums) {
-    copy_sums<S>(unit.part, p.parts, sums, out, sum, &received, p.tile_rows);
-  } else {
-    send_sums<S>(unit.part, p.parts, sums, sum, &received, p.tile_rows, octets);
-  }
-  received.wait(0);
-  share_hidden(q, unit, sums, hidden, &came);
-  came.wait(0);
-  device::fence_async_proxy();
-  make_y(q, unit, &ring, smem);
+  device::visit_checked_dtype(Float16DTypes(), p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    float sum[S::kSums];
+    multiply<S, T>(p, unit, &ring, sum);
+    if constexpr (S::kCopiesSums) {
+      copy_sums<S>(unit.part, p.parts, sums, out, sum, &received, p.tile_rows);
+    } else {
+      send_sums<S>(unit.part, p.parts, sums, sum, &received, p.tile_rows, octets);
+    }
+    received.wait(0);
+    share_hidden<T>(q, unit, sums, hidden, &came);
+    came.wait(0);
+    device::fence_async_proxy();
+    make_y<T>(q, unit, &ring, smem);
+  });
 #endif
 }
 
@@ -285,20 +287,19 @@ void launch_shape(const char* op, const ForwardProduct& product, const ForwardPl
   device::launch<forward_kernel<S>>(op, forward_launch<S>(q, plan, kForwardThreads, stream), q);
 }
 
-template <class T>
-void launch_type(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
-                 Stream stream) {
+void launch_ranks(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
+                  Stream stream) {
   const std::int64_t ranks = product.h.columns[0];
   if (plan.rows > kForwardRows) {
-    if (ranks <= 16) return launch_shape<ForwardShape<T, 16, 1, 2>>(op, product, plan, stream);
-    if (ranks <= 32) return launch_shape<ForwardShape<T, 32, 1, 2>>(op, product, plan, stream);
-    return launch_shape<ForwardShape<T, 64, 1, 2>>(op, product, plan, stream);
+    if (ranks <= 16) return launch_shape<ForwardShape<16, 1, 2>>(op, product, plan, stream);
+    if (ranks <= 32) return launch_shape<ForwardShape<32, 1, 2>>(op, product, plan, stream);
+    return launch_shape<ForwardShape<64, 1, 2>>(op, product, plan, stream);
   }
   const int share = rows_of_line(product, plan);
-  if (share == 4) return launch_shape<ForwardShape<T, 32, 4, 1>>(op, product, plan, stream);
-  if (share == 2) return launch_shape<ForwardShape<T, 32, 2, 1>>(op, product, plan, stream);
-  ranks <= 32 ? launch_shape<ForwardShape<T, 32, 1, 1>>(op, product, plan, stream)
-              : launch_shape<ForwardShape<T, 64, 1, 1>>(op, product, plan, stream);
+  if (share == 4) return launch_shape<ForwardShape<32, 4, 1>>(op, product, plan, stream);
+  if (share == 2) return launch_shape<ForwardShape<32, 2, 1>>(op, product, plan, stream);
+  ranks <= 32 ? launch_shape<ForwardShape<32, 1, 1>>(op, product, plan, stream)
+              : launch_shape<ForwardShape<64, 1, 1>>(op, product, plan, stream);
 }
 
 }  // namespace
@@ -319,8 +320,7 @@ void launch_forward(const char* op, const ForwardProduct& product, const Forward
             plan.rows > 0 && plan.rows <= kTallForwardRows && plan.rows % kForwardRowUnit == 0,
         op, ": no h and y in one launch");
   if (product.h.columns[0] > kForwardRanks) return launch_wide_forward(op, product, plan, stream);
-  product.h.dtype == DType::kFloat16 ? launch_type<__half>(op, product, plan, stream)
-                                     : launch_type<__nv_bfloat16>(op, product, plan, stream);
+  launch_ranks(op, product, plan, stream);
 }
 
 }  // namespace mortar::lora::cuda

@@ -41,11 +41,10 @@ __device__ __forceinline__ void store_rows(const SegmentParams& p, const Tile& t
 }
 
 /// y of this thread block's columns: a warpgroup has 64 of the 128 that a stage has weights of.
-template <class S, int kAdapters>
+template <class T, class S, int kAdapters>
 __device__ __forceinline__ void make_y(const SegmentParams& p, const Tile& tile,
                                        unsigned char* smem, Barriers<S>& bars,
                                        device::RingCursor<S::kStages>& at) {
-  using T = typename S::T;
   constexpr int kSums = 64 / 2;
   const Part part(p);
   const int thread = static_cast<int>(threadIdx.x), warpgroup = thread / kWarpgroup;
@@ -76,7 +75,7 @@ __device__ __forceinline__ void make_y(const SegmentParams& p, const Tile& tile,
           base + stages[k] * S::kStageBytes + warpgroup * kBlockBytes / S::kShare, kBlockBytes);
       auto& own = reinterpret_cast<float(&)[kSums]>(sum[k * kSums]);
       if constexpr (S::kShare > 1) {
-        multiply_lines<S>(h, b, own);
+        multiply_lines<T, S>(h, b, own);
       } else {
 #pragma unroll
         for (int n = 0; n < S::kRanks / 16; ++n) {
@@ -104,7 +103,7 @@ __device__ __forceinline__ void make_y(const SegmentParams& p, const Tile& tile,
     }
     if (16 * warp < tile.count) {
       if constexpr (S::kShare > 1) {
-        put_lines<S>(smem + block, reinterpret_cast<float(&)[kSums]>(sum));
+        put_lines<T, S>(smem + block, reinterpret_cast<float(&)[kSums]>(sum));
       } else {
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {

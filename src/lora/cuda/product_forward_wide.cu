@@ -29,9 +29,8 @@ namespace {
 using namespace product;
 
 /// A stage has room for 64 columns of x and A, or for 128 columns of B or of a base.
-template <class T_>
-struct WideForwardShape
-    : Shape<T_, kWideForwardRanks, Major::kDepth, Major::kDepth, ProductEnd::kStore, 1, true> {
+struct WideForwardShape : Shape<AnyFloat16, kWideForwardRanks, Major::kDepth, Major::kDepth,
+                                ProductEnd::kStore, 1, true> {
   static constexpr int kLines = kForwardColumns, kShare = 1;
   static constexpr int kTileRows = kWideForwardRows, kHalves = 2, kBoxes = 1;
   static constexpr int kRankBlock = kWideForwardRows * device::kSwizzleBytes;  ///< 64 ranks of h
@@ -41,8 +40,8 @@ struct WideForwardShape
   static constexpr int kSumBytes = kWideForwardRows * kWideForwardRanks * 4;
   static_assert(2 * 4 * kBlockBytes <= kSumBytes, "y has room");
   static constexpr int kTileBytes = kHiddenBytes + kSumBytes;
-  static constexpr int kStages = (kStoreRingBytes - kTileBytes) / WideForwardShape::kStageBytes;
-  static constexpr int kSmem = kStages * WideForwardShape::kStageBytes + kTileBytes +
+  static constexpr int kStages = (kStoreRingBytes - kTileBytes) / kStageBytes;
+  static constexpr int kSmem = kStages * kStageBytes + kTileBytes +
                                2 * kStages * static_cast<int>(sizeof(device::Mbarrier)) +
                                static_cast<int>(sizeof(Segments));
 };
@@ -98,7 +97,7 @@ __device__ __forceinline__ bool gather_sums(const Unit<S>& unit, int parts, cons
 }
 
 /// Rounds this warp's rows of h, stores them and sends them to the whole cluster.
-template <class S>
+template <class T, class S>
 __device__ __forceinline__ void share_hidden(const Params& p, const Unit<S>& unit, int end,
                                              const float (&sum)[S::kSums], unsigned char* hidden,
                                              device::Mbarrier* came) {
@@ -109,7 +108,7 @@ __device__ __forceinline__ void share_hidden(const Params& p, const Unit<S>& uni
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       std::uint32_t words[4];
-      round_row<typename S::T>(words, sum + 16 * g + 2 * half);
+      round_row<T>(words, sum + 16 * g + 2 * half);
       const int row = 16 * warp + 8 * half + lane / 4;
       auto* to = reinterpret_cast<float*>(hidden + octet / 8 * S::kRankBlock +
                                           device::swizzled(row, octet % 8));
@@ -126,11 +125,9 @@ __device__ __forceinline__ void share_hidden(const Params& p, const Unit<S>& uni
 
 /// y of this thread block's columns: each warpgroup has half of the rows, and multiplies 128
 /// columns while it stores those before.
-template <class S>
+template <class T, class S>
 class MakeY {
  public:
-  using T = typename S::T;
-
   __device__ __forceinline__ MakeY(const ForwardParams& q, const Unit<S>& unit, Ring<S>* ring,
                                    unsigned char* smem)
       : q_(q),
@@ -310,25 +307,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   device::more_registers<S::kConsumerRegisters>();
   unsigned char* const hidden = smem + S::kStages * S::kStageBytes;
-  float sum[S::kSums];
-  multiply(p, unit, &ring, sum);
-  if (gather_sums<S>(unit, p.parts, owners, reinterpret_cast<float4*>(hidden + S::kHiddenBytes),
-                     &received, sum)) {
-    scale_sums<S>(p, unit, sum);
-    share_hidden<S>(p, unit, min(unit.end, unit.row + p.tile_rows), sum, hidden, &came);
-  }
-  came.wait(0);
-  device::fence_async_proxy();  // the others' stores of h
-  MakeY<S>(q, unit, &ring, smem).run(unit.part);
+  device::visit_checked_dtype(Float16DTypes(), p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    float sum[S::kSums];
+    multiply<S, T>(p, unit, &ring, sum);
+    if (gather_sums<S>(unit, p.parts, owners, reinterpret_cast<float4*>(hidden + S::kHiddenBytes),
+                       &received, sum)) {
+      scale_sums<S>(p, unit, sum);
+      share_hidden<T, S>(p, unit, min(unit.end, unit.row + p.tile_rows), sum, hidden, &came);
+    }
+    came.wait(0);
+    device::fence_async_proxy();  // the others' stores of h
+    MakeY<T, S>(q, unit, &ring, smem).run(unit.part);
+  });
 #endif
-}
-
-template <class T>
-void launch_type(const char* op, const ForwardProduct& product, const ForwardPlan& plan,
-                 Stream stream) {
-  using S = WideForwardShape<T>;
-  const ForwardParams q = make_forward_params<S>(op, product, plan);
-  device::launch<wide_forward_kernel<S>>(op, forward_launch<S>(q, plan, kThreads, stream), q);
 }
 
 }  // namespace
@@ -338,8 +330,9 @@ void launch_wide_forward(const char* op, const ForwardProduct& product, const Fo
   check(
       plan.rows <= kWideForwardRows && plan.rows % 16 == 0 && plan.leaves <= kMostWideForwardLeaves,
       op, ": no h and y of so many ranks in one launch");
-  product.h.dtype == DType::kFloat16 ? launch_type<__half>(op, product, plan, stream)
-                                     : launch_type<__nv_bfloat16>(op, product, plan, stream);
+  using S = WideForwardShape;
+  const ForwardParams q = make_forward_params<S>(op, product, plan);
+  device::launch<wide_forward_kernel<S>>(op, forward_launch<S>(q, plan, kThreads, stream), q);
 }
 
 }  // namespace mortar::lora::cuda

@@ -49,6 +49,8 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
   Params p{};
   const bool along_depth = product.along_depth || product.pairs == 1;
   p.num_groups = along_depth ? 1 : product.pairs;
+  p.dtype = product.dtype;
+  p.forms = product.end == ProductEnd::kForms;
   p.offsets = product.offsets;
   p.rng = product.rng;
   p.mask_columns = product.mask_columns;

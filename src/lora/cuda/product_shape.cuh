@@ -37,12 +37,17 @@ struct Segments {
   int end[kMostProductPairs + 1], chunk;  ///< where these cut the depth
 };
 
+/// Either 16-bit type: a kernel's warps part by the one that its parameters name, before their
+/// loops.
+struct AnyFloat16 {};
+
 /// kLevels: of the tree of leaves that a thread holds; of those kParked in shared memory, as two
 /// sets of 64 sums and 64 more are too many for its registers. kSplit: the thread blocks of a
 /// cluster have the same rows and share the depth; else they have neighbouring rows and share b.
 /// kDrops: dropout on a. kByColumns: a tile has half of the rows, and the two warpgroups have
 /// columns of their own. The sums of a wide tile then fit the registers, and the thread blocks of a
 /// cluster send each other half as much.
+/// T: the operands' type, or AnyFloat16 of kernels that pass it to what computes.
 template <class T_, int kColumns_, Major kA_, Major kB_, ProductEnd kEnd_, int kLevels_,
           bool kSplit_ = false, bool kDrops_ = false, bool kByColumns_ = false>
 struct Shape {
@@ -108,7 +113,9 @@ struct Params {
   int segments, pairs;
   int num_groups, tiles, parts, part_steps, leaf_steps, leaves, units;
   int tile_rows;  ///< of clusters that share the depth
+  DType dtype;
   bool early, scaled, adds_copies;
+  bool forms;  ///< ProductEnd::kForms, which has no shapes of its own
   std::int64_t rows;
   float* partials;
   std::int64_t part_stride, row_stride, column_stride;

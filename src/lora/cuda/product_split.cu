@@ -10,6 +10,8 @@
 // by st.async, and each adds those of some rows, in the tree's order, and rounds them: no partial
 // sums in memory, and no kernel that waits for this one to add them. Where b has columns of parts
 // of float32 weights, three make one value, which leaves in all the forms that others read.
+#include <type_traits>
+
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -27,7 +29,7 @@ namespace {
 using namespace product;
 
 /// This thread block's share of the tile's rows: all blocks' sums, rounded.
-template <class S>
+template <class T, class S>
 __device__ __forceinline__ void store_share(const Params& p, const Unit<S>& unit,
                                             const float* sums) {
   constexpr int kOctets = S::kColumns / 8;
@@ -38,7 +40,7 @@ __device__ __forceinline__ void store_share(const Params& p, const Unit<S>& unit
     const int row = unit.row + unit.part * own_rows + i / kOctets, column = i % kOctets * 8;
     if (row >= unit.end || unit.column + column >= unit.columns) continue;
     const uint4 words =
-        round_received<S>(sums, p.parts, own_rows, i / kOctets, column, factor, live);
+        round_received<T, S>(sums, p.parts, own_rows, i / kOctets, column, factor, live);
     auto* to = static_cast<unsigned short*>(p.out) + row * p.out_stride +
                p.groups[unit.group].first_column + unit.column + column;
     *reinterpret_cast<uint4*>(to) = words;
@@ -50,8 +52,9 @@ __device__ __forceinline__ void store_share(const Params& p, const Unit<S>& unit
 /// rank 64, 4096 x 4096 x 4096 51.6 / 49.6; but with dropout, rank 16, 37.3 / 38.9, and a backward
 /// of 512 rows 20.4 / 20.9.)
 template <class S>
-inline constexpr bool kAsksAhead =
-    S::kEnd == ProductEnd::kForms && !S::kDrops && S::kB == Major::kDepth;
+__device__ __forceinline__ bool asks_ahead(const Params& p) {
+  return !S::kDrops && S::kB == Major::kDepth && p.forms;
+}
 
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -72,31 +75,33 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   device::cluster_arrive_relaxed();  // fence_init() has shown the barriers
   device::cluster_wait();            // all blocks run, and their barriers are there
-  const bool ahead = kAsksAhead<S> && p.offsets == nullptr && threadIdx.x >= kConsumers;
+  const bool ahead = asks_ahead<S>(p) && p.offsets == nullptr && threadIdx.x >= kConsumers;
   if (!ahead) device::pdl_begin(false);
   const int index = static_cast<int>(blockIdx.x);
   if (index >= find_segments<S>(p, ring.segments)) return;
   const Unit<S> unit(p, *ring.segments, index);
   if (threadIdx.x >= kConsumers) {
     device::fewer_registers<S::kProducerRegisters>();
-    if (threadIdx.x == kConsumers) produce<S, false, 1, kAsksAhead<S>>(p, ring, unit);
+    if (threadIdx.x == kConsumers) produce<S>(p, ring, unit, asks_ahead<S>(p));
     return;
   }
   device::more_registers<S::kConsumerRegisters>();
   auto* const sums = reinterpret_cast<float*>(smem + S::kStages * S::kStageBytes);
-  float sum[S::kSums];
-  multiply(p, unit, &ring, sum);
-  send_sums<S>(unit.part, p.parts, sums, sum, &received);
-  received.wait(0);
-  // Made anew: kept, what it has would take registers of sums.
-  int same = index;
-  asm volatile("" : "+r"(same));
-  const Unit<S> stored(p, *ring.segments, same);
-  if constexpr (S::kEnd == ProductEnd::kForms) {
-    store_forms_share<S>(p, stored, sums);
-  } else {
-    store_share<S>(p, stored, sums);
-  }
+  device::visit_checked_dtype(Float16DTypes(), p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    float sum[S::kSums];
+    multiply<S, T>(p, unit, &ring, sum);
+    send_sums<S>(unit.part, p.parts, sums, sum, &received);
+    received.wait(0);
+    // Made anew: kept, what it has would take registers of sums.
+    int same = index;
+    asm volatile("" : "+r"(same));
+    const Unit<S> stored(p, *ring.segments, same);
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // whose parts are no float16
+      if (p.forms) return store_forms_share<S>(p, stored, sums);
+    }
+    store_share<T, S>(p, stored, sums);
+  });
 #endif
 }
 
@@ -107,53 +112,26 @@ void launch_shape(const char* op, const Product& product, const ProductPlan& pla
       op, cluster_launch(p.units, plan.parts, kThreads, S::kSmem, stream), p);
 }
 
-template <class T, Major kB>
+template <Major kB, bool kDrops>
 void launch_columns(const char* op, const Product& product, const ProductPlan& plan,
                     Stream stream) {
-  constexpr auto kDepth = Major::kDepth;
-  constexpr auto kStore = ProductEnd::kStore;
-  if constexpr (kB == Major::kDepth) {
-    if (product.rng != nullptr) {
-      return plan.columns == 64 ? launch_shape<Shape<T, 64, kDepth, kB, kStore, 2, true, true>>(
-                                      op, product, plan, stream)
-                                : launch_shape<Shape<T, 128, kDepth, kB, kStore, 1, true, true>>(
-                                      op, product, plan, stream);
-    }
-    if (plan.columns == 64 && plan.rows < kProductRows) {
-      return launch_shape<Shape<T, 64, kDepth, kB, kStore, 2, true, false, true>>(op, product, plan,
-                                                                                  stream);
-    }
-  }
-  plan.columns == 64
-      ? launch_shape<Shape<T, 64, kDepth, kB, kStore, 2, true>>(op, product, plan, stream)
-      : launch_shape<Shape<T, 128, kDepth, kB, kStore, 1, true>>(op, product, plan, stream);
-}
-
-template <class T>
-void launch_type(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {
-  dense_rows_of_b(product) ? launch_columns<T, Major::kRows>(op, product, plan, stream)
-                           : launch_columns<T, Major::kDepth>(op, product, plan, stream);
-}
-
-template <Major kB, bool kDrops>
-void launch_forms(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {
   const auto run = [&]<int kColumns, int kLevels, bool kByColumns>() {
-    launch_shape<Shape<__nv_bfloat16, kColumns, Major::kDepth, kB, ProductEnd::kForms, kLevels,
-                       true, kDrops, kByColumns>>(op, product, plan, stream);
+    launch_shape<Shape<AnyFloat16, kColumns, Major::kDepth, kB, ProductEnd::kStore, kLevels, true,
+                       kDrops, kByColumns>>(op, product, plan, stream);
   };
   if (plan.columns == 192) return run.template operator()<192, 2, true>();
   if constexpr (kB == Major::kDepth) {
     if (plan.columns == 96) return run.template operator()<96, 2, true>();
     if (plan.rows < kProductRows) return run.template operator()<64, 2, true>();
-  } else {
-    if (plan.columns == 128) return run.template operator()<128, 1, false>();
   }
+  if (plan.columns == 128) return run.template operator()<128, 1, false>();
   run.template operator()<64, 2, false>();
 }
 template <Major kB>
-void launch_forms(const char* op, const Product& product, const ProductPlan& plan, Stream stream) {
-  product.rng != nullptr ? launch_forms<kB, true>(op, product, plan, stream)
-                         : launch_forms<kB, false>(op, product, plan, stream);
+void launch_columns(const char* op, const Product& product, const ProductPlan& plan,
+                    Stream stream) {
+  product.rng != nullptr ? launch_columns<kB, true>(op, product, plan, stream)
+                         : launch_columns<kB, false>(op, product, plan, stream);
 }
 
 }  // namespace
@@ -170,13 +148,9 @@ void launch_split_product(const char* op, const Product& product, const ProductP
             (!product.along_depth || product.pairs == 1) && plan.parts > 1 &&
             plan.parts <= kMostProductParts,
         op, ": no product of clusters that share the depth");
-  if (forms) {
-    check(product.dtype == DType::kBFloat16, op, ": parts are bfloat16");
-    return dense_rows_of_b(product) ? launch_forms<Major::kRows>(op, product, plan, stream)
-                                    : launch_forms<Major::kDepth>(op, product, plan, stream);
-  }
-  product.dtype == DType::kFloat16 ? launch_type<__half>(op, product, plan, stream)
-                                   : launch_type<__nv_bfloat16>(op, product, plan, stream);
+  check(!forms || product.dtype == DType::kBFloat16, op, ": parts are bfloat16");
+  dense_rows_of_b(product) ? launch_columns<Major::kRows>(op, product, plan, stream)
+                           : launch_columns<Major::kDepth>(op, product, plan, stream);
 }
 
 }  // namespace mortar::lora::cuda

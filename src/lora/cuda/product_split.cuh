@@ -15,10 +15,11 @@
 namespace mortar::lora::cuda::product {
 
 /// Copies the stages of a unit; by one thread. kOnce: nobody reads a again. kBoxes: of a's rows,
-/// for 64 rows of MMAs each, or one for all. kAhead: the kernel before writes b alone, and has
+/// for 64 rows of MMAs each, or one for all. `ahead`: the kernel before writes b alone, and has
 /// waited for all before it, so that a's boxes of all stages are asked for before it has ended.
-template <class S, bool kOnce = false, int kBoxes = 1, bool kAhead = false>
-__device__ __forceinline__ void produce(const Params& p, Ring<S>& ring, const Unit<S>& unit) {
+template <class S, bool kOnce = false, int kBoxes = 1>
+__device__ __forceinline__ void produce(const Params& p, Ring<S>& ring, const Unit<S>& unit,
+                                        bool ahead = false) {
   const CUtensorMap& b = p.b[unit.first_b];
   const auto copy_rows = [&](int i, std::uint32_t stage, device::Mbarrier* full) {
     full->arrive_and_expect(p.tile_rows * device::kSwizzleBytes +
@@ -32,7 +33,7 @@ __device__ __forceinline__ void produce(const Params& p, Ring<S>& ring, const Un
             : device::copy_box(at, p.a[0], depth, row, full);
     }
   };
-  if constexpr (kAhead) {
+  if (ahead) {
     for (int i = 0; i < min(S::kStages, unit.steps); ++i) {
       copy_rows(i, ring.stages + i * S::kStageBytes, ring.full + i);
     }
@@ -40,7 +41,7 @@ __device__ __forceinline__ void produce(const Params& p, Ring<S>& ring, const Un
   }
   for (int i = 0; i < unit.steps; ++i, ring.at.next()) {
     device::Mbarrier* full = ring.full + ring.at.stage;
-    if (!kAhead || i >= S::kStages) {
+    if (!ahead || i >= S::kStages) {
       ring.empty[ring.at.stage].wait((ring.at.round & 1) ^ 1);
       copy_rows(i, ring.stage(), full);
     }
@@ -171,7 +172,7 @@ __device__ __forceinline__ float4 sum_received(const float* sums, int parts, int
 
 /// Eight of these, times `factor` and rounded; zeros from the `live`-th column on, where zeros of
 /// the copies may have met Inf or NaN.
-template <class S>
+template <class T, class S>
 __device__ __forceinline__ uint4 round_received(const float* sums, int parts, int own_rows,
                                                 int own_row, int column, float factor, int live) {
   std::uint32_t words[4];
@@ -181,8 +182,8 @@ __device__ __forceinline__ uint4 round_received(const float* sums, int parts, in
     const auto scaled = [&](float one, int k) {
       return column + 4 * half + k < live ? factor * one : 0.0f;
     };
-    words[2 * half] = device::pack2<typename S::T>(scaled(all.x, 0), scaled(all.y, 1));
-    words[2 * half + 1] = device::pack2<typename S::T>(scaled(all.z, 2), scaled(all.w, 3));
+    words[2 * half] = device::pack2<T>(scaled(all.x, 0), scaled(all.y, 1));
+    words[2 * half + 1] = device::pack2<T>(scaled(all.z, 2), scaled(all.w, 3));
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
 }

@@ -38,7 +38,7 @@ constexpr int kFloatBytes = kRanks * device::kSwizzleBytes;  ///< of a box of A
 constexpr int kAheadLines = 4;  ///< of a row, asked for before the wait
 
 struct FloatsShape
-    : Shape<__nv_bfloat16, 64, Major::kDepth, Major::kDepth, ProductEnd::kForms, 2, true> {
+    : Shape<__nv_bfloat16, 64, Major::kDepth, Major::kDepth, ProductEnd::kStore, 2, true> {
   static constexpr int kSlotBytes = forward_parts::kSlotBytes;
   /// Each warp has its own stages: a barrier's phase that is two ahead would be taken for the one
   /// that has ended.
