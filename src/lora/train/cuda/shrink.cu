@@ -11,7 +11,10 @@
 // A thread block has 128 rows, up to 32 rank columns and some leaves of the columns, which pass in
 // blocks of 64 through a ring of four stages. A warp has 16 rows; its sums are one chain over a
 // leaf, and leaves are added by the tree of LeafSums.
+#include <type_traits>
+
 #include "core/check.h"
+#include "device/dtype_visitor.cuh"
 #include "device/launch.cuh"
 #include "device/leaf_sums.cuh"
 #include "lora/train/cuda/kernels.cuh"
@@ -47,10 +50,12 @@ template <bool kSplit>
 constexpr int kBlocks = 2;
 #endif
 
-template <class T, bool kSplit, int kRanks>
+template <bool kSplit, int kRanks>
 __global__ void __launch_bounds__(kThreads, kBlocks<kSplit>)
     shrink_kernel(const __grid_constant__ ShrinkParams p) {
   using Tile = ShrinkTile<kSplit, kRanks>;
+  using DTypes = std::conditional_t<kSplit, DTypeList<DType::kBFloat16>, Float16DTypes>;
+  const DType dtype = kSplit ? DType::kBFloat16 : p.wide.m.dtype;  // that is multiplied
   extern __shared__ __align__(128) char smem[];
   __shared__ Pairs pairs;
   __shared__ int row_of[kTileRows];
@@ -117,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kSplit>)
   int step = 0;
 #pragma unroll 1
   for (int leaf = 0; leaf < leaves; ++leaf) {
-    Sums<T, kSplit> sums[kRanks / 8];
+    Sums<__nv_bfloat16, kSplit> sums[kRanks / 8];
     const int leaf_end = min(steps, (leaf + 1) * leaf_steps);
     for (; step < leaf_end; ++step) {
       if constexpr (Tile::kDepth == 1) {
@@ -145,29 +150,37 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kSplit>)
       }
       const std::uint32_t wide = device::smem_address(stage);
       const std::uint32_t weights = wide + Tile::kPlanes * Tile::kWideBytes;
+      device::visit_checked_dtype(DTypes(), dtype, [&](auto type) {
+        using T = typename decltype(type)::type;
 #pragma unroll
-      for (int k = 0; k < kBlockColumns / 16; ++k) {
-        std::uint32_t a[Tile::kPlanes][4];
-#pragma unroll
-        for (int plane = 0; plane < Tile::kPlanes; ++plane) {
-          load_a(a[plane], wide + plane * Tile::kWideBytes, warp_row, k);
-        }
-#pragma unroll
-        for (int n = 0; n < kRanks; n += 16) {
-          std::uint32_t low[Tile::kPlanes][2], high[Tile::kPlanes][2];
+        for (int k = 0; k < kBlockColumns / 16; ++k) {
+          std::uint32_t a[Tile::kPlanes][4];
 #pragma unroll
           for (int plane = 0; plane < Tile::kPlanes; ++plane) {
-            std::uint32_t b[4];
-            load_b(b, weights + plane * Tile::kWeightBytes, n, k, p.weights.rows_are_ranks);
-            low[plane][0] = b[0];
-            low[plane][1] = b[1];
-            high[plane][0] = b[2];
-            high[plane][1] = b[3];
+            load_a(a[plane], wide + plane * Tile::kWideBytes, warp_row, k);
           }
-          sums[n / 8].add(a, low, p.wide.parts, p.weights.parts);
-          sums[n / 8 + 1].add(a, high, p.wide.parts, p.weights.parts);
+#pragma unroll
+          for (int n = 0; n < kRanks; n += 16) {
+            std::uint32_t low[Tile::kPlanes][2], high[Tile::kPlanes][2];
+#pragma unroll
+            for (int plane = 0; plane < Tile::kPlanes; ++plane) {
+              std::uint32_t b[4];
+              load_b(b, weights + plane * Tile::kWeightBytes, n, k, p.weights.rows_are_ranks);
+              low[plane][0] = b[0];
+              low[plane][1] = b[1];
+              high[plane][0] = b[2];
+              high[plane][1] = b[3];
+            }
+            if constexpr (kSplit) {
+              sums[n / 8].add(a, low, p.wide.parts, p.weights.parts);
+              sums[n / 8 + 1].add(a, high, p.wide.parts, p.weights.parts);
+            } else {
+              device::mma_16816<T>(sums[n / 8].sum, a[0], low[0][0], low[0][1]);
+              device::mma_16816<T>(sums[n / 8 + 1].sum, a[0], high[0][0], high[0][1]);
+            }
+          }
         }
-      }
+      });
     }
 #pragma unroll
     for (int i = 0; i < kRanks / 2; ++i) sum[i] = sums[i / 4].total(i % 4);
@@ -177,34 +190,23 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kSplit>)
   store_partials<kRanks>(p, rows, part, first_rank, warp_row + threadIdx.x % 32 / 4, sum);
 }
 
-template <class T, bool kSplit, int kRanks>
+template <bool kSplit, int kRanks>
 void launch_shrink(const ShrinkParams& p, Stream stream) {
   device::Launch l;
   l.grid = dim3(static_cast<unsigned>(p.max_tiles), p.plan.parts, ceil_div(p.width, kRanks));
   l.threads = kThreads;
   l.smem = ShrinkTile<kSplit, kRanks>::kSmem;
   l.stream = stream;
-  device::launch<shrink_kernel<T, kSplit, kRanks>>("lora_train", l, p);
-}
-
-template <class T, bool kSplit>
-void launch_ranks(const ShrinkParams& p, Stream stream) {
-  if (p.plan.ranks == 16) return launch_shrink<T, kSplit, 16>(p, stream);
-  launch_shrink<T, kSplit, 32>(p, stream);
+  device::launch<shrink_kernel<kSplit, kRanks>>("lora_train", l, p);
 }
 
 }  // namespace
 
 void shrink(const ShrinkParams& p, Policy policy, Stream stream) {
-  switch (policy) {
-    case Policy::kBFloat16:
-      return launch_ranks<__nv_bfloat16, false>(p, stream);
-    case Policy::kFloat16:
-      return launch_ranks<__half, false>(p, stream);
-    case Policy::kSplit:
-      if (shrink_float(p, stream)) return;
-      return launch_ranks<__nv_bfloat16, true>(p, stream);
-  }
+  // Of 16 ranks half of a tile is zeros; copies bind it.
+  if (policy != Policy::kSplit) return launch_shrink<false, 32>(p, stream);
+  if (shrink_float(p, stream)) return;
+  p.plan.ranks == 16 ? launch_shrink<true, 16>(p, stream) : launch_shrink<true, 32>(p, stream);
 }
 
 }  // namespace mortar::lora::train::cuda
