@@ -62,18 +62,20 @@ constexpr int stream_ranks(int width) {
 /// Levels of the tree of leaves that a thread of the streaming shrink holds, in tiles of so many
 /// rows: what 128 registers allow for sums (64 where two thread blocks share an SM).
 constexpr int stream_levels(int ranks, int rows) {
-  if (rows == 128) return ranks == 128 ? 1 : ranks == 32 ? 2 : 3;
-  return ranks == 128 || (ranks == 64 && rows == 64) ? 2 : 3;
+  return ranks == 128 || (ranks == 32 && rows == 128) || (ranks == 64 && rows == 64) ? 2 : 3;
 }
 /// Whether it has tiles of so many rows, of 32, 64 and 128. By ShrinkTime those of 32 rows take no
-/// longer than of 64 with up to 32 ranks, and less with 128.
-constexpr bool stream_has(int ranks, int rows) { return rows != 64 || ranks == 64; }
+/// longer than of 64 with up to 32 ranks, and less with 128; of 64 ranks and more those of 128 rows
+/// would save 0.4 % on average (2,000 random problems, without dropout; with it nothing).
+constexpr bool stream_has(int ranks, int rows) {
+  return rows == 32 || (rows == 64 && ranks == 64) || (rows == 128 && ranks <= 32);
+}
 /// Its stages, of 64 columns of the rows and of the weights: as many as let two thread blocks share
 /// an SM, or one where the sums leave no registers for two.
 constexpr int stream_stage(int ranks, int rows) { return (rows + ranks) * kBlockColumns * 2; }
 constexpr int stream_blocks(int ranks, int rows) {
   if (rows == 32) return ranks <= 32 ? 4 : 2;
-  return ranks == 128 || (ranks == 64 && rows == 128) ? 1 : 2;
+  return ranks == 128 ? 1 : 2;
 }
 constexpr int stream_stages(int ranks, int rows) {
   return std::min(8, 200 * 1024 / stream_blocks(ranks, rows) / stream_stage(ranks, rows));

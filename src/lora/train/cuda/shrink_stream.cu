@@ -116,10 +116,8 @@ __device__ __forceinline__ void add_leaves(const ShrinkParams& p, const Table<S>
       apply(1, draws_of_step[1]);
       return;
     }
-    // This shape has no registers for two rows at once.
-    if constexpr (kCopies == 1 || (S::kRows == 128 && S::kRanks == 64)) {
-#pragma unroll 1
-      for (int i = 0; i < kCopies; ++i) apply(i, draw_octet(table.draws, index(i) / kPiece));
+    if constexpr (kCopies == 1) {
+      apply(0, draw_octet(table.draws, index(0) / kPiece));
     } else {
 #pragma unroll 1
       for (int i = 0; i < kCopies; i += 2) {
@@ -331,11 +329,13 @@ void launch_shape(const ShrinkParams& p, Stream stream) {
 
 template <int kRanks>
 void launch_rows(const ShrinkParams& p, Stream stream) {
-  if (p.plan.rows == 32) return launch_shape<Shape<kRanks, 32>>(p, stream);
   if constexpr (stream_has(kRanks, 64)) {
     if (p.plan.rows == 64) return launch_shape<Shape<kRanks, 64>>(p, stream);
   }
-  launch_shape<Shape<kRanks, 128>>(p, stream);
+  if constexpr (stream_has(kRanks, 128)) {
+    if (p.plan.rows == 128) return launch_shape<Shape<kRanks, 128>>(p, stream);
+  }
+  launch_shape<Shape<kRanks, 32>>(p, stream);
 }
 
 }  // namespace

@@ -19,9 +19,9 @@ inline constexpr int kStepColumns = kBlockColumns;
 template <int kRanks_, int kRows_>
 struct Shape {
   static constexpr int kRanks = kRanks_, kRows = kRows_;
-  static constexpr int kWarpRows = kRows == 128 && kRanks >= 64 ? 32 : 16;
+  static constexpr int kWarpRows = 16;
   static constexpr int kWarpsM = kRows / kWarpRows;
-  static constexpr int kWarpRanks = std::min(kRanks, kRows == 128 && kRanks == 128 ? 64 : 32);
+  static constexpr int kWarpRanks = std::min(kRanks, 32);
   static constexpr int kWarpsN = kRanks / kWarpRanks;
   /// With few ranks there are registers to spread copies and the draws of dropout over more warps
   /// than multiply.
