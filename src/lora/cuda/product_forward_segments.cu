@@ -53,7 +53,7 @@ __device__ __forceinline__ void ask(const SegmentParams& p) {
 }
 
 /// x by A: a warpgroup has half of the adapter's ranks, or (kAdapters = 2) all of one of two.
-template <class T, class S, int kAdapters>
+template <class S, int kAdapters>
 __device__ __forceinline__ void multiply(const SegmentParams& p, std::uint32_t smem,
                                          Barriers<S>& bars, device::RingCursor<S::kStages>& at,
                                          std::uint32_t& ready_rounds,
@@ -93,8 +93,9 @@ __device__ __forceinline__ void multiply(const SegmentParams& p, std::uint32_t s
       device::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kProductStep / 16; ++i) {
-        device::wgmma<T, kOwnRanks>(sum, a + i * device::kDescriptorStep,
-                                    b + i * device::kDescriptorStep, i > 0 || last >= 0);
+        device::wgmma<typename S::T, kOwnRanks>(sum, a + i * device::kDescriptorStep,
+                                                b + i * device::kDescriptorStep,
+                                                i > 0 || last >= 0);
       }
       device::wgmma_commit();
       device::wgmma_wait<1>();
@@ -130,7 +131,7 @@ __device__ __forceinline__ void send_own(const SegmentParams& p, const Tile& til
 }
 
 /// Sums this thread block's rows of h, stores them and sends them to the whole cluster.
-template <class T, class S>
+template <class S>
 __device__ __forceinline__ void share_hidden(const SegmentParams& p, const Tile& tile,
                                              const float* sums, unsigned char* hidden,
                                              device::Mbarrier* came) {
@@ -140,8 +141,8 @@ __device__ __forceinline__ void share_hidden(const SegmentParams& p, const Tile&
     const int own_row = i / kOctets, octet = i % kOctets;
     const int at = static_cast<int>(blockIdx.y) * own_rows + own_row;
     const int owner = tile.owner(at);
-    const uint4 words = round_received<T, S>(sums, p.parts, own_rows, own_row, 8 * octet,
-                                             p.factor[owner], p.rank[owner]);
+    const uint4 words = round_received<typename S::T, S>(sums, p.parts, own_rows, own_row,
+                                                         8 * octet, p.factor[owner], p.rank[owner]);
     auto* to = reinterpret_cast<float*>(hidden + device::swizzled(at, octet));
     for (int rank = 0; rank < p.parts; ++rank) {
       device::send_to_cluster(to, as_floats(words), came, rank);
@@ -186,33 +187,29 @@ __global__ void __launch_bounds__(kSegmentThreads, 1)
   }
   if (threadIdx.x >= kConsumers) return help<S>(p, walk, smem, bars);
   auto* const sums = reinterpret_cast<float*>(smem + S::kSumsAt);
-  device::visit_checked_dtype(Float16DTypes(), p.dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    device::RingCursor<S::kStages> at;
-    std::uint32_t parity = 0, ready_rounds = 0;
+  device::RingCursor<S::kStages> at;
+  std::uint32_t parity = 0, ready_rounds = 0;
 #pragma unroll 1
-    for (Tile tile; walk.next(p, &tile); parity ^= 1) {
-      const bool two = S::kAdapters > 1 && tile.two();
-      const auto make_h = [&](auto adapters) {
-        constexpr int kAdapters = decltype(adapters)::value;
-        float sum[kAdapters * S::kSums];
-        multiply<T, S, kAdapters>(p, base, bars, at, ready_rounds, sum);
-        send_own<S, kAdapters>(p, tile, sums, sum, &bars.received);
-      };
-      two ? make_h(std::integral_constant<int, S::kAdapters>())
-          : make_h(std::integral_constant<int, 1>());
-      bars.received.wait(parity);
-      // For the next tile, whose sums others send once they have this thread's share of h.
-      if (threadIdx.x == 0) bars.received.arrive_and_expect(sum_bytes);
-      share_hidden<T, S>(p, tile, sums, smem + S::kHiddenAt, &bars.came);
-      bars.came.wait(parity);
-      // The same: others send theirs once they have this thread's sums of the next tile.
-      if (threadIdx.x == 0) bars.came.arrive_and_expect(share_bytes);
-      device::fence_async_proxy();
-      two ? make_y<T, S, S::kAdapters>(p, tile, smem, bars, at)
-          : make_y<T, S, 1>(p, tile, smem, bars, at);
-    }
-  });
+  for (Tile tile; walk.next(p, &tile); parity ^= 1) {
+    const bool two = S::kAdapters > 1 && tile.two();
+    const auto make_h = [&](auto adapters) {
+      constexpr int kAdapters = decltype(adapters)::value;
+      float sum[kAdapters * S::kSums];
+      multiply<S, kAdapters>(p, base, bars, at, ready_rounds, sum);
+      send_own<S, kAdapters>(p, tile, sums, sum, &bars.received);
+    };
+    two ? make_h(std::integral_constant<int, S::kAdapters>())
+        : make_h(std::integral_constant<int, 1>());
+    bars.received.wait(parity);
+    // For the next tile, whose sums others send once they have this thread's share of h.
+    if (threadIdx.x == 0) bars.received.arrive_and_expect(sum_bytes);
+    share_hidden<S>(p, tile, sums, smem + S::kHiddenAt, &bars.came);
+    bars.came.wait(parity);
+    // The same: others send theirs once they have this thread's sums of the next tile.
+    if (threadIdx.x == 0) bars.came.arrive_and_expect(share_bytes);
+    device::fence_async_proxy();
+    two ? make_y<S, S::kAdapters>(p, tile, smem, bars, at) : make_y<S, 1>(p, tile, smem, bars, at);
+  }
 #endif
 }
 
@@ -270,7 +267,6 @@ void launch_shape(const char* op, const SegmentForward& f, const ForwardPlan& pl
   p.out_columns = first.rows;
   p.tiles = static_cast<int>(ceil_div<std::int64_t>(x.rows, plan.rows));
   p.tile_rows = plan.rows;
-  p.dtype = h.dtype;
   p.parts = plan.parts;
   p.leaves = plan.leaves;
   p.leaf_steps = static_cast<int>(plan.leaf / kProductStep);
@@ -290,6 +286,15 @@ void launch_shape(const char* op, const SegmentForward& f, const ForwardPlan& pl
   device::Launch l = cluster_launch(clusters, plan.parts, kSegmentThreads, S::kSmem, stream);
   l.carve_out = true;
   device::launch<forward_segments_kernel<S>>(op, l, p);
+}
+
+template <class T>
+void launch_type(const char* op, const SegmentForward& f, const ForwardPlan& plan, Stream stream) {
+  if (rows_of_line(f, plan) > 1) {
+    return launch_shape<SegmentShape<T, 32, 4>>(op, f, plan, stream);
+  }
+  f.h.columns[0] <= 32 ? launch_shape<SegmentShape<T, 32, 1>>(op, f, plan, stream)
+                       : launch_shape<SegmentShape<T, 64, 1>>(op, f, plan, stream);
 }
 
 }  // namespace
@@ -314,9 +319,8 @@ void launch_forward(const char* op, const SegmentForward& f, const ForwardPlan& 
   check(takes_forward(f) && plan.parts > 1 && plan.parts <= kMostProductParts && plan.rows > 0 &&
             plan.rows <= kForwardRows && plan.rows % kForwardRowUnit == 0,
         op, ": no h and y of segments in one launch");
-  if (rows_of_line(f, plan) > 1) return launch_shape<SegmentShape<32, 4>>(op, f, plan, stream);
-  f.h.columns[0] <= 32 ? launch_shape<SegmentShape<32, 1>>(op, f, plan, stream)
-                       : launch_shape<SegmentShape<64, 1>>(op, f, plan, stream);
+  f.h.dtype == DType::kFloat16 ? launch_type<__half>(op, f, plan, stream)
+                               : launch_type<__nv_bfloat16>(op, f, plan, stream);
 }
 
 }  // namespace mortar::lora::cuda

@@ -21,8 +21,9 @@ inline constexpr int kAheadSteps = 3;  ///< asked for before the wait
 
 /// kRanks: 32, also of two adapters, or 64. A stage has 64 columns of x and of the A of one or two
 /// adapters, or 128 columns of B. kShare: columns of B that share a row of 128 bytes.
-template <int kRanks_, int kShare_>
+template <class T_, int kRanks_, int kShare_>
 struct SegmentShape {
+  using T = T_;
   static constexpr int kRanks = kRanks_, kShare = kShare_, kAdapters = kRanks == 32 ? 2 : 1;
   static constexpr int kLines = kForwardColumns / kShare;
   // As the products' shapes say it, for what they share.
@@ -57,7 +58,6 @@ struct SegmentParams {
   std::int64_t mask_columns, mask_first;
   std::int64_t rows, out_columns;
   int tiles, tile_rows;
-  DType dtype;
   int parts, leaves, leaf_steps, part_steps, steps;
   int column_tiles;  ///< of y
   __device__ __forceinline__ bool helps() const { return rng != nullptr || loads; }

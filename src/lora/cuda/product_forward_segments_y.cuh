@@ -41,10 +41,11 @@ __device__ __forceinline__ void store_rows(const SegmentParams& p, const Tile& t
 }
 
 /// y of this thread block's columns: a warpgroup has 64 of the 128 that a stage has weights of.
-template <class T, class S, int kAdapters>
+template <class S, int kAdapters>
 __device__ __forceinline__ void make_y(const SegmentParams& p, const Tile& tile,
                                        unsigned char* smem, Barriers<S>& bars,
                                        device::RingCursor<S::kStages>& at) {
+  using T = typename S::T;
   constexpr int kSums = 64 / 2;
   const Part part(p);
   const int thread = static_cast<int>(threadIdx.x), warpgroup = thread / kWarpgroup;
