@@ -34,8 +34,8 @@ constexpr int kRing = 4;   ///< steps of a warp on their way
 
 template <int kRanks, bool kDrops>
 struct Whole {
-  /// Thread blocks of an SM. (us of a backward of 512 x 4096 x 4096 with dropout on an H100: of 32
-  /// ranks one / two 20.2 / 19.4; of 8 two / three 15.5 / 16.3.)
+  /// Thread blocks of an SM. (us of a backward of 512 x 4096 x 4096, rank 32 with dropout, on an
+  /// H200, by one / two: 20.8 / 20.1.)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int kBlocks = 1;
 #else
