@@ -25,6 +25,8 @@ std::int64_t used_adapters(const LoraShape& s);
 std::int64_t tokens_per_adapter(const LoraShape& s);
 /// Tokens of a tile of 16 then.
 std::int64_t likely_tile(const LoraShape& s);
+/// Tiles of 16 tokens where tokens are shared out evenly.
+std::int64_t even_tiles(const LoraShape& s);
 /// Tiles of 16 tokens that are likely: those of even shares, and a third of those that there may be
 /// beyond, about as many as Zipf's law makes of few adapters.
 std::int64_t expected_tiles(const LoraShape& s);
@@ -72,8 +74,8 @@ bool has_room_for_y(const LoraShape& s);
 ExpandPlan wide_walk(const LoraShape& s);
 /// Whether the tensor copy engine can bring h and B to the wide kernel of a step a CTA.
 bool takes_boxes(const LoraShape& s);
-/// That kernel in a shape, with boxes where they are faster, and in the shape for high ranks.
-ExpandPlan step_expand(const LoraShape& s, const Machine& m, int shape);
+/// That kernel in a shape, with boxes where it takes them, and in the shape for high ranks.
+ExpandPlan step_expand(const LoraShape& s, int shape);
 ExpandPlan step_expand(const LoraShape& s, const Machine& m);
 /// Whether expand rounds an h of float32 as it reads it.
 bool rounds_h(const LoraShape& s);
@@ -210,6 +212,12 @@ Partials tile_partials(const LoraShape& s, const Machine& m, const ExpandPlan& e
 int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand);
 /// Rank rows of a CTA of it elsewhere, of so many CTAs a tile if each took all of them.
 int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile);
+/// More of them, where the CTAs of `rows` do not find an SM each beside expand's, but those of as many
+/// as a CTA multiplies at once do; otherwise `rows`.
+int own_sm_rows(const LoraShape& s, const Machine& m, int rows, const ExpandPlan& expand);
+/// Whether CTAs of so many are more than two rounds, of ranks 65 to 128 and some tokens of an adapter:
+/// wgmma is faster, though its tiles of 64 are mostly empty.
+bool suits_wgmma_of_few(const LoraShape& s, const Machine& m, int rows);
 /// Leaves of which the decode expand has the partials of a piece of h on their way at once.
 inline constexpr std::int64_t kLeavesAtOnce = 32;
 /// Whether the decode expand could add the partials of chunks of K, and so has no kernel for that.

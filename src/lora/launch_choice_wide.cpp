@@ -102,22 +102,20 @@ int step_shape(const LoraShape& s, const Machine& m) {
 
 }  // namespace
 
-/// CTAs that share an SM share its copy engine, too, in which h waits behind all their blocks of B:
-/// of two CTAs on most SMs cp.async is faster. (us on an H100, boxes and cp.async, CTAs: 1,076
-/// tokens of 3 adapters, rank 256, 512 to 1,024, 144, 7.4 and 8.1; 663 of one, rank 512, 512 to
-/// 2,048, 176, 10.1 and 10.7; 50 of one, rank 512, 9, 10.4 and 11.4; 628 of one, rank 512, two
-/// tiles, 160, 19.0 and 19.9; but 260 of one, two tiles, 192, 25.8 and 25.0; 140 of one, rank 256,
-/// 240, 20.1 and 19.2.)
-ExpandPlan step_expand(const LoraShape& s, const Machine& m, int shape) {
+/// In boxes wherever they can be. (us on an H100, boxes and cp.async: 50 tokens of one adapter, rank
+/// 512, 9 CTAs, 10.4 and 11.4; one tile, 388 of one, rank 128, 1,024 to 2 x 3,072, 9.9 and 11.7;
+/// two tiles, 1,301 of two, rank 128, 2,048 to 2,048, 12.8 and 13.7; 427 of two, rank 256, 8,192 to
+/// 8,192, 25.4 and 27.1; but 204 of one, rank 512, 53,248 to 16,384, 82.9 and 82.1. Of 18 random
+/// problems with one tile 0.958 times as long, of 16 with two 0.972 times.)
+ExpandPlan step_expand(const LoraShape& s, int shape) {
   ExpandPlan c = wide_expand(shape);
-  const std::int64_t ctas = step_ctas(s, kWideShapes[shape].tiles);
-  c.boxes = takes_boxes(s) && (shape == kWideAloneShape || !crowds(ctas, m));
+  c.boxes = takes_boxes(s);
   return c;
 }
 
 ExpandPlan step_expand(const LoraShape& s, const Machine& m) {
   if (rounds_h(s)) return wide_expand(kWideRoundedShape);
-  return step_expand(s, m, step_shape(s, m));
+  return step_expand(s, step_shape(s, m));
 }
 
 /// In clusters where that saves 6 us of L2, as they start some 3 us later. (us on an H200, clusters
@@ -186,9 +184,9 @@ bool suits_round(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   if (low && 4 * ctas(1) <= 3 * m.sms && prefill_smem(s) + kPrefillStaticSmem <= m.max_smem) {
     c = prefill_expand(s, m);
   } else if (ctas(1) <= 2 * m.sms && (!low || !few || mostly_full(1))) {
-    c = step_expand(s, m, 0);
+    c = step_expand(s, 0);
   } else if (!low && mostly_full(2) && ctas(2) <= 2 * m.sms) {
-    c = step_expand(s, m, 1);
+    c = step_expand(s, 1);
   } else {
     return false;
   }

@@ -141,6 +141,9 @@ TEST(LoraChoice, GroupsOfColumnsShareAStep) {
   EXPECT_EQ(groups(shape(230, 135, 4, 5120, {13824, 13824})), 4);
   EXPECT_EQ(groups(shape(230, 135, 4, 5120, {13824, 13824}), kMachines[1]), 1);
   EXPECT_EQ(groups(shape(240, 81, 4, 3584, {3584, 512, 512})), 1);
+  LoraShape one = shape(1, 5, 4, 13824, {5120});  // by 8 bytes
+  one.b_by_8 = true;
+  EXPECT_EQ(groups(one), 4);
   EXPECT_EQ(groups(shape(267, 112, 4, 4096, {14336, 14336})), 4);
   EXPECT_EQ(groups(shape(1308, 110, 4, 1024, {3072, 3072})), 1);
   EXPECT_EQ(groups(shape(125, 151, 8, 4096, {14336, 14336})), 1);
@@ -341,24 +344,24 @@ TEST(LoraChoice, FloatWeightsOfFewTokensFillTheChip) {
   EXPECT_EQ(plan(shape(720, 125, 64, 1024, {2048, 1024, 1024})).expand.cols, 512);
 }
 
-/// Where the copy engine takes h and B, a step a CTA of up to three rounds, in boxes unless most
-/// SMs have two CTAs; of two tiles an SM each where that asks less of L2.
+/// Where the copy engine takes h and B, a step a CTA of up to three rounds in boxes; of two tiles an
+/// SM each where that asks less of L2.
 TEST(LoraChoice, WideStepsOfBoxes) {
-  const auto expect = [](LoraShape s, int which, bool boxes) {
+  const auto expect = [](LoraShape s, int which) {
     s.boxes = s.b_boxes = true;
     ExpandPlan want = wide_expand(which);
-    want.boxes = boxes;
+    want.boxes = true;
     EXPECT_EQ(choose(s, {}).expand, want) << describe(choose(s, {}));
   };
-  expect(shape(50, 1, 512, 3584, {896, 128, 128}), 0, true);
-  expect(shape(514, 1, 128, 3072, {1024}), 0, true);
-  expect(shape(315, 2, 512, 3584, {3584, 512, 512}), 0, false);
-  expect(shape(76, 1, 256, 53248, {16384}), 0, false);
-  expect(shape(628, 1, 512, 1024, {2048, 1024, 1024}), 1, true);
-  expect(shape(260, 1, 512, 8192, {8192}), 1, false);
-  expect(shape(398, 1, 512, 1024, {2048, 1024, 1024}), kWideAloneShape, true);
-  expect(shape(367, 1, 512, 5120, {5120, 5120, 5120}), kWideAloneShape, true);
-  expect(shape(79, 1, 256, 3584, {18944, 18944}), kWideAloneShape, true);
+  expect(shape(50, 1, 512, 3584, {896, 128, 128}), 0);
+  expect(shape(514, 1, 128, 3072, {1024}), 0);
+  expect(shape(315, 2, 512, 3584, {3584, 512, 512}), 0);
+  expect(shape(76, 1, 256, 53248, {16384}), 0);
+  expect(shape(628, 1, 512, 1024, {2048, 1024, 1024}), 1);
+  expect(shape(260, 1, 512, 8192, {8192}), 1);
+  expect(shape(398, 1, 512, 1024, {2048, 1024, 1024}), kWideAloneShape);
+  expect(shape(367, 1, 512, 5120, {5120, 5120, 5120}), kWideAloneShape);
+  expect(shape(79, 1, 256, 3584, {18944, 18944}), kWideAloneShape);
   EXPECT_EQ(choose(shape(398, 1, 512, 1024, {2048, 1024, 1024}), {}).expand, wide_expand(0));
 }
 

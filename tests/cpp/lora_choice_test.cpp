@@ -40,7 +40,8 @@ TEST(LoraChoice, HighRanksOfManyTokensWalk) {
   EXPECT_EQ(rows(shape(2298, 13, 512, 8192, {7168, 7168})), 128);
   EXPECT_EQ(rows(shape(3996, 7, 512, 2048, {1024})), 192);
   EXPECT_EQ(rows(shape(4177, 27, 512, 2048, {2048})), 128);
-  EXPECT_EQ(rows(shape(4083, 31, 512, 1024, {2048, 1024, 1024})), 0);
+  EXPECT_EQ(rows(shape(6516, 8, 256, 1024, {3072, 3072})), 128);
+  EXPECT_EQ(rows(shape(4083, 31, 512, 896, {2048, 1024, 1024})), 0);
   EXPECT_EQ(rows(shape(4145, 1, 128, 2048, {512, 128, 128})), 0);
   EXPECT_EQ(rows(shape(1404, 1, 256, 1024, {2048, 1024, 1024})), 0);
   EXPECT_EQ(rows(shape(2048, 4, 128, 4096, {4096, 1024, 1024})), 0);
@@ -197,9 +198,31 @@ TEST(LoraChoice, CtasOfShrinkTakeTheRowsOfOneChain) {
   EXPECT_EQ(rows(shape(6, 12, 64, 18944, {3584})), 64);
   EXPECT_EQ(rows(shape(1, 25, 64, 16384, {53248, 53248})), 64);
   EXPECT_EQ(rows(shape(24, 24, 64, 14336, {4096})), 32);
-  EXPECT_EQ(rows(shape(3, 119, 128, 5120, {5120})), 16);
+  EXPECT_EQ(rows(shape(1, 199, 128, 8192, {8192, 1024, 1024})), 64);
+  EXPECT_EQ(rows(shape(6, 4, 128, 16384, {4096, 256, 256})), 64);
   EXPECT_EQ(rows(shape(77, 469, 64, 1024, {768, 768})), 64);
   EXPECT_EQ(rows(shape(32, 32, 64, 4096, {4096, 1024, 1024})), 96);
+}
+
+/// More rank rows where CTAs of fewer found no SM each beside expand's.
+TEST(LoraChoice, CtasOfShrinkHaveAnSmEach) {
+  const auto expect = [](const LoraShape& s, int rows, int per_sm) {
+    const ShrinkPlan c = choose(s, {}).shrink;
+    EXPECT_EQ(c.kernel, ShrinkKernel::kDecode);
+    EXPECT_EQ(c.rows, rows) << describe(choose(s, {}));
+    EXPECT_EQ(c.per_sm, per_sm) << describe(choose(s, {}));
+  };
+  expect(shape(5, 1, 128, 5120, {1280, 1280, 1280}), 64, 1);
+  expect(shape(11, 1, 256, 2048, {512, 128, 128}), 64, 1);
+  expect(shape(15, 1, 128, 3584, {4096}), 16, 1);
+}
+
+/// Rank 128 of some tokens of an adapter on wgmma, where tiles of 16 would be rounds of CTAs.
+TEST(LoraChoice, ManyRankRowsOfSomeTokensOnWgmma) {
+  const auto kernel = [](const LoraShape& s) { return choose(s, {}).shrink.kernel; };
+  EXPECT_EQ(kernel(shape(72, 5, 128, 16384, {16384, 1024, 1024})), ShrinkKernel::kWgmma);
+  EXPECT_NE(kernel(shape(9, 33, 128, 4096, {3584, 3584})), ShrinkKernel::kWgmma);
+  EXPECT_NE(kernel(shape(4, 24, 128, 16384, {16384, 1024, 1024})), ShrinkKernel::kWgmma);
 }
 
 /// Of more adapters CTAs of expand are narrow enough to fill the chip.
