@@ -212,11 +212,11 @@ Partials tile_partials(const LoraShape& s, const Machine& m, const ExpandPlan& e
 int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand);
 /// Rank rows of a CTA of it elsewhere, of so many CTAs a tile if each took all of them.
 int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile);
-/// More of them, where the CTAs of `rows` do not find an SM each beside expand's, but those of as many
-/// as a CTA multiplies at once do; otherwise `rows`.
+/// More of them, where the CTAs of `rows` do not find an SM each beside expand's, but those of as
+/// many as a CTA multiplies at once do; otherwise `rows`.
 int own_sm_rows(const LoraShape& s, const Machine& m, int rows, const ExpandPlan& expand);
-/// Whether CTAs of so many are more than two rounds, of ranks 65 to 128 and some tokens of an adapter:
-/// wgmma is faster, though its tiles of 64 are mostly empty.
+/// Whether CTAs of so many are more than two rounds, of ranks 65 to 128 and some tokens of an
+/// adapter: wgmma is faster, though its tiles of 64 are mostly empty.
 bool suits_wgmma_of_few(const LoraShape& s, const Machine& m, int rows);
 /// Leaves of which the decode expand has the partials of a piece of h on their way at once.
 inline constexpr std::int64_t kLeavesAtOnce = 32;

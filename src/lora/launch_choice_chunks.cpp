@@ -100,13 +100,13 @@ int adding_cols(const LoraShape& s, const Machine& m) {
 }  // namespace
 
 /// Up to rank 32 where all CTAs of expand, of so many columns, run at once; a fourth more may those
-/// be that are short. (us on an H100, two kernels and three: 1,024 tokens of 8 adapters, rank 16, qkv
-/// 17.9 and 19.1, down 22.7 and 23.8; 2,436 of 3, 3,072 to 1,024, 13.3 and 14.5; 409 of 7, rank 32,
-/// 1,280 to 5,120, 7.6 and 8.4; but 1,024 of 8, gate_up, 56.6 and 53.1; 458 of two, rank 8, 8,192 to
-/// 8,192 + 2 x 1,024, 17.1 and 15.9; of one and a half rounds 10,409 of 3, rank 16, 768 to 1,024,
-/// 31.7 and 26.0. A few more than a round: 1,609 of two, rank 16, 4,096 to 4,096, 1,024 columns,
-/// 22.2 and 19.7; 804 of one, 8,192 to 8,192, 21.9 and 19.4; 3,581 of 11, 2,048 to 2,048, 18.4 and
-/// 17.0; but 512 columns 1,696 of two, 4,096 to 1,024 + 2 x 256, 13.5 and 15.8.)
+/// be that are short. (us on an H100, two kernels and three: 1,024 tokens of 8 adapters, rank 16,
+/// qkv 17.9 and 19.1, down 22.7 and 23.8; 2,436 of 3, 3,072 to 1,024, 13.3 and 14.5; 409 of 7, rank
+/// 32, 1,280 to 5,120, 7.6 and 8.4; but 1,024 of 8, gate_up, 56.6 and 53.1; 458 of two, rank 8,
+/// 8,192 to 8,192 + 2 x 1,024, 17.1 and 15.9; of one and a half rounds 10,409 of 3, rank 16, 768 to
+/// 1,024, 31.7 and 26.0. A few more than a round: 1,609 of two, rank 16, 4,096 to 4,096, 1,024
+/// columns, 22.2 and 19.7; 804 of one, 8,192 to 8,192, 21.9 and 19.4; 3,581 of 11, 2,048 to 2,048,
+/// 18.4 and 17.0; but 512 columns 1,696 of two, 4,096 to 1,024 + 2 x 256, 13.5 and 15.8.)
 bool may_add_chunks(const LoraShape& s, const Machine& m) {
   constexpr std::int64_t kMostElements = 1024 * 16;  // of B of a CTA
   if (s.op != Op::kApply || !s.one_type || !s.aligned_y || h_width(s) <= 8 || h_width(s) > 32 ||

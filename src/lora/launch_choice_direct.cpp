@@ -46,13 +46,13 @@ bool shares_steps(const LoraShape& s, const Machine& m) {
 namespace {
 
 /// Groups of columns that share an MMA step. Several where adapters have a token or two, or up to
-/// four and many columns. (us on an H100, one and four, rank 4: 3 tokens of 93 adapters, 5,120 to 3 x
-/// 5,120, 3.6 and 2.6; 17 of 31, 5,120 to 5,120, 4.0 and 3.1; one token, 13,824 to 5,120, 3.5 and
-/// 2.9; on an H200 one and four, rank 4: 230 tokens of 135 adapters, 5,120
-/// to 2 x 13,824, 40.9 and 25.5; 97 of 62, 1,024 to 2,048 + 2 x 1,024, 5.4 and 4.9; 98 of 69, 8,192
-/// to 8,192 + 2 x 1,024, 16.3 and 12.2; 267 of 112, 4,096 to 2 x 14,336, 23.0 and 19.4; 894 of 390,
-/// 896 to 3,584, 13.4 and 12.2; on an H100 562 of 169, 3,584 to 2 x 18,944, 57.7 and 52.5; but 240
-/// of 81, 7.6 and 8.5; 14 of 18, 1,024 to 2 x 3,072, 3.07 and 3.15.)
+/// four and many columns. (us on an H100, one and four, rank 4: 3 tokens of 93 adapters, 5,120 to 3
+/// x 5,120, 3.6 and 2.6; 17 of 31, 5,120 to 5,120, 4.0 and 3.1; one token, 13,824 to 5,120, 3.5 and
+/// 2.9; on an H200 230 tokens of 135 adapters, 5,120 to 2 x 13,824, 40.9 and
+/// 25.5; 97 of 62, 1,024 to 2,048 + 2 x 1,024, 5.4 and 4.9; 98 of 69, 8,192 to 8,192 + 2 x 1,024,
+/// 16.3 and 12.2; 267 of 112, 4,096 to 2 x 14,336, 23.0 and 19.4; 894 of 390, 896 to 3,584, 13.4
+/// and 12.2; on an H100 562 of 169, 3,584 to 2 x 18,944, 57.7 and 52.5; but 240 of 81, 7.6 and 8.5;
+/// 14 of 18, 1,024 to 2 x 3,072, 3.07 and 3.15.)
 int step_groups(const LoraShape& s, const Machine& m) {
   constexpr std::int64_t kFewTokens = 2, kMoreTokens = 4, kManyColumns = 1000000;
   const std::int64_t columns = max_tiles(s.num_tokens, s.num_adapters, 16) * s.sum_widths();
@@ -91,10 +91,10 @@ ExpandPlan choose_direct(const LoraShape& s, const Machine& m) {
   // 1,664 14.8.)
   constexpr int kRound = 4 * kDirectCols;
   // Not where a few more CTAs come of that than there are places, or hardly fewer, of which some
-  // start late. (Rank 8: 9 of 201, 4,096 to 2 x 14,336, 512 columns 5.8, 768 5.1; 17 of 81, 4,096 to
-  // 16,384, 7.6 and 5.4; 75 of 125, 1,024 to 4,096, 512 columns 7.9, 640 6.9; but 448 CTAs in 528
-  // places, 14 of 146, 2,048 to 2 x 8,192, 512 columns 4.1, 640 4.6; by Zipf's law 141 of 69, 2,048
-  // to 8,192, 1,024 columns 8.3, 1,280 9.3.)
+  // start late. (Rank 8: 9 of 201, 4,096 to 2 x 14,336, 512 columns 5.8, 768 5.1; 17 of 81, 4,096
+  // to 16,384, 7.6 and 5.4; 75 of 125, 1,024 to 4,096, 512 columns 7.9, 640 6.9; but 448 CTAs in
+  // 528 places, 14 of 146, 2,048 to 2 x 8,192, 512 columns 4.1, 640 4.6; by Zipf's law 141 of 69,
+  // 2,048 to 8,192, 1,024 columns 8.3, 1,280 9.3.)
   constexpr int kNearly = 93;  // per cent
   const int rounded = c.cols / kRound * kRound;
   const auto nearly_fit = [&](int cols) {

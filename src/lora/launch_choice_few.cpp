@@ -201,10 +201,10 @@ int room_rows(const LoraShape& s, const Machine& m, const ExpandPlan& expand) {
 /// 64, 18,944 to 3,584, 5.0 and 5.6; one token, 16,384 to 2 x 53,248, 5.4 and 6.4; but 15 of 18,
 /// 18,944 to 3,584, 8.4 and 8.3; rank 64, 32 of 32, down, 27.7 and 26.0. Of very many rows, 32 and
 /// all: 9 of 191, rank 512, 5,120 to 3 x 1,280, 71 and 85; 8 of 11, rank 256, 1,024 to 2,048 + 2 x
-/// 1,024, 13.6 and 20.4. Rank 128 on an H100, 64 and 32: one of 199, 8,192 to 8,192 + 2 x 1,024, 4.9
-/// and 5.5; 6 of 4, 16,384 to 4,096 + 2 x 256, 14.9 and 16.9.) Ragged ranks of one slice leave half
-/// of 64 rows empty. (On an H200, 32 and 64: 108 of 20, 3,584 to 3,584, 6.5 and 7.8; 83 of 228 10.5
-/// and 11.8; but of more tokens 218 of 9 8.9 and 8.3, of more CTAs 135 of 432 9.1 and 8.6.)
+/// 1,024, 13.6 and 20.4. Rank 128 on an H100, 64 and 32: one of 199, 8,192 to 8,192 + 2 x 1,024,
+/// 4.9 and 5.5; 6 of 4, 16,384 to 4,096 + 2 x 256, 14.9 and 16.9.) Ragged ranks of one slice leave
+/// half of 64 rows empty. (On an H200, 32 and 64: 108 of 20, 3,584 to 3,584, 6.5 and 7.8; 83 of 228
+/// 10.5 and 11.8; but of more tokens 218 of 9 8.9 and 8.3, of more CTAs 135 of 432 9.1 and 8.6.)
 int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile) {
   constexpr int kManyRows = 192, kFewRows = 32, kLongRows = 48, kLongRank = 128, kMoreRows = 96;
   constexpr std::int64_t kHalfTile = 8;
@@ -240,8 +240,8 @@ int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile
 
 /// (us on an H100, 16 or 32 rows and 64: 5 of one, rank 128, three slices, 5,120 to 3 x 1,280, 5.6
 /// and 4.5; one of 164, rank 128, 18,944 to 3,584, 5.2 and 4.1; 11 of one, rank 256, 2,048 to 512 +
-/// 2 x 128, 7.4 and 6.3; but one of 72, rank 128, 4,096 to 2 x 3,584, 3.6 and 3.95. Where fewer rows
-/// have an SM each: 15 of one, rank 128, 3,584 to 4,096, 16 rows 5.0, 64 5.2.)
+/// 2 x 128, 7.4 and 6.3; but one of 72, rank 128, 4,096 to 2 x 3,584, 3.6 and 3.95. Where fewer
+/// rows have an SM each: 15 of one, rank 128, 3,584 to 4,096, 16 rows 5.0, 64 5.2.)
 int own_sm_rows(const LoraShape& s, const Machine& m, int rows, const ExpandPlan& expand) {
   const int most = std::min(kRowsAtOnce, round_up(s.rank_rows(), 16));
   const bool pays = s.op == Op::kApply && most > rows && !shrink_fits(s, m, rows, 1, expand) &&
@@ -250,9 +250,9 @@ int own_sm_rows(const LoraShape& s, const Machine& m, int rows, const ExpandPlan
 }
 
 /// (us on an H100, these and wgmma before the same expand, rank 128: 72 tokens of 5 adapters,
-/// 16,384 to 16,384 + 2 x 1,024, 53 and 42; 37 of 13, 4,096 to 1,024 + 2 x 256, 19.4 and 15.9; 78 of
-/// 5, 16,384 to 2 x 53,248, 81.9 and 79.9; but a token of each, 9 of 33, 4,096 to 2 x 3,584, 11.6
-/// and 15.2; 4 of 24, 16,384 to 16,384 + 2 x 1,024, 26.9 and 32.0.)
+/// 16,384 to 16,384 + 2 x 1,024, 53 and 42; 37 of 13, 4,096 to 1,024 + 2 x 256, 19.4 and 15.9; 78
+/// of 5, 16,384 to 2 x 53,248, 81.9 and 79.9; but a token of each, 9 of 33, 4,096 to 2 x 3,584,
+/// 11.6 and 15.2; 4 of 24, 16,384 to 16,384 + 2 x 1,024, 26.9 and 32.0.)
 bool suits_wgmma_of_few(const LoraShape& s, const Machine& m, int rows) {
   constexpr std::int64_t kLeastTokens = 3, kRounds = 2, kPerSm = 4;  // of an adapter; CTAs
   constexpr int kLeastRank = 65;

@@ -153,12 +153,13 @@ double even_runs(const LoraShape& s, int tiles) {
 }
 
 /// The host does not know how tokens are shared out, nor how many have no adapter: between as few
-/// runs as can be, those of even shares, and the last run of each adapter half full. Of ragged ranks
-/// narrow CTAs cost more than their clocks, of others less. (us on an H100, 64 rows and 96: 1,454
-/// tokens of 80 adapters, ranks up to 64, 26.2 and 23.9.) Of 417 random problems on an H100 what this chose of shapes without 64 rows took 1.020
-/// times as long as the best shape, by the first and the last alone 1.025 times. (us, this and
-/// those: 501 tokens of 4 adapters, rank 128, 16,384 to 4,096 + 2 x 256, 46 and 69; 1,912 of 13,
-/// 18,944 to 3,584, 87 and 126; but 2,089 of 5, rank 64, 8,192 to 2,048 + 2 x 256, 40 and 34.)
+/// runs as can be, those of even shares, and the last run of each adapter half full. Of ragged
+/// ranks narrow CTAs cost more than their clocks, of others less. (us on an H100, 64 rows and 96:
+/// 1,454 tokens of 80 adapters, ranks up to 64, 26.2 and 23.9.) Of 417 random problems on an H100
+/// what this chose of shapes without 64 rows took 1.020 times as long as the best shape, by the
+/// first and the last alone 1.025 times. (us, this and those: 501 tokens of 4 adapters, rank 128,
+/// 16,384 to 4,096 + 2 x 256, 46 and 69; 1,912 of 13, 18,944 to 3,584, 87 and 126; but 2,089 of 5,
+/// rank 64, 8,192 to 2,048 + 2 x 256, 40 and 34.)
 double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, const Choice& c) {
   const WgmmaShape& shape = c.shape;
   constexpr double kFew = 0.3, kEven = 0.5;

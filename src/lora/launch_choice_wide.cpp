@@ -102,11 +102,11 @@ int step_shape(const LoraShape& s, const Machine& m) {
 
 }  // namespace
 
-/// In boxes wherever they can be. (us on an H100, boxes and cp.async: 50 tokens of one adapter, rank
-/// 512, 9 CTAs, 10.4 and 11.4; one tile, 388 of one, rank 128, 1,024 to 2 x 3,072, 9.9 and 11.7;
-/// two tiles, 1,301 of two, rank 128, 2,048 to 2,048, 12.8 and 13.7; 427 of two, rank 256, 8,192 to
-/// 8,192, 25.4 and 27.1; but 204 of one, rank 512, 53,248 to 16,384, 82.9 and 82.1. Of 18 random
-/// problems with one tile 0.958 times as long, of 16 with two 0.972 times.)
+/// In boxes wherever they can be. (us on an H100, boxes and cp.async: 50 tokens of one adapter,
+/// rank 512, 9 CTAs, 10.4 and 11.4; one tile, 388 of one, rank 128, 1,024 to 2 x 3,072, 9.9 and
+/// 11.7; two tiles, 1,301 of two, rank 128, 2,048 to 2,048, 12.8 and 13.7; 427 of two, rank 256,
+/// 8,192 to 8,192, 25.4 and 27.1; but 204 of one, rank 512, 53,248 to 16,384, 82.9 and 82.1. Of 20
+/// random problems with one tile 0.958 times as long, with two 0.971 times.)
 ExpandPlan step_expand(const LoraShape& s, int shape) {
   ExpandPlan c = wide_expand(shape);
   c.boxes = takes_boxes(s);

@@ -344,8 +344,29 @@ TEST(LoraChoice, FloatWeightsOfFewTokensFillTheChip) {
   EXPECT_EQ(plan(shape(720, 125, 64, 1024, {2048, 1024, 1024})).expand.cols, 512);
 }
 
-/// Where the copy engine takes h and B, a step a CTA of up to three rounds in boxes; of two tiles an
-/// SM each where that asks less of L2.
+/// More rank rows where CTAs of fewer found no SM each beside expand's.
+TEST(LoraChoice, CtasOfShrinkHaveAnSmEach) {
+  const auto expect = [](const LoraShape& s, int rows, int per_sm) {
+    const ShrinkPlan c = choose(s, {}).shrink;
+    EXPECT_EQ(c.kernel, ShrinkKernel::kDecode);
+    EXPECT_EQ(c.rows, rows) << describe(choose(s, {}));
+    EXPECT_EQ(c.per_sm, per_sm) << describe(choose(s, {}));
+  };
+  expect(shape(5, 1, 128, 5120, {1280, 1280, 1280}), 64, 1);
+  expect(shape(11, 1, 256, 2048, {512, 128, 128}), 64, 1);
+  expect(shape(15, 1, 128, 3584, {4096}), 16, 1);
+}
+
+/// Rank 128 of some tokens of an adapter on wgmma, where tiles of 16 would be rounds of CTAs.
+TEST(LoraChoice, ManyRankRowsOfSomeTokensOnWgmma) {
+  const auto kernel = [](const LoraShape& s) { return choose(s, {}).shrink.kernel; };
+  EXPECT_EQ(kernel(shape(72, 5, 128, 16384, {16384, 1024, 1024})), ShrinkKernel::kWgmma);
+  EXPECT_NE(kernel(shape(9, 33, 128, 4096, {3584, 3584})), ShrinkKernel::kWgmma);
+  EXPECT_NE(kernel(shape(4, 24, 128, 16384, {16384, 1024, 1024})), ShrinkKernel::kWgmma);
+}
+
+/// Where the copy engine takes h and B, a step a CTA of up to three rounds in boxes; of two tiles
+/// an SM each where that asks less of L2.
 TEST(LoraChoice, WideStepsOfBoxes) {
   const auto expect = [](LoraShape s, int which) {
     s.boxes = s.b_boxes = true;
