@@ -52,17 +52,17 @@ struct WgmmaShape {
   int ahead = 0;  ///< stages whose float32 rows wait in shared memory; 0: one or two in registers
 };
 inline constexpr WgmmaShape kWgmmaShapes[] = {
-    {48, 1, 14, 1, Share::kHalf},          {48, 2, 9, 1, Share::kHalf},
-    {96, 1, 10, 1, Share::kHalf},          {96, 2, 6, 1, Share::kHalf},
-    {144, 2, 5, 1, Share::kHalf},          {16, 1, 4, 4, Share::kLeaf},
-    {48, 2, 4, 2, Share::kLeaf},           {96, 2, 6, 1, Share::kAll},
-    {144, 2, 4, 1, Share::kAll},           {48, 1, 7, 2, Share::kHalf},
-    {96, 1, 4, 2, Share::kHalf},           {64, 1, 6, 2, Share::kLeaf},
-    {64, 1, 6, 2, Share::kHalf},           {64, 1, 13, 1, Share::kHalf},
-    {32, 1, 4, 1, Share::kHalf, true, 8},  {48, 1, 5, 2, Share::kHalf, true},
-    {48, 2, 7, 1, Share::kHalf, true},     {64, 1, 3, 1, Share::kHalf, true, 5},
-    {64, 2, 3, 1, Share::kHalf, true, 3},  {64, 2, 3, 1, Share::kLeaf, true, 3},
-    {128, 2, 2, 1, Share::kHalf, true, 2},
+    {48, 1, 14, 1, Share::kHalf},         {48, 2, 9, 1, Share::kHalf},
+    {48, 3, 6, 1, Share::kHalf},          {96, 1, 10, 1, Share::kHalf},
+    {96, 2, 6, 1, Share::kHalf},          {144, 2, 5, 1, Share::kHalf},
+    {16, 1, 4, 4, Share::kLeaf},          {48, 2, 4, 2, Share::kLeaf},
+    {96, 2, 6, 1, Share::kAll},           {144, 2, 4, 1, Share::kAll},
+    {48, 1, 7, 2, Share::kHalf},          {96, 1, 4, 2, Share::kHalf},
+    {64, 1, 6, 2, Share::kLeaf},          {64, 1, 6, 2, Share::kHalf},
+    {64, 1, 13, 1, Share::kHalf},         {32, 1, 4, 1, Share::kHalf, true, 8},
+    {48, 1, 5, 2, Share::kHalf, true},    {48, 2, 7, 1, Share::kHalf, true},
+    {64, 1, 3, 1, Share::kHalf, true, 5}, {64, 2, 3, 1, Share::kHalf, true, 3},
+    {64, 2, 3, 1, Share::kLeaf, true, 3}, {128, 2, 2, 1, Share::kHalf, true, 2},
 };
 
 /// CTAs of the wgmma shrink of one 16-bit type that share K, so many leaves each, both halves of K

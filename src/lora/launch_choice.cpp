@@ -321,13 +321,9 @@ ExpandPlan decode_expand(const LoraShape& s, const Machine& m) {
   // Of low ranks half a block, or one CTA for it. (us, of 128 columns and 256: 6 tokens of one
   // adapter, rank 8, 5,120 to 2 x 13,824, 3.6 and 3.7; but 44 of 325, 3,072 to 1,024, 256 columns
   // in halves of a block 4.3, in a whole one 4.0. Of ranks 17 to 64, 64 columns and 128: one token,
-  // qkv of 3,584, 3.6 and 2.9; 146 of one, rank 32, 4,096 to 1,024 + 2 x 256, 6.6 and 6.0. Halves
-  // that are more than SMs, of which some have two, on an H100: 37 of one, 28,672 to 8,192, 5.9 and
-  // 5.1; two of 76, rank 16, 53,248 to 16,384, 5.4 and 5.0.)
+  // qkv of 3,584, 3.6 and 2.9; 146 of one, rank 32, 4,096 to 1,024 + 2 x 256, 6.6 and 6.0.)
   const int whole_block = c.block_cols;
-  const auto fit = [&](int block) { return even_tiles(s) * column_blocks(s, block) <= m.sms; };
-  const bool evener = fit(whole_block) && !fit(whole_block / 2);
-  if (cols < whole_block && s.max_rank <= 16 && !evener) c.block_cols = whole_block / 2;
+  if (cols < whole_block && s.max_rank <= 16) c.block_cols = whole_block / 2;
   if (cols < whole_block && s.max_rank > 64 && 2 * cols <= whole_block) {
     c.block_cols = std::max(32, whole_block / 2);
   }

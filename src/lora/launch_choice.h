@@ -74,8 +74,8 @@ bool has_room_for_y(const LoraShape& s);
 ExpandPlan wide_walk(const LoraShape& s);
 /// Whether the tensor copy engine can bring h and B to the wide kernel of a step a CTA.
 bool takes_boxes(const LoraShape& s);
-/// That kernel in a shape, with boxes where it takes them, and in the shape for high ranks.
-ExpandPlan step_expand(const LoraShape& s, int shape);
+/// That kernel in a shape, with boxes where they are faster, and in the shape for high ranks.
+ExpandPlan step_expand(const LoraShape& s, const Machine& m, int shape);
 ExpandPlan step_expand(const LoraShape& s, const Machine& m);
 /// Whether expand rounds an h of float32 as it reads it.
 bool rounds_h(const LoraShape& s);

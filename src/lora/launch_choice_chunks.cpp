@@ -82,7 +82,7 @@ void take_chunks(const LoraShape& s, const Machine& m, const ExpandPlan& expand,
 namespace {
 
 /// Row of kWgmmaShapes: K chunks in the smallest CTAs.
-constexpr int kSmallLeaf = 5;
+constexpr int kSmallLeaf = 6;
 static_assert(kWgmmaShapes[kSmallLeaf].rows == 16 &&
               kWgmmaShapes[kSmallLeaf].share == Share::kLeaf);
 

@@ -238,10 +238,11 @@ int shared_rows(const LoraShape& s, const Machine& m, std::int64_t ctas_per_tile
   return std::clamp(round_up(own, 16), least, most);
 }
 
-/// (us on an H100, 16 or 32 rows and 64: 5 of one, rank 128, three slices, 5,120 to 3 x 1,280, 5.6
-/// and 4.5; one of 164, rank 128, 18,944 to 3,584, 5.2 and 4.1; 11 of one, rank 256, 2,048 to 512 +
-/// 2 x 128, 7.4 and 6.3; but one of 72, rank 128, 4,096 to 2 x 3,584, 3.6 and 3.95. Where fewer
-/// rows have an SM each: 15 of one, rank 128, 3,584 to 4,096, 16 rows 5.0, 64 5.2.)
+/// (Of 50 random problems on an H200 0.967 times as long. us on an H100, 16 or 32 rows and 64: 5 of
+/// one, rank 128, three slices, 5,120 to 3 x 1,280, 5.6 and 4.5; one of 164, rank 128, 18,944 to
+/// 3,584, 5.2 and 4.1; 11 of one, rank 256, 2,048 to 512 + 2 x 128, 7.4 and 6.3; but one of 72,
+/// rank 128, 4,096 to 2 x 3,584, 3.6 and 3.95. Where fewer rows have an SM each: 15 of one, rank
+/// 128, 3,584 to 4,096, 16 rows 5.0, 64 5.2.)
 int own_sm_rows(const LoraShape& s, const Machine& m, int rows, const ExpandPlan& expand) {
   const int most = std::min(kRowsAtOnce, round_up(s.rank_rows(), 16));
   const bool pays = s.op == Op::kApply && most > rows && !shrink_fits(s, m, rows, 1, expand) &&
@@ -252,11 +253,13 @@ int own_sm_rows(const LoraShape& s, const Machine& m, int rows, const ExpandPlan
 /// (us on an H100, these and wgmma before the same expand, rank 128: 72 tokens of 5 adapters,
 /// 16,384 to 16,384 + 2 x 1,024, 53 and 42; 37 of 13, 4,096 to 1,024 + 2 x 256, 19.4 and 15.9; 78
 /// of 5, 16,384 to 2 x 53,248, 81.9 and 79.9; but a token of each, 9 of 33, 4,096 to 2 x 3,584,
-/// 11.6 and 15.2; 4 of 24, 16,384 to 16,384 + 2 x 1,024, 26.9 and 32.0.)
+/// 11.6 and 15.2; 4 of 24, 16,384 to 16,384 + 2 x 1,024, 26.9 and 32.0; on an H200 126 of 6, 8,192
+/// to 8,192 + 2 x 1,024, 37 and 24, but of more tokens 1,784 of 477, 768 to 1,024, 69 and 78.)
 bool suits_wgmma_of_few(const LoraShape& s, const Machine& m, int rows) {
   constexpr std::int64_t kLeastTokens = 3, kRounds = 2, kPerSm = 4;  // of an adapter; CTAs
   constexpr int kLeastRank = 65;
-  return s.op == Op::kApply && runs_wgmma(s, m) && s.max_rank >= kLeastRank &&
+  return s.op == Op::kApply && runs_wgmma(s, m) && s.num_tokens <= kSmallTileTokens &&
+         s.max_rank >= kLeastRank &&
          s.max_rank <= kExpandPrefillMaxRank && tokens_per_adapter(s) >= kLeastTokens &&
          decode_shrink_ctas(s, rows, 1) > kRounds * kPerSm * m.sms;
 }

@@ -107,7 +107,12 @@ bool suits_stream(const LoraShape& s, const Machine& m, const ShrinkPlan& c) {
   constexpr int kLeastRank = 9;  // of lower ranks CTAs take several K chunks
   if (!runs_stream(s, m) || tokens_per_adapter(s) > kFewTokens) return false;
   const bool long_chunks = leaf_size(s.hidden) == kDecodeK;
-  const std::int64_t ctas = decode_shrink_ctas(s, c.rows, 1);
+  // Of rank 128 as if CTAs had fewer rows than they have. (us on an H200, persistent warps and CTAs
+  // of 64 rows: 8 of 26, 16,384 to 16,384 + 2 x 1,024, 24.0 and 27.4; 28 of 252, 5,120 to 2 x
+  // 13,824, 78 and 83.)
+  constexpr int kHighRank = 65, kFewRows = 32;
+  const int cta_rows = s.max_rank < kHighRank ? c.rows : std::min(c.rows, kFewRows);
+  const std::int64_t ctas = decode_shrink_ctas(s, cta_rows, 1);
   const std::int64_t rows = s.rank_rows() / (s.ragged ? 2 : 1);  // that there are
   const std::int64_t bytes = max_tiles(s.num_tokens, s.num_adapters, 16) * rows * s.hidden * 2;
   const bool alone = s.num_adapters > s.num_tokens;

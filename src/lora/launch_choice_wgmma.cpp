@@ -153,16 +153,16 @@ double even_runs(const LoraShape& s, int tiles) {
 }
 
 /// The host does not know how tokens are shared out, nor how many have no adapter: between as few
-/// runs as can be, those of even shares, and the last run of each adapter half full. Of ragged
-/// ranks narrow CTAs cost more than their clocks, of others less. (us on an H100, 64 rows and 96:
-/// 1,454 tokens of 80 adapters, ranks up to 64, 26.2 and 23.9.) Of 417 random problems on an H100
-/// what this chose of shapes without 64 rows took 1.020 times as long as the best shape, by the
-/// first and the last alone 1.025 times. (us, this and those: 501 tokens of 4 adapters, rank 128,
-/// 16,384 to 4,096 + 2 x 256, 46 and 69; 1,912 of 13, 18,944 to 3,584, 87 and 126; but 2,089 of 5,
-/// rank 64, 8,192 to 2,048 + 2 x 256, 40 and 34.)
+/// runs as can be, those of even shares, and the last run of each adapter half full. Three tiles of
+/// one are seldom all there, and of ragged ranks narrow CTAs cost more than their clocks, of others
+/// less. (us on an H100, 64 rows and 96: 1,454 tokens of 80 adapters, ranks up to 64, 26.2 and
+/// 23.9.) Of 417 random problems on an H100 what this chose of shapes without 64 rows took 1.020
+/// times as long as the best shape, by the first and the last alone 1.025 times. (us, this and
+/// those: 501 tokens of 4 adapters, rank 128, 16,384 to 4,096 + 2 x 256, 46 and 69; 1,912 of 13,
+/// 18,944 to 3,584, 87 and 126; but 2,089 of 5, rank 64, 8,192 to 2,048 + 2 x 256, 40 and 34.)
 double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, const Choice& c) {
   const WgmmaShape& shape = c.shape;
-  constexpr double kFew = 0.3, kEven = 0.5;
+  constexpr double kFew = 0.3, kEven = 0.5, kThree = 1.12;
   const double narrow = s.max_rank > kExpandPrefillMaxRank ? 0.9 : s.ragged ? 1.05 : 0.95;
   const std::int64_t groups = used_adapters(s), tokens = 64 * shape.tiles;
   const auto least = static_cast<double>(std::max(groups, ceil_div(s.num_tokens, tokens)));
@@ -175,7 +175,7 @@ double wgmma_clocks(const Costs& costs, const LoraShape& s, const Machine& m, co
       (1 - kFew - kEven) *
           wgmma_clocks(costs, s, m, c, std::clamp(half_full, least, std::max(least, most)));
   const bool half = shape.rows == 64 && shape.share == Share::kHalf;
-  return clocks * (half ? narrow : 1);
+  return clocks * (shape.tiles == 3 ? kThree : half ? narrow : 1);
 }
 
 /// Whether fewer stages hold all of a CTA's steps but one, let more CTAs share an SM, and those of

@@ -102,20 +102,24 @@ int step_shape(const LoraShape& s, const Machine& m) {
 
 }  // namespace
 
-/// In boxes wherever they can be. (us on an H100, boxes and cp.async: 50 tokens of one adapter,
-/// rank 512, 9 CTAs, 10.4 and 11.4; one tile, 388 of one, rank 128, 1,024 to 2 x 3,072, 9.9 and
-/// 11.7; two tiles, 1,301 of two, rank 128, 2,048 to 2,048, 12.8 and 13.7; 427 of two, rank 256,
-/// 8,192 to 8,192, 25.4 and 27.1; but 204 of one, rank 512, 53,248 to 16,384, 82.9 and 82.1. Of 20
-/// random problems with one tile 0.958 times as long, with two 0.971 times.)
-ExpandPlan step_expand(const LoraShape& s, int shape) {
+/// CTAs that share an SM share its copy engine, too, in which h waits behind all their blocks of B:
+/// of two CTAs on most SMs cp.async is faster where h fills little of a tile. (us, boxes and
+/// cp.async: on an H200 3 tokens of 102 adapters, rank 256, 8,192 to 2 x 7,168, 19.5 and 18.3; 199
+/// of 6, 1,024 to 2,048 + 2 x 1,024, 10.7 and 10.1; but 393 of 8, rank 64, 2,048 to 2,048 + 2 x
+/// 512, 10.0 and 10.2; 831 of one, rank 512, 3,584 to 4,096, two tiles, 22.1 and 23.2; on an H100
+/// 388 of one, rank 128, 1,024 to 2 x 3,072, 9.9 and 11.7; 1,301 of two, 2,048 to 2,048, two tiles,
+/// 12.8 and 13.7. Of two tiles 0.971 and 0.980 times as long, 20 random problems on an H100, 13 on
+/// an H200.)
+ExpandPlan step_expand(const LoraShape& s, const Machine& m, int shape) {
   ExpandPlan c = wide_expand(shape);
-  c.boxes = takes_boxes(s);
+  const bool crowded = crowds(step_ctas(s, kWideShapes[shape].tiles), m);
+  c.boxes = takes_boxes(s) && (!crowded || tokens_per_adapter(s) >= kFillsSteps);
   return c;
 }
 
 ExpandPlan step_expand(const LoraShape& s, const Machine& m) {
   if (rounds_h(s)) return wide_expand(kWideRoundedShape);
-  return step_expand(s, step_shape(s, m));
+  return step_expand(s, m, step_shape(s, m));
 }
 
 /// In clusters where that saves 6 us of L2, as they start some 3 us later. (us on an H200, clusters
@@ -184,9 +188,9 @@ bool suits_round(const LoraShape& s, const Machine& m, ExpandPlan& c) {
   if (low && 4 * ctas(1) <= 3 * m.sms && prefill_smem(s) + kPrefillStaticSmem <= m.max_smem) {
     c = prefill_expand(s, m);
   } else if (ctas(1) <= 2 * m.sms && (!low || !few || mostly_full(1))) {
-    c = step_expand(s, 0);
+    c = step_expand(s, m, 0);
   } else if (!low && mostly_full(2) && ctas(2) <= 2 * m.sms) {
-    c = step_expand(s, 1);
+    c = step_expand(s, m, 1);
   } else {
     return false;
   }

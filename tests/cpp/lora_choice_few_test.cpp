@@ -365,8 +365,8 @@ TEST(LoraChoice, ManyRankRowsOfSomeTokensOnWgmma) {
   EXPECT_NE(kernel(shape(4, 24, 128, 16384, {16384, 1024, 1024})), ShrinkKernel::kWgmma);
 }
 
-/// Where the copy engine takes h and B, a step a CTA of up to three rounds in boxes; of two tiles
-/// an SM each where that asks less of L2.
+/// Where the copy engine takes h and B, a step a CTA of up to three rounds, in boxes unless most
+/// SMs have two CTAs of few tokens; of two tiles an SM each where that asks less of L2.
 TEST(LoraChoice, WideStepsOfBoxes) {
   const auto expect = [](LoraShape s, int which) {
     s.boxes = s.b_boxes = true;

@@ -203,8 +203,8 @@ TEST_P(LoraInvariance, SmallPlanAndSegmentsGiveTheSameBits) {
   }
 }
 
-/// Enough tokens of enough adapters that shrink takes two tiles at a time
-/// (launch_choice_wgmma.cpp): adapters have several such runs.
+/// Enough tokens of enough adapters that shrink takes three tiles at a time (choose_shape in
+/// shrink_wgmma.cu): most adapters have two such runs and a part of one.
 TEST_P(LoraInvariance, PlanAndSegmentsOfLongRunsGiveTheSameBits) {
   LoraCase c = small_case();
   c.tokens = 8192;

@@ -8,7 +8,7 @@
 // limit  : DRAM, and L2 beside it: 128 tokens read A once, R / 128 of x's bytes
 // wrong  : few tokens (tiles of 16 start sooner), rows that are not 16-byte aligned
 //
-// A CTA takes one or two tiles of 64 tokens of one adapter, a warpgroup each, and up to kRows
+// A CTA takes one to three tiles of 64 tokens of one adapter, a warpgroup each, and up to kRows
 // rank rows of all its slices taken together. One further warpgroup or two stream K through a ring
 // of cp.async stages in the swizzle that wgmma reads, with the rows' pointers in registers.
 // Float32 A under a bfloat16 x is split into parts on its way to the ring: shrink_wgmma_parts.cuh.
