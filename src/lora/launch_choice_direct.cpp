@@ -57,8 +57,7 @@ int step_groups(const LoraShape& s, const Machine& m) {
   constexpr std::int64_t kFewTokens = 2, kMoreTokens = 4, kManyColumns = 1000000;
   const std::int64_t columns = max_tiles(s.num_tokens, s.num_adapters, 16) * s.sum_widths();
   const std::int64_t tokens = tokens_per_adapter(s);
-  const bool few = tokens <= kFewTokens ||
-                   (tokens <= kMoreTokens && columns >= kManyColumns);
+  const bool few = tokens <= kFewTokens || (tokens <= kMoreTokens && columns >= kManyColumns);
   return few && shares_steps(s, m) ? kDirectGroups : 1;
 }
 

@@ -259,8 +259,8 @@ bool suits_wgmma_of_few(const LoraShape& s, const Machine& m, int rows) {
   constexpr std::int64_t kLeastTokens = 3, kRounds = 2, kPerSm = 4;  // of an adapter; CTAs
   constexpr int kLeastRank = 65;
   return s.op == Op::kApply && runs_wgmma(s, m) && s.num_tokens <= kSmallTileTokens &&
-         s.max_rank >= kLeastRank &&
-         s.max_rank <= kExpandPrefillMaxRank && tokens_per_adapter(s) >= kLeastTokens &&
+         s.max_rank >= kLeastRank && s.max_rank <= kExpandPrefillMaxRank &&
+         tokens_per_adapter(s) >= kLeastTokens &&
          decode_shrink_ctas(s, rows, 1) > kRounds * kPerSm * m.sms;
 }
 
