@@ -243,24 +243,37 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
   const std::int64_t base[2] = {row_of(0), row_of(1)};
   if constexpr (Tr::kShare == Share::kAll) {
     add_sums<Tr::kConsumers>(total, parked);
-    store_sums_any(p.h, base, shared.rows, shared.octets, 0, total);
+    visit_h(p.h, [&](auto h) {
+      store_sums<typename decltype(h)::type>(p.h, base, shared.rows, shared.octets, 0, total);
+    });
   } else if constexpr (Tr::kShare == Share::kHalf) {
-    // Each CTA of the cluster takes half of the columns.
-    constexpr int kHalf = Tr::kSums / 2;
-    float own[kHalf], other[kHalf];
+    // Each CTA of the cluster takes half of the columns. They come in pieces, of which one is stored
+    // while the next is on its way: an SM sends some 18 bytes a clock.
+    constexpr int kPieces = Tr::kPieces, kPiece = Tr::kPieceSums, kHalf = kPieces * kPiece;
+    float own[kPieces][kPiece], other[kPieces][kPiece];
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
-      own[i] = part == 0 ? total[i] : total[kHalf + i];
-      other[i] = part == 0 ? total[kHalf + i] : total[i];
+      own[i / kPiece][i % kPiece] = part == 0 ? total[i] : total[kHalf + i];
+      other[i / kPiece][i % kPiece] = part == 0 ? total[kHalf + i] : total[i];
     }
     if constexpr (Tr::kFloatWeights) {
       device::cluster_arrive();
       device::cluster_wait();
     }
-    send_sums<Tr::kConsumers>(parked, other, &shared.exchanged, 1 - part);
-    shared.exchanged.wait(0);
-    add_sums<Tr::kConsumers>(own, parked);
-    store_sums_any(p.h, base, shared.rows, shared.octets, part * Tr::kRows / 2, own);
+    constexpr int kPlaces = kPiece / 4 * Tr::kConsumers;  // of a piece
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      send_sums<Tr::kConsumers>(parked + i * kPlaces, other[i], &shared.exchanged[i], 1 - part);
+    }
+    visit_h(p.h, [&](auto h) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        shared.exchanged[i].wait(0);
+        add_sums<Tr::kConsumers>(own[i], parked + i * kPlaces);
+        store_sums<typename decltype(h)::type>(p.h, base, shared.rows, shared.octets,
+                                               part * Tr::kRows / 2 + i * kPiece * 2, own[i]);
+      }
+    });
   }
 #endif
 }

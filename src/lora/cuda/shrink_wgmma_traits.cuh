@@ -56,6 +56,10 @@ struct Traits {
                                  : kShare == Share::kAll  ? kSumBytes
                                  : kShare == Share::kHalf ? kSumBytes / 2
                                                           : 0;
+  /// Sums of a thread that the CTAs of a cluster exchange at a time: of three row groups or four.
+  static constexpr int kGroups = kRows / 16, kPieces = ceil_div(kGroups, 4);
+  static constexpr int kPieceSums = kSums / 2 / kPieces;
+  static_assert(kGroups % kPieces == 0, "pieces are alike");
   // Registers at the launch, a multiple of 8, then those of the two kinds of warpgroups.
   static constexpr int kRegisters = 65536 / (kMinCtas * kThreads) / 8 * 8;
   /// With two for the pointer of each row that a thread copies.
@@ -83,7 +87,7 @@ struct Shared {
   Octets<Tr::kRows> octets;
   const void* tokens[Tr::kTokens];  ///< row of x; null: no token
   device::Mbarrier full[Tr::kStages], empty[Tr::kStages];
-  device::Mbarrier exchanged;  ///< the sums of the cluster's other CTA are here
+  device::Mbarrier exchanged[Tr::kPieces];  ///< a piece of the sums of the other CTA is here
   TileRun<Tr::kTiles, Tr::kThreads> run;
 
   /// By one thread, before the barrier that all meet at.
@@ -94,9 +98,11 @@ struct Shared {
       empty[i].init(Tr::kConsumers / 32);
     }
     if constexpr (Tr::kShare == Share::kHalf) {
-      exchanged.init(1);
+      for (device::Mbarrier& piece : exchanged) piece.init(1);
       device::Mbarrier::fence_init();
-      exchanged.arrive_and_expect(Tr::kSumBytes / 2);
+      for (device::Mbarrier& piece : exchanged) {
+        piece.arrive_and_expect(Tr::kConsumers * Tr::kPieceSums * 4);
+      }
     }
   }
 };

@@ -160,16 +160,11 @@ __device__ __forceinline__ void store_sums(const HView& h, const std::int64_t (&
   }
 }
 
-/// The same for the dtype that h has.
-template <int kCount, int kRows>
-__device__ __forceinline__ void store_sums_any(const HView& h, const std::int64_t (&base)[2],
-                                               const RankRows<kRows>& rows,
-                                               const Octets<kRows>& octets, int first,
-                                               const float (&sum)[kCount]) {
+/// Calls `store` with the dtype that h has.
+template <class Store>
+__device__ __forceinline__ void visit_h(const HView& h, Store&& store) {
   using DTypes = DTypeList<DType::kFloat32, DType::kBFloat16, DType::kFloat16>;
-  device::visit_checked_dtype(DTypes(), h.dtype, [&](auto tag) {
-    store_sums<typename decltype(tag)::type>(h, base, rows, octets, first, sum);
-  });
+  device::visit_checked_dtype(DTypes(), h.dtype, store);
 }
 
 }  // namespace mortar::lora::cuda
