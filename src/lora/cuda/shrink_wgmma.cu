@@ -247,8 +247,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
       store_sums<typename decltype(h)::type>(p.h, base, shared.rows, shared.octets, 0, total);
     });
   } else if constexpr (Tr::kShare == Share::kHalf) {
-    // Each CTA of the cluster takes half of the columns. They come in pieces, of which one is stored
-    // while the next is on its way: an SM sends some 18 bytes a clock.
+    // Each CTA of the cluster takes half of the columns. They come in pieces, of which one is
+    // stored while the next is on its way: an SM sends some 18 bytes a clock.
     constexpr int kPieces = Tr::kPieces, kPiece = Tr::kPieceSums, kHalf = kPieces * kPiece;
     float own[kPieces][kPiece], other[kPieces][kPiece];
 #pragma unroll
