@@ -39,10 +39,11 @@ struct TileRange {
   int num = 0;    ///< upper bound of tiles in this launch
 };
 
+/// What every block reads lies together: the first block of an SM finds no line of parameters in
+/// the constant cache. Weights are last, most of which are slices that are not there.
 struct ShrinkParams {
   RowsView x;
   HView h;
-  WeightsView weights;
   GroupsView groups;
   TileRange tiles;
   float scale = 1;         ///< of a caller's h
@@ -52,12 +53,12 @@ struct ShrinkParams {
   bool early = false;      ///< weights and groups may be read before pdl_wait()
   bool two_parts = false;  ///< float32 weights count as the sum of two parts
   IdsView zero_rows;
+  WeightsView weights;
 };
 
 struct ExpandParams {
   RowsView y;
   HView h;
-  WeightsView weights;
   GroupsView groups;
   TileRange tiles;
   std::int64_t offset = 0;
@@ -77,6 +78,7 @@ struct ExpandParams {
   bool vector_y = false;   ///< every row and block of y is 16-byte aligned and whole
   bool b_by_8 = false;     ///< rows of B start at multiples of 8 bytes, not of 16
   bool b_boxes = false;    ///< the tensor copy engine takes B
+  WeightsView weights;
 };
 
 /// Of the one kernel of lora_apply: expand's, whose `cols` are those of a cluster, and x.

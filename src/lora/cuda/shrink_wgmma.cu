@@ -62,7 +62,7 @@ __device__ __forceinline__ void ask_for_tokens(const ShrinkParams& p, const Shar
 
 /// Fills the ring: the weights of the first stages before the predecessor's end is awaited.
 template <class Tr>
-__device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& shared,
+__device__ __forceinline__ void produce(const RingParams& p, Shared<Tr>& shared,
                                         std::uint32_t ring) {
   using T = typename Tr::T;
   const int thread = static_cast<int>(threadIdx.x) - Tr::kConsumers;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
   const RowPieces<T, Tr::kRows, Tr::kProducers> weights(shared.rows.weights, row0);
   const RowPieces<T, Tr::kTokens, Tr::kProducers> tokens(shared.tokens, row0);
   const auto bytes = [&](int at) { return at < r.k_end ? 16 : 0; };
-  const int ahead = min(r.num_steps, Tr::kStages);
+  const int stages = stages_of<Tr>(p), ahead = min(r.num_steps, stages);
   int k = r.k_begin + piece * 8;
   for (int step = 0; step < ahead; ++step) {
     weights.copy(to + step * Tr::kStageBytes + Tr::kTokenBytes, k + step * kTileK,
@@ -81,7 +81,7 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
   meet_cluster<Tr>();
   device::pdl_wait();
   device::RingCursor<Tr::kStages> at;
-  for (int step = 0; step < r.num_steps; ++step, k += kTileK, at.next()) {
+  for (int step = 0; step < r.num_steps; ++step, k += kTileK, next_of(at, stages)) {
     const std::uint32_t stage = to + at.stage * Tr::kStageBytes;
     if (step >= ahead) {
       shared.empty[at.stage].wait((at.round - 1) & 1);
@@ -97,12 +97,11 @@ __device__ __forceinline__ void produce(const ShrinkParams& p, Shared<Tr>& share
 /// of the next one are on their way). They start at +0 and leaves are added to them, so that a leaf
 /// of -0 gives +0 on all paths.
 template <class Tr, class Leave>
-__device__ __forceinline__ void consume(const ShrinkParams& p, Shared<Tr>& shared,
-                                        std::uint32_t ring, float4* parked,
-                                        float (&total)[Tr::kSums], Leave&& leave) {
+__device__ __forceinline__ void consume(const RingParams& p, Shared<Tr>& shared, std::uint32_t ring,
+                                        float4* parked, float (&total)[Tr::kSums], Leave&& leave) {
   using T = typename Tr::T;
   const Range r = range_of<Tr>(p);
-  const int warpgroup = threadIdx.x / 128;
+  const int warpgroup = threadIdx.x / 128, stages = stages_of<Tr>(p);
   const bool signals = threadIdx.x % 32 == 0;
   float sum[Tr::kSums];
 #pragma unroll
@@ -112,7 +111,7 @@ __device__ __forceinline__ void consume(const ShrinkParams& p, Shared<Tr>& share
   for (int leaf = r.first; leaf < r.end; ++leaf) {
     const int leaf_end = min(r.num_steps, step + r.leaf / kTileK);
     int last = -1;  // stage of the MMAs in flight
-    for (; step < leaf_end; ++step, at.next()) {
+    for (; step < leaf_end; ++step, next_of(at, stages)) {
       shared.full[at.stage].wait(at.round & 1);
       device::fence_async_proxy();  // cp.async wrote through the generic proxy
       device::wgmma_keep(sum);
@@ -148,13 +147,15 @@ __device__ __forceinline__ void consume(const ShrinkParams& p, Shared<Tr>& share
 
 template <class Tr>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kMinCtas)
-    shrink_wgmma_kernel(const __grid_constant__ ShrinkParams p) {
+    shrink_wgmma_kernel(const __grid_constant__ RingParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using T = typename Tr::T;
   extern __shared__ __align__(1024) unsigned char smem[];
-  auto& shared = *reinterpret_cast<Shared<Tr>*>(smem + Tr::kRing + Tr::kParked);
+  const int shared_from = shared_at<Tr>(stages_of<Tr>(p));
+  auto& shared = *reinterpret_cast<Shared<Tr>*>(smem + shared_from);
   // Of float32 weights where the ring was: a cluster's CTAs wait until both have multiplied.
-  auto* parked = reinterpret_cast<float4*>(smem + (Tr::kFloatWeights ? 0 : Tr::kRing));
+  auto* parked =
+      reinterpret_cast<float4*>(smem + (Tr::kFloatWeights ? 0 : shared_from - Tr::kParked));
   const std::uint32_t ring = device::smem_address(smem);
 
   // Guard
@@ -288,8 +289,15 @@ int share_ctas(const ShrinkParams& p, Share share, bool float_weights, int leave
 }
 
 template <class Tr>
-void launch_traits(const ShrinkParams& p, int leaves, Stream stream) {
-  static_assert((kSmem<Tr> + 1024) * Tr::kMinCtas <= 228 * 1024, "the CTAs fit an SM");
+constexpr bool fits(const WgmmaShape& s) {
+  return (smem_of<Tr>(s.stages) + 1024) * s.per_sm <= 228 * 1024;
+}
+
+/// By the kernel of row kShape, with the stages of row `shape`.
+template <class T, int kShape>
+void launch_traits(const ShrinkParams& shrink, int shape, int leaves, Stream stream) {
+  using Tr = Traits<T, kShape>;
+  const RingParams p{shrink, kWgmmaShapes[shape].stages};
   constexpr bool kCluster = Tr::kShare == Share::kHalf;
   const std::int64_t runs =
       TileRun<Tr::kTiles, Tr::kThreads>::most(p.tiles, p.weights.num_adapters);
@@ -299,13 +307,13 @@ void launch_traits(const ShrinkParams& p, int leaves, Stream stream) {
                 p.zero_rows.data != nullptr ? shrink_depth(p) : static_cast<unsigned>(runs));
   l.cluster_y = kCluster ? 2 : 1;
   l.threads = Tr::kThreads;
-  l.smem = kSmem<Tr>;
+  l.smem = static_cast<std::size_t>(smem_of<Tr>(p.stages));
   l.stream = stream;
   l.pdl = true;
   device::launch<shrink_wgmma_kernel<Tr>>("lora_shrink", l, p);
 }
 
-using Launch = void (*)(const ShrinkParams&, int leaves, Stream);
+using Launch = void (*)(const ShrinkParams&, int shape, int leaves, Stream);
 
 /// Float32 weights are those of a bfloat16 x.
 template <class T, int kShape>
@@ -313,7 +321,8 @@ constexpr Launch launch_of() {
   if constexpr (kWgmmaShapes[kShape].float_weights && std::is_same_v<T, __half>) {
     return nullptr;
   } else {
-    return launch_traits<Traits<T, kShape>>;
+    static_assert(fits<Traits<T, kernel_of(kShape)>>(kWgmmaShapes[kShape]), "CTAs fit an SM");
+    return launch_traits<T, kernel_of(kShape)>;
   }
 }
 
@@ -322,7 +331,7 @@ void launch_shape(const ShrinkPlan& c, const ShrinkParams& p, Stream stream,
                   std::index_sequence<kShapes...>) {
   static constexpr Launch kLaunches[] = {launch_of<T, static_cast<int>(kShapes)>()...};
   check(kLaunches[c.shape] != nullptr, "lora_shrink: wgmma takes no float32 weights with this x");
-  kLaunches[c.shape](p, c.leaves, stream);
+  kLaunches[c.shape](p, c.shape, c.leaves, stream);
 }
 
 }  // namespace

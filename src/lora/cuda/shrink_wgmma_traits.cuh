@@ -8,6 +8,7 @@
 #include "core/int_math.h"
 #include "device/barrier.cuh"
 #include "device/cluster.cuh"
+#include "device/ring.cuh"
 #include "device/swizzle.cuh"
 #include "device/wgmma.cuh"
 #include "lora/config.h"
@@ -21,6 +22,34 @@ namespace mortar::lora::cuda::wgmma_shrink {
 
 constexpr int kTileK = device::kSwizzleBytes / 2;  ///< elements of a stage
 
+/// Producers of a CTA: twice as many where an SM has one CTA and float32 rows are split, or many
+/// rows are copied.
+constexpr int producers_of(const WgmmaShape& s) {
+  const bool many_rows = s.float_weights || 64 * s.tiles + s.rows >= 160;
+  return s.per_sm == 1 && many_rows ? 256 : 128;
+}
+
+/// Rows of the table for 16-bit weights that differ in their stages and CTAs of an SM alone have one
+/// kernel, whose launch says how many stages there are.
+constexpr bool share_a_kernel(const WgmmaShape& a, const WgmmaShape& b) {
+  return !a.float_weights && !b.float_weights && a.rows == b.rows && a.tiles == b.tiles &&
+         a.share == b.share && producers_of(a) == producers_of(b);
+}
+/// The first row whose kernel this one has.
+constexpr int kernel_of(int shape) {
+  int first = 0;
+  while (first < shape && !share_a_kernel(kWgmmaShapes[first], kWgmmaShapes[shape])) ++first;
+  return first;
+}
+/// The largest `field` of the rows whose kernel row `shape` has.
+constexpr int most_of(int shape, int WgmmaShape::*field) {
+  int most = kWgmmaShapes[shape].*field;
+  for (const WgmmaShape& s : kWgmmaShapes) {
+    if (share_a_kernel(s, kWgmmaShapes[shape])) most = std::max(most, s.*field);
+  }
+  return most;
+}
+
 template <class T_, int kShape>
 struct Traits {
   using T = T_;
@@ -28,13 +57,13 @@ struct Traits {
   static constexpr int kRows = kOf.rows;
   static constexpr int kTiles = kOf.tiles;  ///< of 64 tokens, a consumer warpgroup each
   static constexpr int kTokens = 64 * kTiles;
-  static constexpr int kStages = kOf.stages;
-  static constexpr int kMinCtas = kOf.per_sm;
+  static constexpr int kStages = most_of(kShape, &WgmmaShape::stages);
+  static constexpr int kMinCtas = most_of(kShape, &WgmmaShape::per_sm);
+  /// Whether a launch may have fewer stages.
+  static constexpr bool kManyRings = kStages * kMinCtas != kOf.stages * kOf.per_sm;
   static constexpr Share kShare = kOf.share;
   static constexpr int kConsumers = 128 * kTiles;
-  /// Twice as many where an SM has one CTA and float32 rows are split, or many rows are copied.
-  static constexpr bool kManyRows = kOf.float_weights || kTokens + kRows >= 160;
-  static constexpr int kProducers = kMinCtas == 1 && kManyRows ? 256 : 128;
+  static constexpr int kProducers = producers_of(kOf);
   static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kFillers = 128;     ///< of them, of a stage whose float32 rows they split
   static constexpr int kSums = kRows / 2;  ///< sums of a thread
@@ -106,8 +135,32 @@ struct Shared {
     }
   }
 };
+/// Bytes of a CTA with so many stages, and where Shared begins.
 template <class Tr>
-constexpr int kSmem = Tr::kRing + Tr::kParked + int{sizeof(Shared<Tr>)};
+MORTAR_HOST_DEVICE constexpr int shared_at(int stages) {
+  return Tr::kRing - (Tr::kStages - stages) * Tr::kStageBytes + Tr::kParked;
+}
+template <class Tr>
+constexpr int smem_of(int stages) {
+  return shared_at<Tr>(stages) + int{sizeof(Shared<Tr>)};
+}
+
+struct RingParams : ShrinkParams {
+  int stages = 0;  ///< of the ring, where the kernel has several rows of the table
+};
+/// The stages of a launch.
+template <class Tr>
+__device__ __forceinline__ int stages_of(const RingParams& p) {
+  return Tr::kManyRings ? p.stages : Tr::kStages;
+}
+/// RingCursor::next() of so many stages.
+template <int kMost>
+__device__ __forceinline__ void next_of(device::RingCursor<kMost>& at, int stages) {
+  if (++at.stage == stages) {
+    at.stage = 0;
+    ++at.round;
+  }
+}
 
 /// Waits until the other CTA of a cluster runs, so that its shared memory is there. All threads
 /// have arrived at that barrier early, and call this when nothing else is left to do.
