@@ -29,7 +29,7 @@ constexpr int producers_of(const WgmmaShape& s) {
   return s.per_sm == 1 && many_rows ? 256 : 128;
 }
 
-/// Rows of the table for 16-bit weights that differ in their stages and CTAs of an SM alone have one
+/// Rows of the table for 16-bit weights that differ in stages and CTAs of an SM alone have one
 /// kernel, whose launch says how many stages there are.
 constexpr bool share_a_kernel(const WgmmaShape& a, const WgmmaShape& b) {
   return !a.float_weights && !b.float_weights && a.rows == b.rows && a.tiles == b.tiles &&
