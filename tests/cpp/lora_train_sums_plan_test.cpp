@@ -145,22 +145,47 @@ TEST(LoraTrainSumsPlan, FewElementsAreSummedByThreadBlocksThatHaveAllRows) {
   EXPECT_FALSE(whole(0, 4096, 4096, 16));
 }
 
-// dA and dB of up to two chunks of rows without partial sums, if their tiles fill the device.
-TEST(LoraTrainSumsPlan, ProductsStoreSumsOfFewChunks) {
-  const auto stores = [](std::int64_t rows, std::int64_t columns, int width, int chunks,
-                         bool of_a) {
-    return stores_sums(rows, columns, width, ceil_div<std::int64_t>(rows, chunks), of_a, 132);
+// dA and dB without partial sums, if their tiles fill the SMs: of up to two chunks of rows in tiles
+// of 128 columns, of any in tiles of 256, which store what is added to nothing.
+TEST(LoraTrainSumsPlan, ProductsStoreSumsInTilesThatFillTheSms) {
+  const auto stored = [](std::int64_t rows, std::int64_t columns, int width, int chunks, bool of_a,
+                         int sms = 132, bool adds = false) {
+    return stored_columns({rows, columns, width, ceil_div<std::int64_t>(rows, chunks), of_a, adds},
+                          sms);
   };
-  EXPECT_TRUE(stores(2048, 4096, 512, 2, true));
-  EXPECT_TRUE(stores(2048, 4096, 512, 1, false));
-  EXPECT_TRUE(stores(4096, 8192, 256, 2, true));
-  EXPECT_TRUE(stores(4096, 8192, 256, 1, false));
-  EXPECT_TRUE(stores(2048, 8192, 128, 1, false));
-  EXPECT_FALSE(stores(8192, 4096, 256, 2, false));
-  EXPECT_FALSE(stores(8192, 4096, 512, 2, true));
-  EXPECT_FALSE(stores(8192, 4096, 512, 3, true));
-  EXPECT_FALSE(stores(2048, 8192, 128, 1, true));
-  EXPECT_FALSE(stores(2048, 8192, 64, 1, false));
+  EXPECT_EQ(stored(2048, 4096, 512, 2, true), 128);
+  EXPECT_EQ(stored(2048, 4096, 512, 1, false), 128);
+  EXPECT_EQ(stored(4096, 8192, 256, 2, true), 128);
+  EXPECT_EQ(stored(2048, 8192, 128, 1, false), 128);
+  EXPECT_EQ(stored(8192, 4096, 256, 2, false), 0);
+  EXPECT_EQ(stored(8192, 4096, 512, 2, true), 0);
+  EXPECT_EQ(stored(8192, 4096, 512, 3, true), 0);
+  EXPECT_EQ(stored(2048, 8192, 128, 1, true), 0);
+  EXPECT_EQ(stored(2048, 8192, 64, 1, false), 0);
+  // Of one wave of 256 columns, or beside ds, on half of the SMs.
+  EXPECT_EQ(stored(3000, 8192, 512, 1, true), 256);
+  EXPECT_EQ(stored(3000, 8192, 512, 1, true, 132, true), 128);
+  EXPECT_EQ(stored(4096, 4096, 512, 1, false, 68), 256);
+  EXPECT_EQ(stored(8192, 8192, 512, 4, true), 256);
+  // What waits in memory has no room in the workspace of two chunks.
+  EXPECT_FALSE(stores_wide({8192, 264, 264, 4096, true}));
+  EXPECT_TRUE(stores_wide({8192, 264, 264, 8192, true}));
+}
+
+// dB waits for dx where both gradients' tiles fill the SMs together, and neither does alone.
+TEST(LoraTrainSumsPlan, SumsAreStoredTogetherAfterDx) {
+  const auto together = [](std::int64_t rows, std::int64_t hidden, std::int64_t width, int rank,
+                           int chunks) {
+    const std::int64_t chunk = ceil_div<std::int64_t>(rows, chunks);
+    return stores_together({rows, width, rank, chunk, false}, {rows, hidden, rank, chunk, true},
+                           132);
+  };
+  EXPECT_TRUE(together(8192, 4096, 4096, 512, 2));
+  EXPECT_FALSE(together(8192, 4096, 4096, 384, 2));   // of which a quarter of the tiles is empty
+  EXPECT_FALSE(together(8192, 4096, 4096, 256, 4));   // half of the SMs
+  EXPECT_FALSE(together(16384, 2048, 2048, 512, 4));  // the same
+  EXPECT_FALSE(together(8192, 8192, 8192, 512, 1));   // each fills them
+  EXPECT_FALSE(together(8192, 4096, 4096, 128, 2));
 }
 
 // Gradients that threads of few registers store, four neighbours at a time.

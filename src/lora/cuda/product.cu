@@ -14,12 +14,13 @@
 // multiply, and one thread of a third copies: its rows of a, and half of b to both blocks of the
 // cluster. Stages of 64 elements of the depth pass through a ring; the copies of the next unit are
 // under way while the sums of this one are stored. Rounded tiles leave by TMA, through 32 KB of
-// shared memory, while the next unit is multiplied. A part of the depth is one MMA chain, or some
-// leaves that are one each and are added in pairs. Rows may be of segments, each with its own b: a
-// unit then has rows of one segment, and those past its end are multiplied but not stored. Of sums
-// over rows segments cut the depth: a unit has a chunk of one, with zeros past its end. Dropout on
-// a is drawn as its stages pass (product_drop.cuh), that on what is stored before a base is added.
-// Wrong where there are few rows: half of the SMs then have nothing to do.
+// shared memory, while the next unit is multiplied; of deep units they are written there then, too.
+// A part of the depth is one MMA chain, or some leaves that are one each and are added in pairs, or
+// (of tiles of 256 columns that sum over rows) one after the other. Rows may be of segments, each
+// with its own b: a unit then has rows of one segment, and those past its end are multiplied but
+// not stored. Of sums over rows segments cut the depth: a unit has a chunk of one, with zeros past
+// its end. Dropout on a is drawn as its stages pass (product_drop.cuh), that on what is stored
+// before a base is added. Wrong where there are few rows: half of the SMs then have nothing to do.
 #include "lora/cuda/product.h"
 
 #include <algorithm>
@@ -44,8 +45,10 @@ template <class S>
 __device__ __forceinline__ void produce(const Params& p, Ring<S> ring, int units) {
   constexpr std::uint16_t kBoth = (1 << kProductCluster) - 1;
   const int rank = static_cast<int>(blockIdx.y);
-  for (int u = blockIdx.x; u < units; u += static_cast<int>(gridDim.x)) {
-    const Unit<S> unit(p, *ring.segments, u);
+  const UnitPlace by(p, static_cast<int>(gridDim.x));
+  UnitPlace place(p, static_cast<int>(blockIdx.x));
+  for (int u = blockIdx.x; u < units; u += static_cast<int>(gridDim.x), place.advance(p, by)) {
+    const Unit<S> unit(p, *ring.segments, place);
     int pair = 0, step = unit.first_step;
     const int stages = unit.steps + (S::kBase && p.base != nullptr ? 1 : 0);
     for (int i = 0; i < stages; ++i, ++step, ring.at.next()) {
@@ -139,10 +142,20 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
     const int first_row = static_cast<int>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4;
     [[maybe_unused]] lora::train::cuda::Draws draws{};
     if (S::kDropsStored && p.rng != nullptr) draws.read(p.rng);
-    for (int u = blockIdx.x; u < units; u += static_cast<int>(gridDim.x)) {
-      const Unit<S> unit(p, *ring.segments, u);
+    [[maybe_unused]] Outgoing<S> outgoing;
+    const UnitPlace by(p, static_cast<int>(gridDim.x));
+    UnitPlace place(p, static_cast<int>(blockIdx.x));
+    for (int u = blockIdx.x; u < units; u += static_cast<int>(gridDim.x), place.advance(p, by)) {
+      const Unit<S> unit(p, *ring.segments, place);
       float sum[S::kSums];
-      multiply(p, unit, &ring, sum);
+      if constexpr (S::kDefers) {
+        // The second half when the first one has left shared memory.
+        multiply(p, unit, &ring, sum,
+                 [&](int step) { outgoing.send(p, ring.tile, 2 * step < unit.steps ? 1 : 2); });
+        outgoing.send(p, ring.tile, 2);
+      } else {
+        multiply(p, unit, &ring, sum);
+      }
       if constexpr (S::kEnd == ProductEnd::kPartials) {
         if (S::kA == Major::kRows && p.adds_copies) {
           store_added_partials<S>(p, unit, unit.row + first_row, sum);
@@ -158,13 +171,16 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
         if constexpr (S::kBase) {
           if (p.base != nullptr) add_base(&ring, smem, first_row, sum);
         }
-        if (p.by_boxes) {
-          store_boxes(p, unit, ring, sum);
-        } else {
+        if constexpr (S::kDefers) outgoing.take(unit, sum);
+        if (!p.by_boxes) {
           store_rows<S>(p, unit, unit.row + first_row, sum);
+          if constexpr (S::kDefers) outgoing.sent = 2;
+        } else if constexpr (!S::kDefers) {
+          store_boxes(p, unit, ring, sum);
         }
       }
     }
+    if constexpr (S::kDefers) outgoing.send(p, ring.tile, 2);
     if constexpr (S::kEnd == ProductEnd::kStore) device::store_boxes_wait();
     if (p.early) device::pdl_wait();  // a block without units too
     device::cluster_arrive_relaxed();
@@ -211,7 +227,12 @@ struct Launcher {
     constexpr Major kA = Major::kDepth;
     using enum ProductEnd;
     if (product.end == kStore) {
+      if (plan.columns == 256 && plan.defers) {
+        return launch_shape<Shape<T, 256, kA, kB, kStore, 0, false, false, false, true>>(
+            op, product, plan, stream);
+      }
       if (plan.columns == 256) return run<T, 256, kA, kB, kStore, 0>();
+      if (plan.columns == 192) return run<T, 192, kA, kB, kStore, 0>();
       if (plan.columns == 64) return run<T, 64, kA, kB, kStore, 0>();
       return run<T, 128, kA, kB, kStore, 0>();
     }
@@ -224,7 +245,10 @@ struct Launcher {
       if (product.rng != nullptr) return run_dropped<T>();
       constexpr Major kRows = Major::kRows;
       using enum ProductEnd;
-      if (product.end == kStore) return run<T, 128, kRows, kRows, kStore, 1>();
+      if (product.end == kStore) {
+        if (plan.columns == 256) return run<T, 256, kRows, kRows, kStore, 0>();
+        return run<T, 128, kRows, kRows, kStore, 1>();
+      }
       if (plan.columns == 256) return run<T, 256, kRows, kRows, kPartials, 0>();
       if (plan.columns == 192) return run<T, 192, kRows, kRows, kPartials, 0>();
       if (plan.columns == 128) return run<T, 128, kRows, kRows, kPartials, 0>();

@@ -39,12 +39,14 @@ enum class ProductEnd {
 
 /// How the work is cut. No bit depends on anything but the depth's leaves.
 struct ProductPlan {
-  /// Of a tile: 64, 96 (kForms), 128, 192 (kForms, sums over rows) or 256; 128 with a base.
+  /// Of a tile: 64, 96 (kForms), 128, 192 (of kStore not where sums are over rows) or 256; 128 with
+  /// a base.
   int columns = 128;
   int parts = 1;          ///< of the depth
   std::int64_t leaf = 0;  ///< depth of one MMA chain, whole steps; 0: all of a part
   int leaves = 1;         ///< of a part, a power of two, that are added in pairs
   int clusters = 0;       ///< of the launch: as many as run at once
+  bool defers = false;    ///< tiles of 256 columns leave while the next ones are multiplied
   /// Of a tile of clusters that share the depth. Of 64 columns half as many are taken where b is
   /// dense along the depth, else all.
   int rows = kProductRows;

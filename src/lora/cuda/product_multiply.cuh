@@ -46,11 +46,37 @@ __device__ __forceinline__ void clear_past(int left, std::uint32_t stage) {
   device::named_barrier<3, kConsumers>();
 }
 
-/// The sums of a unit, a part of the depth. (A branch by type beside each step's MMAs would take up
-/// to 7 % of a call.)
-template <class S, class T = typename S::T>
+/// Adds leaf `leaf` of a unit to those before it, which wait in memory. Each thread reads what it
+/// has written itself.
+template <class S>
+__device__ __forceinline__ void carry_leaf(const Params& p, const Unit<S>& unit, int leaf,
+                                           float (&sum)[S::kSums]) {
+  constexpr int kVectors = S::kSums / 4;
+  const std::int64_t tile = unit.row / S::kRows * p.tiles + unit.column / S::kColumns;
+  float4* own = reinterpret_cast<float4*>(p.partials) + tile * kVectors * kConsumers + threadIdx.x;
+  if (leaf > 0) {
+#pragma unroll
+    for (int n = 0; n < kVectors; ++n) {
+      const float4 before = __ldcg(own + n * kConsumers);
+      float* v = sum + 4 * n;
+      v[0] = before.x + v[0], v[1] = before.y + v[1];
+      v[2] = before.z + v[2], v[3] = before.w + v[3];
+    }
+  }
+  if (leaf + 1 < p.leaves) {
+#pragma unroll
+    for (int n = 0; n < kVectors; ++n) {
+      const float* v = sum + 4 * n;
+      __stcg(own + n * kConsumers, make_float4(v[0], v[1], v[2], v[3]));
+    }
+  }
+}
+
+/// The sums of a unit, a part of the depth. `meanwhile(step)`: while a step's products run. (A
+/// branch by type beside each step's MMAs would take up to 7 % of a call.)
+template <class S, class T = typename S::T, class Meanwhile>
 __device__ __forceinline__ void multiply(const Params& p, const Unit<S>& unit, Ring<S>* ring,
-                                         float (&sum)[S::kSums]) {
+                                         float (&sum)[S::kSums], const Meanwhile& meanwhile) {
   const std::uint32_t warpgroup = threadIdx.x / kWarpgroup;
   const std::uint32_t own_rows = S::kByColumns ? 0 : warpgroup * kBlockBytes;
   const std::uint32_t own_columns = S::kRowsBytes + (S::kByColumns ? warpgroup * S::kMmaBytes : 0);
@@ -87,6 +113,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Unit<S>& unit, R
                                                        i > 0 || last >= 0);
       }
       device::wgmma_commit();
+      meanwhile(step);
       device::wgmma_wait<1>();
       release(*ring, last);
       last = ring->at.stage;
@@ -95,7 +122,14 @@ __device__ __forceinline__ void multiply(const Params& p, const Unit<S>& unit, R
     device::wgmma_keep(sum);
     release(*ring, last);
     add_leaf<S>(&tree, ring->parked, leaf, sum);
+    if constexpr (S::kCarries) carry_leaf(p, unit, leaf, sum);
   }
+}
+
+template <class S, class T = typename S::T>
+__device__ __forceinline__ void multiply(const Params& p, const Unit<S>& unit, Ring<S>* ring,
+                                         float (&sum)[S::kSums]) {
+  multiply<S, T>(p, unit, ring, sum, [](int) {});
 }
 
 /// Sums times their b's factor; zeros in columns past its rows, where the copies' zeros may have

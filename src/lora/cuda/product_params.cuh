@@ -106,8 +106,8 @@ Params make_params(const char* op, const Product& product, const ProductPlan& pl
   p.leaves = plan.leaves;
   p.leaf_steps = plan.leaf > 0 ? static_cast<int>(plan.leaf / kProductStep) : all_steps;
   p.part_steps = p.leaf_steps * plan.leaves;
-  check(p.part_steps * plan.parts >= all_steps && plan.leaves <= 1 << S::kLevels, op,
-        ": a product's parts leave some of the depth out");
+  check(p.part_steps * plan.parts >= all_steps && (S::kCarries || plan.leaves <= 1 << S::kLevels),
+        op, ": a product's parts leave some of the depth out");
   p.rows = product.a[0].rows;
   const std::int64_t units = (ceil_div<std::int64_t>(p.rows, S::kSharers * S::kRows) +
                               (p.offsets != nullptr && !cuts_depth ? p.segments : 0)) *

@@ -46,10 +46,12 @@ struct AnyFloat16 {};
 /// cluster have the same rows and share the depth; else they have neighbouring rows and share b.
 /// kDrops: dropout on a. kByColumns: a tile has half of the rows, and the two warpgroups have
 /// columns of their own. The sums of a wide tile then fit the registers, and the thread blocks of a
-/// cluster send each other half as much.
-/// T: the operands' type, or AnyFloat16 of kernels that pass it to what computes.
+/// cluster send each other half as much. kDefers: a rounded tile waits in registers until the next
+/// one is multiplied (Outgoing). T: the operands' type, or AnyFloat16 of kernels that pass it to
+/// what computes.
 template <class T_, int kColumns_, Major kA_, Major kB_, ProductEnd kEnd_, int kLevels_,
-          bool kSplit_ = false, bool kDrops_ = false, bool kByColumns_ = false>
+          bool kSplit_ = false, bool kDrops_ = false, bool kByColumns_ = false,
+          bool kDefers_ = false>
 struct Shape {
   using T = T_;
   static constexpr int kColumns = kColumns_, kLevels = kLevels_;
@@ -57,6 +59,10 @@ struct Shape {
   static constexpr int kSharers = kSplit ? 1 : kProductCluster;  ///< of b's stages
   static constexpr int kArrivals = kSharers * kConsumers / 32;   ///< that free a stage
   static constexpr int kParked = kColumns == 128 && kLevels == 2 ? 1 : 0;
+  /// Leaves are added one after the other, and the sum waits in memory (Params::partials) while the
+  /// next one is multiplied: of a tile whose sums take the registers, and of any number of leaves.
+  static constexpr bool kCarries =
+      kEnd_ == ProductEnd::kStore && kA_ == Major::kRows && kLevels == 0;
   static constexpr Major kA = kA_, kB = kB_;
   static constexpr ProductEnd kEnd = kEnd_;
   static constexpr bool kByColumns = kByColumns_;
@@ -80,6 +86,7 @@ struct Shape {
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
   /// The base's tile comes as one stage more, which it fills.
   static constexpr bool kBase = kEnd == ProductEnd::kStore && kColumns == kProductRows && !kSplit;
+  static constexpr bool kDefers = kDefers_;
   static constexpr int kParkedBytes = kParked * kConsumers * kSums * 4;
   /// 128 columns of the rounded tile on their way out, blocks of 64 rows and columns; or the sums
   /// that the thread blocks of a cluster send each other.
@@ -117,7 +124,7 @@ struct Params {
   bool early, scaled, adds_copies;
   bool forms;  ///< ProductEnd::kForms, which has no shapes of its own
   std::int64_t rows;
-  float* partials;
+  float* partials;  ///< or (Shape::kCarries) the sums of tiles, [tile][kSums / 4][kConsumers][4]
   std::int64_t part_stride, row_stride, column_stride;
   void* out;
   bool by_boxes;  ///< tiles leave through out_map
@@ -130,6 +137,26 @@ struct Params {
   lora::train::cuda::GradSum beside;
 };
 
+/// Which tile of columns a unit has, and which rows and part. The next unit of a cluster is found
+/// without a division: that takes some 100 clocks, in which nothing is multiplied.
+struct UnitPlace {
+  int tile, rest;
+
+  __device__ __forceinline__ UnitPlace(const Params& p, int index) {
+    const bool one = p.tiles == 1;
+    rest = one ? index : index / p.tiles;
+    tile = one ? 0 : index - rest * p.tiles;
+  }
+  /// Goes on by `by`, as a place.
+  __device__ __forceinline__ void advance(const Params& p, const UnitPlace& by) {
+    tile += by.tile;
+    rest += by.rest;
+    if (tile < p.tiles) return;
+    tile -= p.tiles;
+    ++rest;
+  }
+};
+
 /// A thread block's part of unit `index`: rows `row` to `end` - 1 and the columns of a tile up to
 /// `columns`, of which b `first_b` and (if pairs are summed) the next ones have the operands. Steps
 /// are counted from `depth` on, of which a segment's chunk has `depths` elements.
@@ -138,10 +165,12 @@ struct Unit {
   int row, end, group, first_b, column, columns, part, first_step, steps;
   int depth = 0, depths = 0;
 
-  __device__ __forceinline__ Unit(const Params& p, const Segments& segments, int index) {
-    const bool one = p.tiles == 1;  // a division takes some 100 clocks of a start
-    const int own = static_cast<int>(blockIdx.y);
-    const int tile = one ? 0 : index % p.tiles, rest = one ? index : index / p.tiles;
+  __device__ __forceinline__ Unit(const Params& p, const Segments& segments, int index)
+      : Unit(p, segments, UnitPlace(p, index)) {}
+  __device__ __forceinline__ Unit(const Params& p, const Segments& segments,
+                                  const UnitPlace& place) {
+    const bool one = S::kSplit || p.parts == 1;
+    const int own = static_cast<int>(blockIdx.y), tile = place.tile, rest = place.rest;
     end = static_cast<int>(p.rows);
     if constexpr (S::kCutsDepth) {
       if (p.offsets != nullptr) {
@@ -149,8 +178,8 @@ struct Unit {
         return;
       }
     }
-    part = S::kSplit ? own : rest % p.parts;
-    int tile_of_rows = S::kSplit ? rest : rest / p.parts, segment = 0, first_row = 0;
+    part = S::kSplit ? own : (one ? 0 : rest % p.parts);
+    int tile_of_rows = one ? rest : rest / p.parts, segment = 0, first_row = 0;
     if (!S::kCutsDepth && p.offsets != nullptr) {
       while (segment + 1 < p.segments && tile_of_rows >= segments.tile[segment + 1]) ++segment;
       tile_of_rows -= segments.tile[segment];

@@ -117,10 +117,11 @@ __device__ __forceinline__ void store_boxes(const Params& p, const Unit<S>& unit
   const int row = 16 * warp + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
   for (int first = 0; first < S::kColumns; first += 64 * kBlocks) {
+    const int blocks = min(kBlocks, (S::kColumns - first) / 64);
     if (asks) device::store_boxes_wait_read();
     meet_warpgroup(warpgroup);
 #pragma unroll
-    for (int j = 0; j < 8 * kBlocks; j += 2) {
+    for (int j = 0; j < 8 * blocks; j += 2) {
       device::store_rounded<typename S::T>(
           own + j / 8 * kBlockBytes + device::swizzled(row, j % 8 + lane / 16),
           sum + 4 * (first / 8 + j));
@@ -129,13 +130,72 @@ __device__ __forceinline__ void store_boxes(const Params& p, const Unit<S>& unit
     meet_warpgroup(warpgroup);
     if (!asks) continue;
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
+    for (int block = 0; block < blocks; ++block) {
       device::store_box(p.out_map, unit.column + first + 64 * block, unit.row + warpgroup * kRows,
                         own + block * kBlockBytes);
     }
     device::store_boxes_commit();
   }
 }
+
+/// A warpgroup's rows of a tile, rounded, which leave while the next unit is multiplied: first 128
+/// columns, then the others.
+template <class S>
+struct Outgoing {
+  static constexpr int kBlocks = S::kColumns / 64, kBlockWords = 16;
+
+  std::uint32_t words[kBlocks * kBlockWords];
+  int row, column, sent = 2;  ///< halves
+
+  __device__ __forceinline__ void take(const Unit<S>& unit, const float (&sum)[S::kSums]) {
+#pragma unroll
+    for (int i = 0; i < S::kSums / 2; ++i) {
+      words[i] = device::pack2<typename S::T>(sum[2 * i], sum[2 * i + 1]);
+    }
+    row = unit.row;
+    column = unit.column;
+    sent = 0;
+  }
+
+  /// Sends halves until so many have left.
+  __device__ __forceinline__ void send(const Params& p, std::uint32_t tile, int upto) {
+    if (sent < 1 && upto >= 1) send_blocks<0, 2>(p, tile);
+    if (sent < 2 && upto >= 2) send_blocks<2, kBlocks>(p, tile);
+    sent = max(sent, upto);
+  }
+
+ private:
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void send_blocks(const Params& p, std::uint32_t tile) {
+    const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
+    const int warp = static_cast<int>(threadIdx.x) / 32 % 4,
+              lane = static_cast<int>(threadIdx.x) % 32;
+    const bool asks = threadIdx.x % kWarpgroup == 0;
+    const std::uint32_t own = tile + 2 * warpgroup * kBlockBytes;
+    const int line = 16 * warp + lane / 8 % 2 * 8 + lane % 8;  // as in store_boxes()
+    if (asks) device::store_boxes_wait_read();
+    meet_warpgroup(warpgroup);
+#pragma unroll
+    for (int block = kFirst; block < kEnd; ++block) {
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        const std::uint32_t* from = words + block * kBlockWords + 2 * j;
+        device::stmatrix_x4(
+            own + (block - kFirst) * kBlockBytes + device::swizzled(line, j + lane / 16),
+            {from[0], from[1], from[2], from[3]});
+      }
+    }
+    device::fence_async_proxy();
+    meet_warpgroup(warpgroup);
+    if (!asks) return;
+#pragma unroll
+    for (int block = kFirst; block < kEnd; ++block) {
+      device::store_box(p.out_map, column + 64 * block, row + warpgroup * (kProductRows / 2),
+                        own + (block - kFirst) * kBlockBytes);
+    }
+    device::store_boxes_commit();
+  }
+};
 
 /// Rounds rows straight to where they belong, 16 bytes of a thread at a time.
 template <class S>

@@ -227,7 +227,9 @@ inline ShrinkPlan choose_shrink(std::int64_t rows, std::int64_t columns, int wid
                   : cut_leaves(own, columns, width, plan.leaves, !part_columns, machine.sms);
     return beside || adapters > 0 ? cut : half_tiles(cut, own, width, plan.leaves, machine.sms);
   };
-  if (products && plan.leaves < kLeaves) return product_shrink(columns, product(), plan.leaves);
+  if (products && plan.leaves < kLeaves) {
+    return product_shrink(columns, launch_tile(product(), width), plan.leaves);
+  }
   if (products && one_tile && beside && shares_dy && !masked) {
     const ProductCut half = cut_part_shrink_beside(rows, columns, width, plan.leaves, machine.sms);
     if (half.parts > 0) return product_shrink(columns, half);

@@ -13,6 +13,7 @@
 #include "lora/train/cuda/config.h"
 #include "lora/train/cuda/panel_problem.h"
 #include "lora/train/cuda/panel_shapes.h"
+#include "lora/train/cuda/stored_sums.h"
 #include "mortar/lora.h"
 
 namespace mortar::lora::train::cuda {
@@ -38,7 +39,8 @@ struct BackwardPlan {
   int whole_ranks = 16;
   bool beside_ds = false;  ///< it starts beside ds, dB first: no bit depends on it
   bool together = true;    ///< dy_boxes.cu, if it takes the operands: no bit depends on it
-  bool boxes = true;       ///< the same of panel_boxes.cu
+  StoredBy stores = StoredBy::kModel;  ///< dA and dB of products: no bit depends on it
+  bool boxes = true;                   ///< the same of panel_boxes.cu
   bool shares_dy = false;  ///< ds of float32 weights leaves half of the SMs to dB: the same
   /// Of dA and dx in one pass by input_boxes.cu, the same.
   DxPanels with_dx = DxPanels::kNone;

@@ -268,6 +268,12 @@ ProductCut cut_whole_shrink(std::int64_t rows, std::int64_t columns, int width, 
   return best;
 }
 
+/// The tile of a launch, of which no bit depends: 192 columns where 256 would be a quarter empty.
+inline ProductCut launch_tile(ProductCut cut, int width) {
+  if (cut.columns == 256 && ceil_div(width, 192) == ceil_div(width, 256)) cut.columns = 192;
+  return cut;
+}
+
 /// A step of 128 rows by 64 elements of which some are dropped, by two warpgroups; and how many
 /// times what its model says the stream takes with dropout, above 64 ranks. (us of h on an H100,
 /// by the stream / the product / the product's model: 2048 x 4096, rank 128 31 / 23 / 22, rank 256
@@ -360,6 +366,15 @@ inline int product_leaves(std::int64_t rows, std::int64_t columns, int width, bo
     return best;
   };
   return beside ? choose(BesideRowSums(rows, columns, width, kSms)) : choose(Alone());
+}
+
+/// Whether tiles of 256 columns of y or dx leave while the next ones are multiplied: where that
+/// takes as long as what an SM lets out, some 30 KB a microsecond. (us of a forward on an H200, at
+/// once / meanwhile: 8192 x 4096 x 4096, rank 512 119.2 / 114.3, 384 97.1 / 92.2, 256 75.0 / 72.0,
+/// but 4096 x 5120 x 13824, rank 192 80.8 / 81.4; a backward of rank 128 93.2 / 95.9.)
+inline bool defers_tile(int width) {
+  constexpr double kTileUs = 2.0 * lora::cuda::kProductRows * 256 / 30e3;
+  return ceil_div(width, lora::cuda::kProductStep) * 256 * kMmaUs >= kTileUs;
 }
 
 /// y or dx: sums over ranks. `arrays`: of the output's size that pass.

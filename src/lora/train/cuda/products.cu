@@ -154,6 +154,7 @@ Product stored_product_of(const PanelParams& s, const PanelOperand& own, Policy 
   p.early = s.early;
   p.out = grad.data;
   p.out_stride = grad.row_stride;
+  p.partials = own.sums;
   if ((pair.adds >> (of_a ? 0 : 1) & 1) != 0) {
     p.base = grad.data;
     p.base_stride = grad.row_stride;
@@ -270,6 +271,7 @@ void shrink_products(const ShrinkParams& s, Policy policy, Stream stream) {
 void expand_products(const ExpandParams& e, Policy policy, Stream stream) {
   ProductPlan plan;
   plan.columns = e.plan.tile_columns;
+  plan.defers = defers_tile(e.width);
   launch_product("lora_train", product_of(e, policy), plan, stream);
 }
 
@@ -301,15 +303,16 @@ void panel_products(const PanelParams& s, const StoredSums& stored, Policy polic
       plan.parts = static_cast<int>(s.max_tiles);
       plan.leaf = 0;
     }
-    if (stored.of[i]) {
-      plan.columns = lora::cuda::kProductRows;
+    const bool stores = stored.columns[i] > 0;
+    if (stores) {
+      plan.columns = stored.columns[i];
       plan.leaves = plan.parts;
       plan.parts = 1;
     }
     plan.clusters = s.free_sms / lora::cuda::kProductCluster;
     launch_product("lora_train",
-                   stored.of[i] ? stored_product_of(s, own, policy) : product_of(s, own, policy),
-                   plan, stream);
+                   stores ? stored_product_of(s, own, policy) : product_of(s, own, policy), plan,
+                   stream);
   }
 }
 

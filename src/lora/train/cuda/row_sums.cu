@@ -59,6 +59,10 @@ void RowSums::prepare(const PairTable& pairs, const RowGroups& rows, const Hidde
 
 void RowSums::sum_dy(const HiddenForms& h, void* ds, bool early, int free_sms) {
   if (!p_.wants_db && !plan_.one_pass) return;
+  if (!together_) {
+    together_ = early && sums_together(h, {static_cast<char*>(ds)}, free_sms);
+    if (together_) return;
+  }
   PanelParams all = panel_params(Side::kB, plan_.dy, h);
   all.early = early && !plan_.one_pass;
   all.free_sms = all.early ? free_sms : 0;
@@ -153,6 +157,7 @@ bool RowSums::sum_parts_with_dx(const HiddenForms& ds) {
 }
 
 void RowSums::sum_x(const HiddenForms& h, const HiddenForms& ds, bool early) {
+  if (together_) sum_dy(h, ds.values, early, 0);
   PanelParams all = panel_params(Side::kA, plan_.x, ds);
   all.early = early;
   all.beside_ds = early && starts_beside_ds(p_, plan_);
@@ -171,26 +176,29 @@ void RowSums::sum_x(const HiddenForms& h, const HiddenForms& ds, bool early) {
 
 void RowSums::run_panels(PanelParams panel) {
   panel.ahead = looks_ahead(panel.pairs, panel.rows) && !panel.masked && !panel.early;
-  const Policy policy = p_.weight == DType::kFloat16 ? Policy::kFloat16 : Policy::kBFloat16;
   if (plan_.whole) return whole_sums(panel, plan_.whole_ranks, p_.drops, stream_);
-  const bool wide = kPanelShapes[panel.shape].ranks == kMostRanks &&
-                    kPanelShapes[panel.shape].groups == 1 &&
-                    panel.chunk.rows % lora::cuda::kProductStep == 0 &&
-                    (panel.chunk.at_once == 0 || panel.chunk.unit % lora::cuda::kProductStep == 0);
-  if (wide && plan_.products && takes_products(panel, policy)) {
+  if (by_products(panel)) {
     StoredSums stored;
     for (int i = 0; i < panel.num_operands; ++i) {
-      stored.of[i] = stores_grad(panel, panel.operands[i]);
+      stored.columns[i] = stored_columns_of(panel, panel.operands[i]);
     }
     add_sums(panel, stored);
-    return panel_products(panel, stored, policy, stream_);
+    return panel_products(panel, stored, policy(), stream_);
   }
   add_sums(panel);
-  if (plan_.boxes && panel_boxes(panel, policy, stream_)) return;
+  if (plan_.boxes && panel_boxes(panel, policy(), stream_)) return;
   panels(panel, stream_);
 }
 
-/// Whether a product stores dA or dB, dense along its rows and of the operands' type.
+bool RowSums::by_products(const PanelParams& panel) const {
+  const PanelShape& shape = kPanelShapes[panel.shape];
+  return shape.ranks == kMostRanks && shape.groups == 1 &&
+         panel.chunk.rows % lora::cuda::kProductStep == 0 &&
+         (panel.chunk.at_once == 0 || panel.chunk.unit % lora::cuda::kProductStep == 0) &&
+         plan_.products && takes_products(panel, policy());
+}
+
+/// Whether a product may store dA or dB, dense along its rows and of the operands' type.
 bool RowSums::stores_grad(const PanelParams& panel, const PanelOperand& o) const {
   if (panel.rows.offsets != nullptr || o.num_slices > 1 || panel.pairs.entries != nullptr ||
       panel.copies > 1 || panel.masked) {
@@ -200,10 +208,44 @@ bool RowSums::stores_grad(const PanelParams& panel, const PanelOperand& o) const
   const bool of_a = panel.side == Side::kA;
   const Matrix grad = pair.grad(of_a);
   const std::int64_t dense = of_a ? o.columns : pair.rank, lines = of_a ? pair.rank : o.columns;
-  return stores_sums(p_.num_rows, o.columns, o.width, panel.chunk.rows, of_a,
-                     device::current_device().num_sms) &&
-         grad.data != nullptr && grad.dtype == p_.weight && grad.col_stride == 1 &&
+  return grad.data != nullptr && grad.dtype == p_.weight && grad.col_stride == 1 &&
          device::takes_tensor_map(grad.data, dense, lines, grad.row_stride);
+}
+
+/// Columns of the tiles in which it does; 0: it leaves partial sums.
+int RowSums::stored_columns_of(const PanelParams& panel, const PanelOperand& o) const {
+  if (!stores_grad(panel, o)) return 0;
+  const int sms = panel.free_sms > 0 ? panel.free_sms : device::current_device().num_sms;
+  return together_ ? kWideStoredTile : stored_columns(sizes_of(panel, o), sms, plan_.stores);
+}
+
+GradSizes RowSums::sizes_of(const PanelParams& panel, const PanelOperand& o) const {
+  const bool of_a = panel.side == Side::kA;
+  const bool adds = (panel.pairs.own[o.slice].adds >> (of_a ? 0 : 1) & 1) != 0;
+  return {p_.num_rows, o.columns, o.width, panel.chunk.rows, of_a, adds};
+}
+
+/// Whether dB waits for dx, and is stored beside dA then.
+bool RowSums::sums_together(const HiddenForms& h, const HiddenForms& ds, int free_sms) const {
+  const bool forced = plan_.stores == StoredBy::kTogether;
+  const bool others = plan_.whole || plan_.one_pass || plan_.with_dx != DxPanels::kNone ||
+                      (plan_.stores != StoredBy::kModel && !forced);
+  if (others || (free_sms > 0 && !forced) || p_.num_slices > 1 || !p_.wants_db || !p_.wants_da ||
+      p_.dx.data == nullptr || width_of(p_, 0) == 0 || !takes_panels(p_, 0) ||
+      !takes_panels(p_, p_.x)) {
+    return false;
+  }
+  PanelParams dy = panel_params(Side::kB, plan_.dy, h), x = panel_params(Side::kA, plan_.x, ds);
+  add_operand(&dy, Side::kB, 0, h, db_[0]);
+  add_operand(&x, Side::kA, 0, ds, da_);
+  for (const PanelParams* panel : {&dy, &x}) {
+    const PanelOperand& o = panel->operands[0];
+    if (!by_products(*panel) || !stores_grad(*panel, o) || !stores_wide(sizes_of(*panel, o))) {
+      return false;
+    }
+  }
+  return forced || stores_together(sizes_of(dy, dy.operands[0]), sizes_of(x, x.operands[0]),
+                                   device::current_device().num_sms);
 }
 
 /// What is left to be added when a pass over x or dy has ended.
@@ -211,7 +253,7 @@ void RowSums::add_sums(const PanelParams& panel, const StoredSums& stored) {
   for (int i = 0; i < panel.num_operands; ++i) {
     // Not by the address of the sums: without rows there are none, and no workspace.
     const PanelOperand& o = panel.operands[i];
-    if (stored.of[i] || o.width == 0 || (panel.side == Side::kB && !p_.wants_db)) continue;
+    if (stored.columns[i] > 0 || o.width == 0 || (panel.side == Side::kB && !p_.wants_db)) continue;
     add_sums(panel.side, o.slice, o.num_slices, o.columns, panel.chunk, o.sums);
   }
 }
@@ -254,7 +296,7 @@ PanelParams RowSums::panel_params(Side side, const PanelPlan& plan,
 
 /// x, or dy of a slice. Gives the panels that it has.
 int RowSums::add_operand(PanelParams* to, Side side, int slice, const HiddenForms& narrow,
-                         float* sums) {
+                         float* sums) const {
   const bool of_a = side == Side::kA;
   const int num_slices = of_a ? p_.num_slices : 1;
   const std::int64_t columns = of_a ? p_.hidden : p_.slices[slice].width;

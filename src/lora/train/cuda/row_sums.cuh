@@ -61,8 +61,9 @@ class RowSums {
   /// What all launches of a call share.
   void prepare(const PairTable& pairs, const RowGroups& rows, const HiddenColumns& hidden,
                Stream stream);
-  /// Sums of dB, from h, where they are wanted; and ds of the slices that makes_ds() names.
-  /// `early`, `free_sms`: as PanelParams has them.
+  /// Sums of dB, from h, where they are wanted and sum_x() does not make them beside those of dA
+  /// (stored_sums.h); and ds of the slices that makes_ds() names. `early`, `free_sms`: as
+  /// PanelParams has them.
   void sum_dy(const HiddenForms& h, void* ds, bool early, int free_sms);
   /// What dB of the only slice takes of outer_boxes.cu beside ds, if it goes through outer.cu.
   std::optional<OuterParams> beside_ds(const HiddenForms& h) const;
@@ -83,10 +84,15 @@ class RowSums {
   bool sum_parts_with_dx(const HiddenForms& ds);
   bool wants_all_of_x(bool draws) const;
   void run_panels(PanelParams panel);
+  bool sums_together(const HiddenForms& h, const HiddenForms& ds, int free_sms) const;
+  bool by_products(const PanelParams& panel) const;
   bool stores_grad(const PanelParams& panel, const PanelOperand& o) const;
+  int stored_columns_of(const PanelParams& panel, const PanelOperand& o) const;
+  GradSizes sizes_of(const PanelParams& panel, const PanelOperand& o) const;
   void add_sums(const PanelParams& panel, const StoredSums& stored = {});
   PanelParams panel_params(Side side, const PanelPlan& plan, const HiddenForms& narrow) const;
-  int add_operand(PanelParams* to, Side side, int slice, const HiddenForms& narrow, float* sums);
+  int add_operand(PanelParams* to, Side side, int slice, const HiddenForms& narrow,
+                  float* sums) const;
   OuterParams outer_params(Side side, int slice, int num_slices, const Matrix& wide,
                            const void* narrow, std::int64_t columns, std::int64_t mask_first,
                            float* sums, bool early) const;
@@ -94,6 +100,9 @@ class RowSums {
                  std::int64_t columns, std::int64_t mask_first, float* sums, bool early);
   void add_sums(Side side, int slice, int num_slices, std::int64_t columns, const RowCut& chunk,
                 const float* sums);
+  Policy policy() const {
+    return p_.weight == DType::kFloat16 ? Policy::kFloat16 : Policy::kBFloat16;
+  }
   int width(int slice, int num_slices) const {
     return num_slices == p_.num_slices ? p_.hidden_width : width_of(p_, slice);
   }
@@ -105,6 +114,7 @@ class RowSums {
   float* db_[kLoraMaxSlices] = {};
   float* da_ = nullptr;
   WeightGradParams grads_{};
+  bool together_ = false;  ///< sum_x() sums dB, too
 };
 
 }  // namespace mortar::lora::train::cuda
