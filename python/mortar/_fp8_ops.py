@@ -84,9 +84,7 @@ def _backward_impl(
     dy, x, x_scale, weight, rstd, residual_grad, dx, dw, weight_offset, accumulate_dw
 ):
     if _is_grad_enabled():
-        refuse_gradient(
-            "fp8_rmsnorm_backward", dy, x, x_scale, weight, rstd, residual_grad, dx, dw
-        )
+        refuse_gradient("fp8_rmsnorm_backward", dy, x, x_scale, weight, rstd, residual_grad, dx, dw)
     _backward(
         dy, x, x_scale, weight, weight_offset, rstd, residual_grad, dx, dw, accumulate_dw, None
     )

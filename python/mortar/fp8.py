@@ -180,9 +180,7 @@ def fp8_rmsnorm_backward(
     if accumulate_dw and dw is None:
         raise ValueError("fp8_rmsnorm_backward: dw must be given with accumulate_dw, got None")
     if _is_grad_enabled():
-        refuse_gradient(
-            "fp8_rmsnorm_backward", dy, x, x_scale, weight, rstd, residual_grad, dx, dw
-        )
+        refuse_gradient("fp8_rmsnorm_backward", dy, x, x_scale, weight, rstd, residual_grad, dx, dw)
     return differentiate(
         dy, x, x_scale, weight, rstd, weight_offset, residual_grad, dx, dw, accumulate_dw
     )

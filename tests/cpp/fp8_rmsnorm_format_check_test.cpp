@@ -99,11 +99,10 @@ TEST_P(Fp8RmsNormCheck, SmallQueriesCheckTheFormat) {
     Fp8Format format;
     format.scaling = Fp8Scaling::kGroup;
     format.group = group;
-    const std::string message =
-        ": group must be 16, 32, 64 or 128, got " + std::to_string(group);
-    EXPECT_EQ(message_of([&] { fp8_rmsnorm_forward_workspace(many, format, out); },
-                         ErrorKind::kValue),
-              "fp8_rmsnorm_forward_workspace" + message);
+    const std::string message = ": group must be 16, 32, 64 or 128, got " + std::to_string(group);
+    EXPECT_EQ(
+        message_of([&] { fp8_rmsnorm_forward_workspace(many, format, out); }, ErrorKind::kValue),
+        "fp8_rmsnorm_forward_workspace" + message);
     EXPECT_EQ(message_of([&] { fp8_quantize_workspace(many, format, out); }, ErrorKind::kValue),
               "fp8_quantize_workspace" + message);
   }

@@ -316,10 +316,14 @@ def test_numbers_that_an_option_does_not_have(device, name, value, num):
 def test_the_op_has_the_name_of_the_function(device):
     """Compiled code, which calls the op, says what the function says."""
     x, q = torch.ones(4, 32, device=device), torch.ones(4, 32, device=device).to(E4M3)
-    names = [argument.name for argument in torch.ops.mortar.fp8_rmsnorm_out.default._schema.arguments]
+    names = [
+        argument.name for argument in torch.ops.mortar.fp8_rmsnorm_out.default._schema.arguments
+    ]
     arguments = dict.fromkeys(names) | {
         "x": x, "weight": x[0, :31], "q": q, "scale": x.sum(), "eps": 1e-5, "weight_offset": 0.0,
         "scaling": 0, "group": 128, "pow2_scale": False, "given_scale": False, "numerics": 0,
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"^fp8_rmsnorm: weight must have shape \(32\), got \(31\)$"):
+    with pytest.raises(
+        ValueError, match=r"^fp8_rmsnorm: weight must have shape \(32\), got \(31\)$"
+    ):
         torch.ops.mortar.fp8_rmsnorm_out(**arguments)

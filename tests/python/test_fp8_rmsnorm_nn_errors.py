@@ -21,7 +21,9 @@ def test_errors(device):
         norm(case.x, case.x_scale, carrier=torch.zeros(4, 47, device=device))
     for dtype in (torch.int32, torch.float64, E4M3):
         carrier = torch.zeros(4, 48, device=device).to(dtype)
-        with pytest.raises(TypeError, match="^Fp8RMSNorm: carrier must be a tensor of dtype float32"):
+        with pytest.raises(
+            TypeError, match="^Fp8RMSNorm: carrier must be a tensor of dtype float32"
+        ):
             norm(case.x, case.x_scale, carrier=carrier)
     x, weight = torch.randn(4, 48, device=device), torch.randn(8, 48, device=device)
     with torch.no_grad():

@@ -95,8 +95,9 @@ def calls(device) -> dict[str, Call]:
             lambda dy, x, rstd, dx: mortar.fp8_rmsnorm_backward(dy, x, n[1], rstd, dx=dx),
             {"dy": n[0], "x": n[0].clone(), "rstd": r(4), "dx": r(4, 32)}, ("dx",)),
         "fp8_quantize": Call(lambda y: mortar.fp8_quantize(y), {"y": n[0]}, infers="y"),
-        "fp8_rmsnorm_backward new": Call(lambda dy, w: mortar.fp8_rmsnorm_backward(dy, n[0], w, rstd),
-                                         {"dy": n[0].clone(), "w": n[1]}),
+        "fp8_rmsnorm_backward new": Call(
+            lambda dy, w: mortar.fp8_rmsnorm_backward(dy, n[0], w, rstd),
+            {"dy": n[0].clone(), "w": n[1]}),
         "fp8_linear": Call(lambda w: mortar.nn.fp8_linear(quantized, w), {"w": r(16, 32)}),
         "check": Call(lambda cu, slots: dynamic_conv.check(
             cu_seqlens=cu, num_tokens=5, slots=slots, num_slots=2),

@@ -60,9 +60,7 @@ def dynamic_conv_triton_autograd(
     try:
         return dynamic_conv(_dense(x, 1), _dense(kernels, 2), cu_seqlens=cu_seqlens)
     except RuntimeError as error:
-        raise in_words_of(
-            "dynamic_conv_triton_autograd", error, x=x, kernels=kernels
-        ) from None
+        raise in_words_of("dynamic_conv_triton_autograd", error, x=x, kernels=kernels) from None
 
 
 def dynamic_conv_triton_cache(x: Tensor, kernels: Tensor, cache: Tensor | None = None) -> Tensor:

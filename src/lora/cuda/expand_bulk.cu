@@ -225,8 +225,7 @@ __device__ __forceinline__ void multiply_and_store(const ExpandParams& p, const 
                                                    int warp, int lane) {
   const int row = lane / 4, pitch = p.weights.max_rank;
   const Ranks ranks(lane, step.rank);
-  const auto* const h_tile =
-      reinterpret_cast<const Bits16*>(stage + room.h) + row * p.h.row_stride;
+  const auto* const h_tile = reinterpret_cast<const Bits16*>(stage + room.h) + row * p.h.row_stride;
   // Columns: inside groups of 32, MMA fragment j takes columns 8a + 2j + b, so that a lane's
   // results are 8 consecutive columns.
   const auto* const b_tile =

@@ -85,8 +85,8 @@ struct BCopy {
   bool vector;
   int block = 0, chunk = 0, num_chunks, stage = 0;
 
-  __device__ __forceinline__ BCopy(const SliceWeights& w, const Block& b, int width,
-                                   DType dtype, unsigned char* at)
+  __device__ __forceinline__ BCopy(const SliceWeights& w, const Block& b, int width, DType dtype,
+                                   unsigned char* at)
       : ring(at),
         size(device::float_bytes<typename Tr::TW>(dtype)),
         rank(w.rank),
@@ -327,9 +327,9 @@ __global__ void __launch_bounds__(kThreads, Tr::kFrags == 1                ? kMo
         using T = typename decltype(tag)::type;
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
-          multiply<T, Tr>(
-              sums, h_chunk + step * 32, h.bytes(), h.pitch,
-              ring + stage * stage_bytes + (b_lane ^ (step * 16 * int{sizeof(T)})), row_bytes);
+          multiply<T, Tr>(sums, h_chunk + step * 32, h.bytes(), h.pitch,
+                          ring + stage * stage_bytes + (b_lane ^ (step * 16 * int{sizeof(T)})),
+                          row_bytes);
         }
       });
       stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -366,10 +366,9 @@ void launch_traits(const ExpandParams& p, Stream stream) {
   l.threads = kThreads;
   const int ranks = stage_ranks(p.h.width);
   const int items = p.cols / kCols * ceil_div(p.h.width, ranks);
-  l.smem =
-      static_cast<std::size_t>(Tr::kPartsH * Tr::kTokens * h_pitch(p.h.width)) * 2 +
-      static_cast<std::size_t>(std::min(kStages, items) * kCols * ranks *
-                               device::float_bytes<typename Tr::TW>(p.weights.dtype));
+  l.smem = static_cast<std::size_t>(Tr::kPartsH * Tr::kTokens * h_pitch(p.h.width)) * 2 +
+           static_cast<std::size_t>(std::min(kStages, items) * kCols * ranks *
+                                    device::float_bytes<typename Tr::TW>(p.weights.dtype));
   l.stream = stream;
   l.pdl = true;
   device::launch<expand_parts_kernel<Tr>>("lora_expand", l, p);

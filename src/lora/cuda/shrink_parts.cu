@@ -117,8 +117,7 @@ __global__ void __launch_bounds__(kThreads, std::min(Tr::kMinCtas, kMostCtas))
     // x to L2, a line of a token each, whatever the predecessor may still write there.
     constexpr int kLine = 128, kStep = kThreads / Tr::kTokens * kLine;
     const int own = tokens[threadIdx.x % Tr::kTokens], size = device::float_bytes<TX>(x_dtype);
-    const auto* x =
-        static_cast<const char*>(p.x.data) + (own * p.x.row_stride + k_begin) * size;
+    const auto* x = static_cast<const char*>(p.x.data) + (own * p.x.row_stride + k_begin) * size;
     const std::int64_t first = whole ? leaf : num_own * leaf;  // elements
     const std::int64_t end = own < 0 ? 0 : min(first, p.weights.hidden - k_begin) * size;
     for (int c = static_cast<int>(threadIdx.x) / Tr::kTokens * kLine; c < end; c += kStep) {

@@ -102,8 +102,8 @@ struct Worker {
     return 2 * static_cast<int>(min(left, std::int64_t{kK}));
   }
   /// Copies `count` rows a stride apart, with zeros past their end.
-  __device__ __forceinline__ void copy(std::uint32_t to, const Bits16* from,
-                                       std::int64_t stride, int count) const {
+  __device__ __forceinline__ void copy(std::uint32_t to, const Bits16* from, std::int64_t stride,
+                                       int count) const {
     const int all = bytes(), left = all - lane() * 16;
     const char* at = reinterpret_cast<const char*>(from) + (left > 0 ? lane() * 16 : 0);
     to += lane() * 16;

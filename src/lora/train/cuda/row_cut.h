@@ -21,6 +21,10 @@ struct RowCut {
   int fixed_rows = 0;  ///< that take as long as a tile's start and end
 
   bool operator==(const RowCut&) const = default;
+  /// Whether every tile's rows, of whichever size, are whole steps of `step`.
+  [[nodiscard]] MORTAR_HOST_DEVICE constexpr bool in_steps(int step) const {
+    return rows % step == 0 && (at_once == 0 || unit % step == 0);
+  }
 };
 inline constexpr int kMostEvenAdapters = 32;  ///< of which each lane of a warp has one
 inline constexpr int kMostCutRows = 1 << 24;  ///< of the smallest size

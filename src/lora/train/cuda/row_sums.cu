@@ -193,9 +193,8 @@ void RowSums::run_panels(PanelParams panel) {
 bool RowSums::by_products(const PanelParams& panel) const {
   const PanelShape& shape = kPanelShapes[panel.shape];
   return shape.ranks == kMostRanks && shape.groups == 1 &&
-         panel.chunk.rows % lora::cuda::kProductStep == 0 &&
-         (panel.chunk.at_once == 0 || panel.chunk.unit % lora::cuda::kProductStep == 0) &&
-         plan_.products && takes_products(panel, policy());
+         panel.chunk.in_steps(lora::cuda::kProductStep) && plan_.products &&
+         takes_products(panel, policy());
 }
 
 /// Whether a product may store dA or dB, dense along its rows and of the operands' type.
