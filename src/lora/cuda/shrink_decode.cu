@@ -26,7 +26,6 @@
 #include <bit>
 #include <type_traits>
 
-#include "device/any_float.cuh"
 #include "device/cluster.cuh"
 #include "device/convert.cuh"
 #include "device/launch.cuh"
@@ -41,7 +40,6 @@ namespace mortar::lora::cuda {
 namespace {
 
 using namespace decode_shrink;
-using device::Bits16;
 
 /// Adds the leaves of the tokens that this CTA of the cluster looks after, and writes their h.
 /// `h_rows`: rows of h of the tile's tokens; -1: none.
@@ -70,6 +68,7 @@ __device__ __forceinline__ void write_whole(const ShrinkParams& p, const RankRow
 template <class Tr>
 __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
     shrink_decode_kernel(const __grid_constant__ DecodeParams params) {
+  using T = typename Tr::T;
   const ShrinkParams& p = params.shrink;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ int row_count;
@@ -85,9 +84,9 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
   std::int64_t* const row_places = reinterpret_cast<std::int64_t*>(row_weights + list);
   float* const row_scales = reinterpret_cast<float*>(row_places + list);
   RankRowList rows{row_weights, row_places, row_scales, &row_count};
-  Bits16* const x_tile = reinterpret_cast<Bits16*>(row_scales + list);
+  T* const x_tile = reinterpret_cast<T*>(row_scales + list);
   const int x_tokens = Tr::kShares ? params.x_tokens : kTokens;
-  Bits16* const ring = x_tile + turns * x_tokens * kPitch;
+  T* const ring = x_tile + turns * x_tokens * kPitch;
 
   // Coordinates
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -125,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
   const int stage_elts = stage_rows * kPitch;
 
   // Load: A does not depend on the predecessor.
-  const auto copy = [&](std::uint32_t to, const Bits16* row, int turn) {
+  const auto copy = [&](std::uint32_t to, const T* row, int turn) {
     const int at = turn * turn_elts;
     const bool there = at < left;
     device::cp_async_16(to, row + (there ? at : 0), there ? 16 : 0);
@@ -139,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
     for (int i = 0; i < Tr::kStageRows; i += kRowStep) {
       const int row = i + row0;
       if (first + row >= num_rows) break;
-      const auto* a = static_cast<const Bits16*>(rows.weights[first + row]);
+      const T* a = static_cast<const T*>(rows.weights[first + row]);
       if (Tr::kWhole && a == nullptr) continue;  // of a padding row nothing is read but its address
       copy(to + i * kPitch * 2, a + safe_k, turn);
     }
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
   // All addresses before the wait: after it a warp has its scheduler to itself, and every
   // instruction is a delay.
   constexpr int kOwnTokens = kTokens / kRowStep;
-  const auto own_x = static_cast<const Bits16*>(p.x.data) + token * p.x.row_stride;
+  const auto own_x = static_cast<const T*>(p.x.data) + token * p.x.row_stride;
   const unsigned there = __ballot_sync(0xffffffffu, token >= 0) % (1u << kTokens) >> row0;
   if (p.early && token >= 0) {
     // A thread asks for 128 bytes of the token that it knows.
@@ -161,11 +160,11 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
       if (at < p.weights.hidden) device::prefetch_l2(own_x + at);
     }
   }
-  const Bits16* x_rows[kOwnTokens];  // of the tokens from `first` on
+  const T* x_rows[kOwnTokens];  // of the tokens from `first` on
   const auto find_x = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kOwnTokens; ++i) {
-      x_rows[i] = reinterpret_cast<const Bits16*>(
+      x_rows[i] = reinterpret_cast<const T*>(
                       __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(own_x),
                                   first + i * kRowStep + row0)) +
                   safe_k;
@@ -246,24 +245,21 @@ __global__ void __launch_bounds__(kThreads, Tr::kPerSm)
       own[g] = at + (row + g * Tr::kStageRows < num_rows ? g * Tr::kStageElts * 2 : 0);
     }
     float sum[Tr::kAtOnce][4] = {};
-    device::visit_checked_dtype(Float16DTypes(), p.x.dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
 #pragma unroll
-      for (int i = 0; i < Tr::kSteps; i += 2) {
-        auto* const frag = &x_frags[Tr::kKeepX ? i : 0];
-        if (!Tr::kKeepX || load_x) {
-          device::ldmatrix_x4(frag[0], x + i * 32);
-          device::ldmatrix_x4(frag[1], x + (i + 1) * 32);
-        }
-#pragma unroll
-        for (int g = 0; g < Tr::kAtOnce; ++g) {
-          std::uint32_t a[4];
-          device::ldmatrix_x4(a, own[g] + i * 32);
-          device::mma_16816<T>(sum[g], frag[0], a[0], a[1]);
-          device::mma_16816<T>(sum[g], frag[1], a[2], a[3]);
-        }
+    for (int i = 0; i < Tr::kSteps; i += 2) {
+      auto* const frag = &x_frags[Tr::kKeepX ? i : 0];
+      if (!Tr::kKeepX || load_x) {
+        device::ldmatrix_x4(frag[0], x + i * 32);
+        device::ldmatrix_x4(frag[1], x + (i + 1) * 32);
       }
-    });
+#pragma unroll
+      for (int g = 0; g < Tr::kAtOnce; ++g) {
+        std::uint32_t a[4];
+        device::ldmatrix_x4(a, own[g] + i * 32);
+        device::mma_16816<T>(sum[g], frag[0], a[0], a[1]);
+        device::mma_16816<T>(sum[g], frag[1], a[2], a[3]);
+      }
+    }
     // Store
 #pragma unroll
     for (int g = 0; g < Tr::kAtOnce; ++g) {
@@ -357,7 +353,7 @@ void launch_traits(ShrinkParams p, const ShrinkPlan& c, Stream stream) {
   device::launch<shrink_decode_kernel<Tr>>("lora_shrink", l, params);
 }
 
-template <bool kWhole>
+template <class T, bool kWhole>
 void launch_leaves(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   // More rows than a stage of long leaves has, and no more than the ring of short ones.
   const bool at_once = c.rows > kThreads / 4 && c.rows <= decode_ring_rows(1);
@@ -365,18 +361,18 @@ void launch_leaves(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
   static_assert(leaf_size(1) * 2 == kK && leaf_size(1 << 20) == kK);
   if constexpr (!kWhole) {
     if (!leaves_of_k && c.stages == kFewDecodeStages) {
-      return launch_traits<Traits<kWhole, 2, kFewDecodeStages>>(p, c, stream);
+      return launch_traits<Traits<T, kWhole, 2, kFewDecodeStages>>(p, c, stream);
     }
     if (at_once && leaves_of_k) {
-      return launch_traits<Traits<kWhole, 1, kDecodeStages, 2>>(p, c, stream);
+      return launch_traits<Traits<T, kWhole, 1, kDecodeStages, 2>>(p, c, stream);
     }
-    if (at_once) return launch_traits<Traits<kWhole, 2, kDecodeStages, 4>>(p, c, stream);
+    if (at_once) return launch_traits<Traits<T, kWhole, 2, kDecodeStages, 4>>(p, c, stream);
     if (!leaves_of_k && c.per_sm == kDenseShrinkPerSm) {
-      return launch_traits<Traits<kWhole, 2, kDecodeStages, 1, true>>(p, c, stream);
+      return launch_traits<Traits<T, kWhole, 2, kDecodeStages, 1, true>>(p, c, stream);
     }
   }
-  leaves_of_k ? launch_traits<Traits<kWhole, 1>>(p, c, stream)
-              : launch_traits<Traits<kWhole, 2>>(p, c, stream);
+  leaves_of_k ? launch_traits<Traits<T, kWhole, 1>>(p, c, stream)
+              : launch_traits<Traits<T, kWhole, 2>>(p, c, stream);
 }
 
 }  // namespace
@@ -386,8 +382,10 @@ void shrink_decode(const ShrinkParams& p, const ShrinkPlan& c, Stream stream) {
             (c.split() ? p.h.raw && !p.pad : !p.h.raw && !p.h.by_position && c.rows % 2 == 0),
         "lora_shrink: the decode kernel takes tiles of 16 tokens and aligned rows, and leaves "
         "partials or a caller's h");
-  device::check_dtype<Float16DTypes>(p.x.dtype, "lora_shrink");
-  c.split() ? launch_leaves<false>(p, c, stream) : launch_leaves<true>(p, c, stream);
+  device::visit_dtype<Float16DTypes>(p.x.dtype, "lora_shrink", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    c.split() ? launch_leaves<T, false>(p, c, stream) : launch_leaves<T, true>(p, c, stream);
+  });
 }
 
 }  // namespace mortar::lora::cuda

@@ -16,9 +16,10 @@ constexpr int kPitch = kK + 8;   ///< elements; 1040 B rows make ldmatrix free o
 constexpr int kPieces = kK / 8;  ///< 16-byte pieces of a row
 constexpr int kRowStep = kThreads / kPieces;
 
-template <bool kWhole_, int kLeaves_, int kStages_ = kDecodeStages, int kAtOnce_ = 1,
+template <class T_, bool kWhole_, int kLeaves_, int kStages_ = kDecodeStages, int kAtOnce_ = 1,
           bool kDense_ = false>
 struct Traits {
+  using T = T_;
   static constexpr bool kWhole = kWhole_;                  ///< h, not slabs
   static constexpr int kLeaves = kLeaves_;                 ///< leaves per CTA
   static constexpr int kStages = kStages_;                 ///< of the ring of rank rows
